@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
     from tsmla_kernels.contract.rules import Dim
 
-SHARERS = 32  # softmax lanes that have keys of one query row if the four softmax warps have different keys
-MAX_STAGES = 6  # with more of them, warps would be further apart than LOOKAHEAD and PIECES_KEPT (memory.py) allow
+SHARERS = 32  # softmax lanes that have keys of one query row, if the four softmax warps have different keys
+MAX_STAGES = 6  # with more stages, warps would be further apart than LOOKAHEAD and PIECES_KEPT (memory.py) allow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +27,19 @@ class DecodeConfig:
     """The static choices of a compiled mla_decode. Everything else is dynamic.
 
     Attributes:
-      dtype: of q: "bfloat16", "float16", or "float8_e4m3fn" if the cache has it too.
-      kv_dtype: of the cache: None (q's dtype) or "float8_e4m3fn".
+      dtype: q's dtype: "bfloat16", "float16", or "float8_e4m3fn" if the cache also has it.
+      kv_dtype: the cache's dtype: None (q's dtype) or "float8_e4m3fn".
       num_heads: H.
       max_q_len: S, or the longest query of a ragged batch.
       latent_dim: L. rope_dim: R. page_size: Z.
       ragged: whether query rows are found through cu_seqlens_q.
       causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.
       batch_invariant: cut requests at fixed keys, so that a row's bits do not depend on the rest of the batch.
-      cluster: CTAs (1 or 2) that walk the same keys with different rows; each loads half and multicasts it.
-      split_q: whether the rope columns of q are an array of their own, whose rows may be wider.
-      heads_first: whether the latent columns of a split q are [H, T, L], as a product over heads leaves them.
+      cluster: CTAs (1 or 2) that walk the same keys with different rows; each loads half of the keys and multicasts
+        them.
+      split_q: whether the rope columns of q are a separate array, whose rows may be wider.
+      heads_first: whether the latent columns of a split q are [H, T, L], the order in which a product over heads writes
+        them.
       visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
     """
 
@@ -92,8 +94,8 @@ class DecodeConfig:
 
     @property
     def transposed_out(self) -> bool:
-        """Whether P V is computed as O^T = V^T P^T, so that WGMMA's 64 rows are latents, not query rows. A fourth
-        warpgroup then copies, because O leaves registers for one."""
+        """Whether P V is computed as O^T = V^T P^T, so that WGMMA's 64 rows are latents, not query rows. O then leaves
+        enough registers for a fourth warpgroup, which copies."""
         return self.fp8_cache or self.p_rows < ROWS
 
     @property
@@ -115,7 +117,7 @@ class DecodeConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: a block of keys, and P if the rope columns cannot hold it.
+        """Shared memory of one stage: a block of keys, and P if it does not fit into the rope columns.
 
         If Q is the first operand of Q K^T, P has all 64 rows of WGMMA, however few query rows there are.
         """
@@ -127,7 +129,7 @@ class DecodeConfig:
     @property
     def exchanged_words(self) -> int:
         """Shared-memory words for reducing over keys across the four softmax warps (mixed kernel only)."""
-        # scores_mixed.Exchange: a row's partials of each lane, its two changes and its maximum.
+        # scores_mixed.Exchange: for each row, the lanes' partials, its two changes and its maximum.
         return self.p_rows * (SHARERS + 2 + 1) if self.mixed else 0
 
     @property
@@ -141,7 +143,7 @@ class DecodeConfig:
 
     @cached_property
     def shape(self) -> LatentShape:
-        """What the common parts of the latent attention kernels are built from."""
+        """The facts from which the common parts of the latent attention kernels are built."""
         few_rows = self.max_q_len * self.num_heads <= FEW_ROWS
         return LatentShape(
             num_heads=self.num_heads,
@@ -154,7 +156,7 @@ class DecodeConfig:
             q_rows=self.q_rows,
             p_rows=self.p_rows,
             few_rows=few_rows,
-            min_share=1 if few_rows else 2,  # a shorter one costs more in merging than it saves
+            min_share=1 if few_rows else 2,  # a shorter share costs more in merging than it saves
             out_dtype=self.out_dtype,
             partial_needs_scale=not few_rows and self.cache_dtype == "bfloat16",
             partial_is_lane_order=not self.transposed_out,
@@ -185,7 +187,7 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
 
 
 def _size_reasons(spec: DecodeSpec) -> list[str]:
-    """Why the schedule can't count the call's keys, or those of all its row tiles. Symbolic sizes pass."""
+    """Why the schedule cannot count the keys of a request, or of all row tiles of the call. Symbolic sizes pass."""
     sizes = (spec.batch, spec.total_q_len, spec.max_q_len, spec.num_heads, spec.max_pages)
     if not all(isinstance(size, int) for size in sizes):
         return []

@@ -1,4 +1,4 @@
-"""Filling decode's ring: one warp copies queries and keys, stage by stage."""
+"""The warp that fills decode's ring: it copies queries and keys, stage by stage."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FIRST_COPIES = 3  # stages that are requested before the warps take their roles
 
 
 class Copier:
-    """The copies into the ring, by warp `warp`. layout: what stages hold. stage_bytes: keys of a stage; others: as in
-    DecodeConfig and Stages."""
+    """The copies into the ring, made by warp `warp`. layout: the contents of stages. stage_bytes: bytes of a stage's
+    keys. The other attributes are as in DecodeConfig and Stages."""
 
     def __init__(self, config: DecodeConfig, layout: Stages) -> None:
         self.ring, self.layout = layout.ring, layout
@@ -35,10 +35,10 @@ class Copier:
         self.stages, self.block, self.box, self.q_rows = layout.stages, layout.block, layout.box, layout.q_rows
         self.column_tiles = layout.column_tiles
         self.split_q, self.heads_first, self.heads = config.split_q, config.heads_first, config.num_heads
-        # One copy of rows whose heads come first takes box_heads heads of box_tokens tokens.
+        # If heads come first, one copy of rows takes box_heads heads of box_tokens tokens.
         self.box_heads = min(config.num_heads, self.q_rows)
         self.box_tokens = self.q_rows // self.box_heads
-        self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # of the array q
+        self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # column tiles of the array q
         self.stage_bytes = layout.block * layout.depth * self.ring.itemsize
         self.warp = 12 if config.transposed_out else 4
         # The next keys then overwrite P, which ordinary stores have written.
@@ -47,7 +47,7 @@ class Copier:
         self.q_known_early = not config.ragged and config.p_rows < ROWS
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor, q_rope: cute.Tensor | None = None) -> Tma:
-        """TMA atoms and tensors of q, of the cache, and of q's rope columns if they are apart.
+        """TMA atoms and tensors of q, of the cache, and of q's rope columns if they are a separate array.
 
         One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. If
         pages are shorter than a block, a copy brings one column tile, because a block is not one box.
@@ -84,7 +84,7 @@ class Copier:
         aligned = 128 // q.element_type.width
         ropes = cute.make_tensor(
             q_rope.iterator,
-            # TMA wants rows at multiples of 16 bytes, which the host has checked.
+            # TMA needs rows at multiples of 16 bytes. The host has checked this.
             cute.make_layout((q_rope.shape[0], 64, 1), stride=(cute.assume(q_rope.shape[1], divby=aligned), 1, 64)),
         )
         rope_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, 1), (0, 1, 2))
@@ -92,13 +92,13 @@ class Copier:
         return tma._replace(q_rope_atom=atom, q_rope=ropes)
 
     def heads_first_strides(self) -> tuple[int, ...]:
-        """Strides of (head, token, column, column tile) in a stage: rows lie as ever, token by token."""
+        """Strides of (head, token, column, column tile) in a stage. Rows lie token by token, as in other kernels."""
         return (64, 64 * self.box_heads, 1, 64 * self.q_rows)
 
     @cute.jit
     def request_only_q(self, batch: Int32, copies: Copies) -> Int32:
-        """Request the Q of a batch of one request, while its length is on its way: whatever the length is, a cluster
-        that gets a piece begins with these rows. Returns whether that was done; `begin` then goes on behind it."""
+        """Request the Q of a batch of one request while its length is being loaded: for any length, a cluster that gets
+        a piece begins with these rows. Returns whether that was done; `begin` must know."""
         requested = Int32(0)
         if const_expr(self.q_known_early):
             if batch == 1:
@@ -110,8 +110,8 @@ class Copier:
 
     @cute.jit
     def begin(self, copies: Copies, requested: Int32):
-        """Request the first stages, all of the first piece. Called by the warp that has just described that piece.
-        requested: what request_only_q returned."""
+        """Request the first stages, all for the first piece. The warp that has just described that piece calls it.
+        requested: the result of request_only_q."""
         state = copies.state
         lane = cute.arch.lane_idx()
         if lane < COPY_STATE_WORDS:
@@ -133,7 +133,7 @@ class Copier:
 
     @cute.jit
     def fill(self, copies: Copies):
-        """Fill the stages that `begin` left."""
+        """Fill the stages that `begin` has not filled."""
         state = copies.state
         # The first copies need only the first piece's description; the next pieces are described at the barrier.
         waiting = Int32(1)
@@ -150,7 +150,7 @@ class Copier:
             self.meet_for_first_pieces()
 
     def meet_for_first_pieces(self) -> None:
-        """The scheduling warp has described the first pieces; the copying warp waits for them."""
+        """Meet at a barrier: the copying warp waits until the scheduling warp has described the first pieces."""
         cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
 
     @cute.jit
@@ -168,17 +168,17 @@ class Copier:
 
     @cute.jit
     def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: Copies):
-        """The copying warp waits until stage `index` is released, and fills it. index -1: no stage."""
+        """Wait, as the copying warp, until stage `index` is released, and fill it. index -1: no stage."""
         if warp_idx == self.warp and index >= 0:
             cute.arch.mbarrier_wait(empty + index, phase)
             self.produce(index, copies)
 
     @cute.jit
     def produce(self, index: Int32, copies: Copies, requested: Int32 | int = 0):
-        """Fill the free stage `index` with rows of Q, a block of keys, or the end of the work, whichever is next.
-        requested: whether what comes first is on its way already.
+        """Fill the free stage `index` with the next of these: rows of Q, a block of keys, or the end of the work.
+        requested: whether it has already been requested.
 
-        Its state lies in shared memory: O takes this warp's registers.
+        The copying warp's state lies in shared memory: O takes its registers.
         """
         state, pieces, full = copies.state, copies.pieces, copies.full
         lane = cute.arch.lane_idx()
@@ -197,7 +197,7 @@ class Copier:
             if lane == 0:
                 state[CopyState.BLOCK] = b + 1
         elif state[CopyState.ENDED] == 0:
-            # A piece begins with Q, in one or two stages; or the work ends.
+            # A piece begins with Q, in one or two stages. If there is no piece, the work ends.
             number, q_stage = state[CopyState.NEXT_PIECE], state[CopyState.Q_STAGES]
             piece = Described(pieces, remainder(number, PIECES_KEPT))
             b_begin, b_end, q_stages = piece[Piece.BLOCK_BEGIN], piece[Piece.BLOCK_END], piece[Piece.Q_STAGES]
@@ -247,7 +247,7 @@ class Copier:
 
     @cute.jit
     def copy_heads(self, index: Int32, row: Int32, boxes: cute.Tensor, copies: Copies):
-        """Copy the latent columns of `q_rows` rows, from `row` on, into stage `index`, where q is [H, T, L]."""
+        """Copy the latent columns of `q_rows` rows, from `row` on, into stage `index`, if q is [H, T, L]."""
         tma = copies.tma
         token, head = quotient(row, self.heads), remainder(row, self.heads)
         q_box = (self.box_heads, self.box_tokens, 64, self.q_tiles)
@@ -267,7 +267,7 @@ class Copier:
     def copy_columns(
         self, index: Int32, row: Int32, atom: cute.CopyAtom, q: cute.Tensor, boxes: cute.Tensor, copies: Copies
     ):
-        """Copy the column tiles that `boxes` has of the rows of `q`, from `row` on, into stage `index`."""
+        """Copy the column tiles of `boxes`, of the rows of `q` from `row` on, into stage `index`."""
         g_q = cute.local_tile(cute.domain_offset((row, 0, 0), q), (self.q_rows, 64, q.shape[2]), (0, 0, 0))
         t_qs, t_qg = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
@@ -278,7 +278,7 @@ class Copier:
     def read_table(self, piece: Described, first_page: Int32, lane: Int32, copies: Copies):
         """Read TABLE_AHEAD pages of a piece's request, from position `first_page` of its table on, into `pages`.
 
-        Pages past its last one become 0: the table may hold anything there.
+        Pages past the request's last one become 0, because the table may hold anything there.
         """
         block_tables, pages, state = copies.block_tables, copies.pages, copies.state
         position = first_page + lane

@@ -1,14 +1,15 @@
 """Absorbed MLA decode over a paged latent cache, for Hopper: launch, shared memory, set-up and the warps' roles.
 
-DESIGN.md beside this says why it is so. Warpgroups of a CTA share 64 query rows (token * H + head) and a ring of stages
-of 32 or 64 keys:
+DESIGN.md in this folder gives the reasons. Warpgroups of a CTA share 64 query rows (token * H + head) and a ring of
+stages of 32 or 64 keys:
 
   warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
-  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
-  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32
-                query rows there is no warpgroup 3, and the first warp of 1 copies
+  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule 3
+    first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32 query rows
+    there is no warpgroup 3, and the first warp of 1 copies
 
-A second, small kernel merges the requests that several CTAs (or clusters) shared. Both are launched with programmatic
+A second, small kernel merges the results of row tiles that several CTAs (or clusters) shared. Both are launched with
+programmatic
 dependent launch: the first behind whatever runs before it on the stream, the second behind the first.
 """
 
@@ -45,8 +46,8 @@ class MlaDecode:
     """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
 
     The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
-    With config.split_q it takes q [N, L], or [H, T, L], and q_rope [N, W] in place of q; with config.visible_lens that
-    array [T] behind cu_seqlens_q.
+    With config.split_q it takes q [N, L], or [H, T, L], and q_rope [N, W] in place of q; with config.visible_lens it
+    takes the array visible_lens [T] after cu_seqlens_q.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -73,7 +74,7 @@ class MlaDecode:
             self.values = ValuesFewRows(config, stages, self.walk, self.copier)
         else:
             self.threads = 384
-            self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is what 384 threads start with
+            self.registers = Registers(168, 184, 160, 160)  # 384 threads start with as many registers as 184 + 2 x 160
             self.scores = Scores16bit(config, stages)
             self.values = Values16bit(config, stages, self.walk, self.copier)
 
@@ -85,7 +86,7 @@ class MlaDecode:
         else:
             kv_cache, *rest = others
             tma = self.copier.tensor_maps(q, kv_cache)
-        # visible_lens is the fourth operand, where there is one, and the last field.
+        # If there is visible_lens, it is the fourth operand and the last field.
         fields = (*rest[:3], *rest[4:], rest[3]) if const_expr(self.config.visible_lens) else rest
         arrays = Arrays(*fields)
         score_mma, value_mma = self.scores.mma(), self.values.mma()
@@ -118,8 +119,8 @@ class MlaDecode:
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
-        """How many clusters share the work. split_info has two entries for each; when batch_invariant, one for each
-        cluster and one for each row tile."""
+        """How many clusters share the work. split_info has two entries for each cluster. When batch_invariant, it has
+        one for each cluster and one for each row tile."""
         if const_expr(self.config.batch_invariant):
             return Int32(split_info.shape[0] - seq_lens.shape[0] * self.config.shape.max_tiles)
         return Int32(split_info.shape[0] // 2)
@@ -134,7 +135,7 @@ class MlaDecode:
         value_mma: cute.TiledMma,
         num_clusters: Int32,
     ):
-        """One CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
+        """Run one CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
         block_idx, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -142,8 +143,8 @@ class MlaDecode:
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         cluster_index = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
-        # Until here the kernel before may still write q, the cache, lengths and tables, and the last call's `combine`
-        # may read the workspaces. The lengths come next, and barriers are initialised while the lengths come.
+        # Before this wait the kernel before may still write q, the cache, lengths and tables, and the last call's
+        # `combine` may still read the workspaces. The lengths are loaded next; the barriers are initialised meanwhile.
         cute.arch.griddepcontrol_wait()
         early = self.walk.batch.early_numbers(arrays.seq_lens, arrays.cu_seqlens_q)
         smem = utils.SmemAllocator()
@@ -163,7 +164,7 @@ class MlaDecode:
         self.sync_barriers()
 
         state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
-        # Sorted in the first stage: Q comes there, which no other CTA copies.
+        # Requests are sorted in the first stage, because Q is copied there, and Q is never copied by another CTA.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
             block_tables=arrays.block_tables, seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q,
@@ -179,7 +180,7 @@ class MlaDecode:
         if warp_idx == self.copier.warp:
             requested = self.copier.request_only_q(Int32(arrays.seq_lens.shape[0]), copies)
             if const_expr(self.copier.q_known_early):
-                # Behind a shuffle: the compiler would compute with the length, and wait for it, before the request.
+                # The shuffle prevents the compiler from using the length, and thus waiting for it, before the request.
                 length, begin, end = early
                 early = (kept(length), begin, end)
             self.walk.begin(schedule, early)
@@ -199,7 +200,8 @@ class MlaDecode:
                 else:
                     self.registers.set(self.registers.values)
                     self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
-                # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
+                # Idle warps must not signal: `combine` would launch immediately and take a part of the SM while it
+                # waits.
                 cute.arch.griddepcontrol_launch_dependents()
         else:
             if group == 0:
@@ -214,7 +216,7 @@ class MlaDecode:
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, block_tables: cute.Tensor, warp: Int32):
-        """Prefetch into the L2 cache by three idle warps, while the schedule's first loads are in flight."""
+        """Prefetch into the L2 cache, in three idle warps, while the schedule's first loads are in flight."""
         block_idx, _, _ = cute.arch.block_idx()
         line = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
         prefetch(block_tables, line * 32)

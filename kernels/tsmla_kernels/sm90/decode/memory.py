@@ -1,4 +1,4 @@
-"""Records of decode alone: its operands, the copying warp's words, and the bundles of its device functions."""
+"""Records of decode alone: its operands, the words of the copying warp, and the bundles of its device functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FIRST_PIECES_THREADS = 64  # the scheduling warp and the copying warp
 
 
 class CopyState(IntEnum):
-    """Words in which the copying warp keeps its place. Not registers: O may take those."""
+    """Words in which the copying warp keeps its place. They are not registers, because O may take these."""
 
     BLOCK = 0  # next key block of the current piece
     BLOCK_END = 1
     FIRST_PAGE = 2  # position in the block table of the first page in `pages`
     NEXT_PIECE = 3
-    Q_STAGES = 4  # stages of the next piece's Q that were requested
+    Q_STAGES = 4  # stages of the next piece's Q that have been requested
     ENDED = 5  # 1 after the last piece
-    FILLED = 6  # stages that were requested before the warps took their roles
+    FILLED = 6  # stages that have been requested before the warps take their roles
 
 
 class Tma(NamedTuple):
@@ -33,12 +33,12 @@ class Tma(NamedTuple):
     q: cute.Tensor
     keys_atom: cute.CopyAtom
     keys: cute.Tensor
-    q_rope_atom: cute.CopyAtom | None = None  # where the rope columns are an array of their own
+    q_rope_atom: cute.CopyAtom | None = None  # if the rope columns are a separate array
     q_rope: cute.Tensor | None = None
 
 
 class Arrays(NamedTuple):
-    """The launcher's operands after q, q_rope and kv_cache, which are read and written by ordinary instructions.
+    """The launcher's operands after q, q_rope and kv_cache. They are read and written by ordinary instructions.
 
     Attributes:
       block_tables: [B, M] i32. seq_lens: [B] i32.
@@ -46,7 +46,8 @@ class Arrays(NamedTuple):
       scales: [2] f32, the logits' scale and the output's.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
-      visible_lens: [T] i32, how many keys each token sees; None if the causal rule, or no rule, says that.
+      visible_lens: [T] i32, how many keys each token sees. None if each token sees all keys or the causal rule says how
+        many.
     """
 
     block_tables: cute.Tensor
@@ -90,7 +91,7 @@ class Scratch(NamedTuple):
 
 
 class ThreadScores(NamedTuple):
-    """A lane's S and P of a block, by rows: the same registers unless the softmax speculates."""
+    """A lane's S and P of a block, by rows. They are the same registers unless the softmax speculates."""
 
     s: cute.Tensor
     p: cute.Tensor

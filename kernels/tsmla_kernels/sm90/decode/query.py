@@ -1,4 +1,4 @@
-"""Where decode reads Q: in the one or two stages of the ring that have it."""
+"""The source from which decode reads Q: the one or two stages of the ring that hold it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StagedQuery:
 
     @cute.jit
     def row(self, sources: tuple[Int32, Int32], row: Int32, kind: cutlass.Constexpr[int]):
-        """The address of row `row`; `sources` are the addresses of the one or two stages that have Q."""
+        """The address of row `row`; `sources` are the addresses of the one or two stages that hold Q."""
         source, source_high = sources
         if row >= self.q_rows:
             source = source_high
@@ -26,5 +26,5 @@ class StagedQuery:
 
     @cute.jit
     def words(self, source: Int32, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
-        """Four words of a row at `source`: 16 bytes `chunk` of 64 columns `tile`."""
+        """Four words of a row at `source`: the 16 bytes with number `chunk` in the tile `tile` of 64 columns."""
         return four_words(source + tile * (self.q_rows * 128) + ((chunk ^ (row & 7)) << 4))

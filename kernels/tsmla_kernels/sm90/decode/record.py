@@ -8,8 +8,9 @@ from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_config, decode
 
 
 def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows; the workspaces as in config.workspace_shapes. q_rope [N, W] has the rope columns first: the
-    kernel reads no others, so W may be a stride, and the last row need not be whole. With heads_first q is [H, T, L].
+    """The operands, for N = T * H query rows; the workspaces are those of config.workspace_shapes. q_rope [N, W] has
+    the rope columns first. The kernel reads no other columns, so W may be a stride, and the last row may end after the
+    rope columns. With heads_first q is [H, T, L].
     """
     head_dim = config.latent_dim + config.rope_dim
     # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
@@ -27,7 +28,7 @@ def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
         *visible_lens,
         Operand("scales", "float32", (2,), align=4),
         Operand("out", config.out_dtype, (None, config.latent_dim), output=True),
-        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another
+        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put it into the middle of another array
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()

@@ -1,4 +1,4 @@
-"""What decode's scores as rows by keys have in common, for queries and cache of 16 bits and of e4m3."""
+"""The common parts of decode's scores as rows by keys, for queries and cache of 16 bits and of e4m3."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tsmla_kernels.sm90.warp import kept
 
 
 class Queries(Protocol):
-    """Q as the MMAs take it. Each kind of operands has a type of its own."""
+    """Q in the form that the MMAs take. Each kind of operands has a type of its own."""
 
 
 class Held(NamedTuple):
     """The softmax warpgroup's registers from piece to piece, if it has scores as rows by keys.
 
     Attributes:
-      mma: the MMAs of Q K^T. q: Q as they take it.
+      mma: the MMAs of Q K^T. q: Q in the form that they take.
       acc, probabilities: S and P of a block, which share registers unless the softmax speculates.
-      r_p: P as it is stored. p_offset: the offset of the lane's row of P in a stage.
-      running: the lane's maxima and sums. scale: the logits' scale, base 2. results: where finished rows go.
-      place: the thread's. signals: 1 if the lane arrives in Ring.signal.
+      r_p: P in the dtype in which it is stored. p_offset: the offset of the lane's row of P in a stage.
+      running: the lane's maxima and sums. scale: the logits' scale, base 2. results: the arrays for finished rows.
+      place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
       visible_lens: as in Arrays.
     """
 
@@ -75,7 +75,7 @@ class Scores:
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
     def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared) -> None:
-        """Zero the keys past the end, in stage `last`, unless value warps do."""
+        """Zero the keys past the end, in stage `last`, unless value warps do that."""
 
     @cute.jit
     def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
@@ -91,7 +91,7 @@ class Scores:
         q = self.queries(q_rows, mma, t)
         acc = cute.make_rmem_tensor(mma.main.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
         probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.softmax.speculates) else acc
-        # The lane stores rows of P by 16 bytes, its first or second ones; the swizzle permutes them.
+        # The lane stores rows of P by 16 bytes, either their first or their second ones; the swizzle permutes them.
         r_p = cute.make_rmem_tensor(acc.layout, self.ring.p_dtype)
         p_row = warp_here * 16 + lane % 16
         p_offset = kept(self.ring.p_offset + p_row * (2 * self.block) + (((lane // 16) ^ self.swizzle(p_row)) << 4))

@@ -25,7 +25,7 @@ EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the last block's P 
 
 
 class Queries(NamedTuple):
-    """Q: in registers, and its last columns in shared memory, as an operand and as rows."""
+    """Q in registers, and its last columns in shared memory, as an operand and as rows."""
 
     registers: cute.Tensor
     shared: cute.Tensor
@@ -36,9 +36,9 @@ class Scores16bit(Scores):
     """Q K^T with queries and keys of 16 bits.
 
     Attributes:
-      shared_steps: how many of Q's 16-column steps stay in shared memory, because registers are short: the rope's if L
-        is 512 and O has 64 rows.
-      q_dtype, q_elements: of Q in shared memory.
+      shared_steps: how many of Q's 16-column steps stay in shared memory, because registers are short: the steps of the
+        rope columns if L is 512 and O has 64 rows.
+      q_dtype, q_elements: the dtype and the size of Q in shared memory.
     """
 
     def __init__(self, config: DecodeConfig, stages: Stages) -> None:
@@ -63,14 +63,14 @@ class Scores16bit(Scores):
         return cute.make_tensor(cute.recast_ptr(scratch.q, q_atom.inner, dtype=self.q_dtype), q_atom.outer)
 
     def queries(self, q_rows: cute.Tensor, mma: ScoreMma, t: Int32) -> Queries:
-        """Q as the MMAs take it."""
+        """Q in the form that the MMAs take."""
         shape = mma.main.get_slice(t).partition_shape_A((ROWS, self.depth - 16 * self.shared_steps))
         r_q = cute.make_rmem_tensor(shape, self.ring.dtype)
         return Queries(r_q, mma.shared.make_fragment_A(mma.shared.get_slice(t).partition_A(q_rows)), q_rows)
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Read Q into registers. Rows 32 to 63 of a row tile, if it has these, are in the next stage."""
+        """Read Q into registers. Rows 32 to 63 of a row tile, if it has them, are in the next stage."""
         t, s_k = held.place.thread, shared.keys
         # A stage holds 32 rows of Q. A warp reads the stage of its 16 rows as if that were the first stage.
         load_q = cute.make_tiled_copy_A(
@@ -107,7 +107,7 @@ class Scores16bit(Scores):
 
     @cute.jit
     def keep_q_rope(self, stages: tuple[Int32, Int32], q_stages: Int32, held: Held, shared: Shared):
-        """Copy Q's rope columns from one or two `stages` to their own place, as 16-byte words in the same order."""
+        """Copy Q's rope columns from one or two `stages` to their place, as 16-byte words in the same order."""
         t, s_k = held.place.thread, shared.keys
         first_index, second_index = stages
         words = cute.make_layout((4, 128, 2), stride=(1, 4, 512))
@@ -135,7 +135,7 @@ class Scores16bit(Scores):
 
     @cute.jit
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
-        """Q K^T, softmax and P of a piece's key blocks."""
+        """Do Q K^T, softmax and P for a piece's key blocks."""
         mma_qk, mma_qk_shared, acc = held.mma.main, held.mma.shared, held.acc
         place, running = held.place, held.running
         by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
@@ -160,8 +160,8 @@ class Scores16bit(Scores):
             for k in cutlass.range_constexpr(steps):
                 if const_expr(k == steps - EARLY_STEPS):
                     # The tensor cores take turns: P V of the previous block runs during this block's softmax. It is
-                    # released before the end of Q K^T by as much time as its warps take to wake up. If it came
-                    # earlier, steps of Q K^T would wait for whole instructions of P V, eight times their length.
+                    # released before the end of Q K^T by as much time as its warps take to wake up. If it were released
+                    # earlier, steps of Q K^T would wait for whole instructions of P V, which take eight times as long.
                     self.ring.signal_if(stored, shared.ready, previous)
                 if const_expr(k < steps - self.shared_steps):
                     cute.gemm(mma_qk, acc, held.q.registers[None, None, k], t_k[None, None, k], acc)
@@ -180,7 +180,7 @@ class Scores16bit(Scores):
                 self.softmax.mask(scores.s, b, blocks.piece, place, held.visible_lens)
             self.softmax.run(scores, running, held.scale, place, shared, previous)
             held.r_p.store(held.probabilities.load().to(self.ring.dtype))
-            # P overwrites these keys' rope columns: all four warps must have read them.
+            # P overwrites these keys' rope columns, so all four warps must have read them.
             sync_softmax()
             self.ring.store_p(address_here + held.p_offset, cute.recast_tensor(held.r_p, Int32))
             stored = held.signals

@@ -25,14 +25,14 @@ EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the last block's P 
 
 
 class Queries(NamedTuple):
-    """Q in shared memory: as an operand, and as rows."""
+    """Q in shared memory, as an operand and as rows."""
 
     shared: cute.Tensor
     rows: cute.Tensor
 
 
 class ScoresFp8(Scores):
-    """Q K^T with queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory."""
+    """Q K^T with queries and keys of e4m3. q_dtype, q_elements: the dtype and the size of Q in shared memory."""
 
     def __init__(self, config: DecodeConfig, stages: Stages) -> None:
         super().__init__(config, stages)
@@ -51,12 +51,12 @@ class ScoresFp8(Scores):
         return cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
 
     def queries(self, q_rows: cute.Tensor, mma: ScoreMma, t: Int32) -> Queries:
-        """Q as the MMA takes it."""
+        """Q in the form that the MMA takes."""
         return Queries(mma.main.make_fragment_A(mma.main.get_slice(t).partition_A(q_rows)), q_rows)
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Copy the query rows from their stage to Q's own place, as 16-byte words in the same order."""
+        """Copy the query rows from their stage to Q's place, as 16-byte words in the same order."""
         t = held.place.thread
         q_words = self.words_of_rows()
         tiles = self.depth // 64
@@ -91,7 +91,7 @@ class ScoresFp8(Scores):
         return Taken(index, phase, held.scale)
 
     def words_of_rows(self) -> cute.Layout:
-        """The words of p_rows rows of Q: (word of four, thread, turn). A tile of 64 columns is 64 rows of 64 bytes."""
+        """The words of p_rows rows of Q: (word of four, thread, turn). A tile of 64 columns has 64 rows of 64 bytes."""
         rows, tile = self.config.p_rows, ROWS * 64 // 4
         if rows == ROWS:
             return cute.make_layout((4, 128, self.depth // 32), stride=(1, 4, 512))
@@ -101,7 +101,7 @@ class ScoresFp8(Scores):
 
     @cute.jit
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
-        """Q K^T, softmax and P of a piece's key blocks."""
+        """Do Q K^T, softmax and P for a piece's key blocks."""
         mma_qk, acc = held.mma.main, held.acc
         place, running = held.place, held.running
         by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
@@ -115,7 +115,7 @@ class ScoresFp8(Scores):
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        # Masked blocks have a loop of their own: jumping over the mask would take 20 cycles of every other block.
+        # Masked blocks have a separate loop: jumping over the mask would cost every other block 20 cycles.
         unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), blocks.begin), blocks.end)
         for masked in cutlass.range_constexpr(2):
             first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)

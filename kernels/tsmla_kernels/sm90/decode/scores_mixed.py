@@ -1,8 +1,8 @@
 """S^T = K Q^T, softmax and P of decode for 16-bit queries over a cache of e4m3.
 
-K Q^T is multiplied in f16, which holds every e4m3 value. K is the operand that WGMMA takes from registers: it is
-widened there, and nothing goes back to shared memory. Each of the four softmax warps has 16 keys of a block of 64 and
-all query rows, so the four must agree in every block whether a row's maximum has moved. Q is f16 in shared memory,
+K Q^T is multiplied in f16, which represents every e4m3 value. K is the operand that WGMMA takes from registers: it is
+widened there, and nothing is written back to shared memory. Each of the four softmax warps has 16 keys of a block of 64
+and all query rows, so the four must agree in every block whether a row's maximum has moved. Q is f16 in shared memory,
 multiplied by a power of 2 if it exceeds f16's range.
 """
 
@@ -45,18 +45,18 @@ from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
 EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the last block's P V is released
-KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has or is loading in registers, as fp8
-KEYS_WIDE = 4  # halves of fragments that it has in registers as f16
+KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has in registers or is loading, as fp8
+KEYS_WIDE = 4  # halves of fragments that a warp has in registers as f16
 
 
 def key_row(lane, warp):
-    """Offset in a stage of the row that a lane passes to ldmatrix: 16 columns of a key, of its first 32 columns."""
+    """The offset in a stage of the row that a lane passes to ldmatrix: 16 of the first 32 columns of a key."""
     key = warp * 16 + lane % 16
     return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
 
 
 def key_fragment(first, g, block):
-    """The offset of the same row for fragment g of 32 columns; `first` is that for fragment 0."""
+    """The offset of this row for fragment g of 32 columns; `first` is its offset for fragment 0."""
     return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
 
 
@@ -64,12 +64,13 @@ class Held(NamedTuple):
     """The softmax warpgroup's registers from piece to piece.
 
     Attributes:
-      mma_qk: K Q^T. q: Q in shared memory. t_q: the same as an operand.
+      mma_qk: the MMA of K Q^T. q: Q in shared memory. t_q: the same Q as an operand.
       acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of fragments as f16.
-      k_offset, p_offset: the offsets of the lane's row of K and of P in a stage. p_words: P as it is stored.
+      k_offset, p_offset: the offsets of the lane's row of K and of P in a stage. p_words: P in the words that are
+        stored.
       exchanged: scratch. running: the lane's maxima and sums.
-      scales: the operand. results: where finished rows go.
-      place: the thread's. signals: 1 if the lane arrives in Ring.signal.
+      scales: the operand. results: the arrays for finished rows.
+      place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
       visible_lens: as in Arrays.
     """
 
@@ -92,7 +93,8 @@ class Held(NamedTuple):
 
 
 class ScoresMixed(Scores):
-    """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory, which has p_rows rows."""
+    """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: the dtype and the size of Q in shared memory,
+    which has p_rows rows."""
 
     def __init__(self, config: DecodeConfig, stages: Stages) -> None:
         super().__init__(config, stages)
@@ -162,7 +164,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Move Q from one or two stages to its own place, in f16."""
+        """Move Q from one or two stages to its place, in f16."""
         t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
         first_index, second_index = index, index
         index, phase = self.ring.advance(index, phase)
@@ -190,7 +192,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
-        """K Q^T, softmax and P of a piece's key blocks."""
+        """Do Q K^T, softmax and P for a piece's key blocks."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         place, running = held.place, held.running
         # (query row of two, key of two, eight query rows)
@@ -249,7 +251,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
-        """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
+        """Add up the row sums over all keys. Write 1 / sum for the epilogue, and the rows' log-sum-exps."""
         t = held.place.thread
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:
@@ -260,7 +262,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Read fragment g of this warp's keys into its column of `narrow`. A word is four columns of a key."""
+        """Read fragment g of this warp's keys into its column of `narrow`. A word has four columns of a key."""
         fragment = narrow[None, g % KEYS_AHEAD]
         fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(key_fragment(here, g, self.block))
 
@@ -274,7 +276,8 @@ class ScoresMixed(Scores):
         eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
         pairs = cute.recast_tensor(eight, Int32)
         for i in cutlass.range_constexpr(4):
-            # From four columns of one key, then of the other, to two columns of each, then the other two of each.
+            # Reorder four columns of one key, then four of the other, to two columns of each key, then the other two of
+            # each.
             wide[i, n % KEYS_WIDE] = pairs[2 * (i % 2) + i // 2]
 
     @cute.jit
@@ -282,7 +285,7 @@ class ScoresMixed(Scores):
         """Set the scores of keys that a row does not see to -inf."""
         for i in cutlass.range_constexpr(2):
             key = b * self.block + t // 32 * 16 + t % 32 // 4 + 8 * i
-            first_row = Int32(0)  # that sees the key
+            first_row = Int32(0)  # the first row that sees the key
             if const_expr(self.causal):
                 first_row = (key + 1 - piece[Piece.FIRST_TOKEN_KEYS]) * self.heads - piece[Piece.ROW_IN_REQUEST]
             if key >= piece[Piece.KEYS]:

@@ -24,18 +24,18 @@ class Softmax:
       heads, causal, visible_lens, block: as in DecodeConfig.
       rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
       speculates: whether P is computed before it is known whether the running maximum lags.
-      results: writes what becomes of a row.
+      results: writes the results of a row.
     """
 
     def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
         self.visible_lens, self.results = config.visible_lens, RowResults(config.shape, inverses_kept)
         if config.fp8_cache:
-            # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
-            # scores; with many rows registers and instructions are scarce.
+            # P of f16 has the range for that lag, and its rounding is no worse. With few rows the value warpgroups wait
+            # for the scores; with many rows registers and instructions are scarce.
             self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
         else:
-            # Following the maximum at once is free if memory is the bound, and takes 10 % if arithmetic is.
+            # Following the maximum at once costs nothing if memory is the limit, and 10 % of the time if arithmetic is.
             self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
             self.speculates = self.rescale_bits > 0.0
 
@@ -48,7 +48,7 @@ class Softmax:
 
     @cute.jit
     def seen_by_all(self, piece: Described):
-        """How many keys every row of a piece sees: blocks of these need no mask."""
+        """How many keys every row of a piece sees. Blocks of these keys need no mask."""
         seen = uniform(piece[Piece.KEYS])
         if const_expr(self.visible_lens):
             seen = uniform(cutlass.min(seen, piece[Piece.FEWEST_KEYS]))
@@ -76,18 +76,18 @@ class Softmax:
 
     @cute.jit
     def visible(self, piece: Described, row: Int32, visible_lens: cute.Tensor):
-        """How many keys a piece's row sees. Rows behind the last are those of the last token."""
+        """How many keys a piece's row sees. Rows past the last one see as many as the last token."""
         token = cutlass.min((piece[Piece.ROW] + row) // self.heads, visible_lens.shape[0] - 1)
         return cutlass.min(piece[Piece.KEYS], visible_lens[token])
 
     @cute.jit
     def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):
-        """S to P, against the running maximum m (base 2, scaled); row sums to l.
+        """Turn S into P, against the running maximum m (base 2, scaled). Add the row sums to l.
 
         The running maximum m is updated only when it lags by more than 2**rescale_bits, which becomes rare after the
         first blocks. `moved` then tells the value warps of the same rows to multiply O by `rescale`. With `speculates`
-        P is computed as if m did not lag; its sums show whether m lags, and only then is the maximum searched for and P
-        computed again, so p must not be s.
+        P is computed as if m did not lag. The sums of P show whether m lags; only then is the maximum searched for and
+        P computed again, so p must not be s.
         """
         s, p, m, l = scores.s, scores.p, running.m, running.l
         rescale, moved = shared.rescale, shared.moved
@@ -95,7 +95,7 @@ class Softmax:
         high = cute.make_rmem_tensor((2,), Float32)
         if const_expr(self.speculates):
             self.exponentials(s, p, m, scale, total)
-            # A sum is no less than its greatest term.
+            # A sum is at least its greatest term.
             limit = 2.0**self.rescale_bits
             lags = total[0] > limit or total[1] > limit
         else:
@@ -126,14 +126,14 @@ class Softmax:
 
     @cute.jit
     def maxima(self, s: cute.Tensor, high: cute.Tensor):
-        """The greatest of the lane's scores in each row."""
+        """Find the greatest of the lane's scores in each row."""
         for i in cutlass.range_constexpr(2):
             tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
             high[i] = tree(cute.arch.fmax, tops)
 
     @cute.jit
     def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
-        """P of the lane's scores, and its sum in each row."""
+        """Compute P of the lane's scores, and its sum in each row."""
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.block // 4):
                 p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
@@ -141,7 +141,7 @@ class Softmax:
 
     @cute.jit
     def finish(self, running: Running, place: Place, piece: Described, number: Int32, results: Results):
-        """Row sums over the quad; 1 / sum for the epilogue; the row's log-sum-exp."""
+        """Add up the row sums over the quad. Write 1 / sum for the epilogue, and the row's log-sum-exp."""
         for i in cutlass.range_constexpr(2):
             total = running.l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)

@@ -1,4 +1,4 @@
-"""What a stage of decode's ring holds: keys, or rows of Q, and the P of the keys."""
+"""The contents of a stage of decode's ring: keys or rows of Q, and the P of the keys."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Stages:
 
     Attributes:
       mixed: whether Q has 16 bits and keys are e4m3.
-      keys_swizzle, q_swizzle: the swizzles of their rows.
+      keys_swizzle, q_swizzle: the swizzles of rows of keys and of Q.
       q_rows: query rows of a stage. depth: columns of a key. column_tiles: groups of 64 columns.
       box: keys of one TMA copy; a page may be shorter than a stage.
-      Others: as in Ring.
+      ring, dtype, q_dtype, stages, block, stage_elements: as in Ring.
     """
 
     def __init__(self, config: DecodeConfig, ring: Ring) -> None:
@@ -98,7 +98,7 @@ class Stages:
 
     @cute.jit
     def q_boxes(self, s_k: cute.Tensor):
-        """The ring as TMA boxes of Q's rows. If Q has the keys' dtype, a stage takes as many rows of Q as keys."""
+        """The ring as TMA boxes of Q's rows. If Q has the keys' dtype, a stage has as many rows of Q as keys."""
         if const_expr(self.mixed):
             swizzle = warpgroup.make_smem_layout_atom(self.q_swizzle, self.q_dtype).inner
             boxes = cute.make_tensor(

@@ -58,7 +58,8 @@ class Values16bit:
         schedule: Schedule,
         copies: Copies,
     ):
-        """Warpgroups 1 and 2: O[:, half] += P V[:, half] and the epilogue; two of their warps copy and schedule."""
+        """Run warpgroups 1 and 2: O[:, half] += P V[:, half] and the epilogue. One of their warps copies, another one
+        schedules."""
         moved, rescale, inverse = shared.moved, shared.rescale, shared.inverse
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -74,7 +75,7 @@ class Values16bit:
         if warp_idx == self.copier.warp:
             self.copier.fill(copies)
         if warp_idx == SCHEDULE_WARP:
-            # After the first piece, so that the first copies do not wait for these.
+            # These pieces are described after the first one, so that the first copies do not wait for them.
             for i in cutlass.range(1, LOOKAHEAD, unroll=1):
                 self.walk.next_piece(i, schedule)
             self.copier.meet_for_first_pieces()
@@ -82,7 +83,7 @@ class Values16bit:
         inverse_low, inverse_high = Float32(0.0), Float32(0.0)
         running = Int32(1)
         while running == 1:
-            # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
+            # Every use of a stage, also by Q, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(shared.ready + index, phase)
             piece, b_begin, b_end = self.ring.described(number, shared.pieces)
             if b_begin == b_end:
@@ -116,7 +117,7 @@ class Values16bit:
                     for k in cutlass.range_constexpr(self.block // 16):
                         cute.gemm(mma_pv, acc, t_p[None, None, k], t_v[None, None, k], acc)
                     warpgroup.commit_group()
-                    # While WGMMA runs, refill the stage that was released before.
+                    # While WGMMA runs, refill the stage that was released before it.
                     self.copier.refill(pending, phase_of_pending, shared.empty, warp_idx, copies)
                     warpgroup.wait_group(0)
                     pending, phase_of_pending = index, phase
@@ -140,7 +141,8 @@ class Values16bit:
         arrays: Arrays,
         rank: Int32,
     ):
-        """Store O / row sum to `out` or to the piece's slot of partial_out. `inverses`: of the lane's two rows."""
+        """Store O / row sum to `out` or to the piece's slot of partial_out. inverses: 1 / row sum of the lane's two
+        rows."""
         half, lane = place.half, place.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
         quad = lane % 4
@@ -149,9 +151,9 @@ class Values16bit:
         for i in cutlass.range_constexpr(2):
             row = place.row_low + 8 * i
             factor = inverses[i]
-            # A lane holds 2 columns of each group of 8, and stores 8 for each four groups.
+            # A lane has 2 columns of each group of 8, and stores 8 columns for each four groups.
             if slot < 0:
-                # The four lanes of a row exchange columns, so that each has one whole group of the four.
+                # The four lanes of a row exchange columns, so that each lane has one whole group of the four.
                 line = cute.make_tensor(
                     element(arrays.out, Int64(out_row + row) * self.latent + column, 16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
@@ -166,7 +168,7 @@ class Values16bit:
                     if row < valid_rows:
                         cute.autovec_copy(pairs, line[None, g])
             else:
-                # Stored in lane order, for the fewest instructions: `combine` exchanges.
+                # Stored in lane order, which takes the fewest instructions; `combine` exchanges the columns.
                 tile_row = rank * ROWS + row
                 partial_lse = arrays.partial_lse
                 if const_expr(self.partial_needs_scale):
@@ -186,17 +188,17 @@ class Values16bit:
 
     @cute.jit
     def fit(self, o: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32):
-        """(factor / scale, scale) such that row i of O times factor / scale is in f16's range.
+        """Return (factor / scale, scale) such that row i of O times factor / scale is in f16's range.
 
-        The scale is a power of 2, so it loses no bit. f16 then keeps 11 bits of numbers within 2^14 of the row's
+        The scale is a power of 2, so no bits are lost. f16 then keeps 11 bits of numbers within 2^14 of the row's
         greatest; bf16 would keep 8.
         """
         tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
-        # factor / scale must be finite for a row of zeros too.
+        # factor / scale must also be finite for a row of zeros.
         top = cute.arch.fmax(tree(cute.arch.fmax, tops), 2.0**-100)
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-        # The greatest power of 2 that is no greater, and that has a reciprocal.
+        # The greatest power of 2 that is at most top * factor and has a reciprocal.
         power = (top * factor).bitcast(Int32) & 0x7F800000
         power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
         return factor * (Int32(254 << 23) - power).bitcast(Float32), power.bitcast(Float32)

@@ -1,7 +1,7 @@
-"""O^T += V^T P^T of decode for queries and cache of 16 bits where a row tile has at most 32 query rows.
+"""O^T += V^T P^T of decode for queries and cache of 16 bits, if a row tile has at most 32 query rows.
 
-Both operands are in shared memory. O takes a quarter of the registers that 64 query rows take, or half, and as many
-fewer instructions, which run once where a piece is short; and every warp stores a part of each row.
+Both operands are in shared memory. O takes a quarter or half of the registers and instructions that 64 query rows take.
+The instructions matter, because they run once in a short piece. Every warp stores a part of each row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tsmla_kernels.sm90.warp import uniform
 
 
 class ValuesFewRows(ValuesFp8):
-    """P V with P and V of 16 bits, over 16 or 32 query rows. A warp has 16 latents of each of m_tiles tiles of 64, and
-    a lane latents g and g + 8 of these 16."""
+    """P V with P and V of 16 bits, over 16 or 32 query rows. A warp has 16 latents of each of m_tiles tiles of 64; a
+    lane has latents g and g + 8 of these 16."""
 
     def __init__(self, config: DecodeConfig, stages: Stages, walk: PieceWalk, copier: Copier) -> None:
         super().__init__(config, stages, walk, copier)
@@ -43,21 +43,21 @@ class ValuesFewRows(ValuesFp8):
         return None, None, cute.make_rmem_tensor((2, self.p_rows // 8), Float32)
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """Offset in a stage of this warpgroup's latents."""
+        """The offset in a stage of this warpgroup's latents."""
         return uniform(half * (self.half * self.block * self.ring.itemsize))
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
-        """The first 16 latents of a warp."""
+        """The number of a warp's first 16 latents."""
         return half * (self.half // 16) + warp
 
     @cute.jit
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Release the stage that has had Q. Return the stage after it and its parity."""
+        """Release the stage that held Q. Return the stage after it and its parity."""
         self.ring.release(index, shared.empty)
         return self.ring.advance(index, phase)
 
     def wait_for_sums(self, number: Int32) -> None:
-        """add_blocks has waited."""
+        """Do nothing: add_blocks has waited."""
 
     @cute.jit
     def add_blocks(
@@ -72,14 +72,14 @@ class ValuesFewRows(ValuesFp8):
             t_v = mma_pv.make_fragment_A(thr.partition_A(self.values_at(address + held.offset)))
             t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
             cute.arch.mbarrier_wait(shared.ready + index, phase)
-            # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
+            # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no other lanes.
             flag = Int32(0)
             if lane < self.ring.releasing_lanes and b > blocks.begin:
                 flag = shared.moved[lane, index]
             cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P and of zeros, as in Values16bit
             self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
             warpgroup.fence()
-            # The first block's product replaces what O held.
+            # The first block's product replaces the old O.
             mma_pv.set(Field.ACCUMULATE, b > blocks.begin)
             for k in cutlass.range_constexpr(self.block // 16):
                 cute.gemm(mma_pv, held.acc, t_v[None, None, k], t_p[None, None, k], held.acc)

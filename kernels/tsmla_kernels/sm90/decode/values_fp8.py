@@ -23,7 +23,7 @@ class ValuesFp8:
     """P V with P of f16 and V of e4m3.
 
     Attributes:
-      wide: what the sparse kernel's values do, too. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
+      wide: the part that sparse's values share. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
       scores_load_keys: whether the softmax warps read keys by ordinary loads instead of by WGMMA.
     """
 
@@ -54,15 +54,15 @@ class ValuesFp8:
         schedule: Schedule,
         copies: Copies,
     ):
-        """Warpgroups 1 and 2: see latent.values.ValueWalk. A warp of another warpgroup copies."""
+        """Warpgroups 1 and 2: see latent.values.ValueWalk. The copying warp is in another warpgroup."""
         ValueWalk(self).run(arrays, shared, mma_pv, half, warp_idx, schedule)
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """Offset in a stage of this lane's first values."""
+        """The offset in a stage of this lane's first values."""
         return kept(self.first_values(first_tile, lane))
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Wait until piece `number`'s row sums are there."""
+        """Wait until piece `number`'s row sums have been written."""
         self.ring.wait_for(Barrier.SUMS, number)
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
@@ -70,23 +70,23 @@ class ValuesFp8:
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The first latent of a tile, for a piece's results."""
+        """The first latent of a tile, in the order in which results are stored."""
         return first_tile * 16
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """Byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 32)."""
+        """The byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 32)."""
         return (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
 
     def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until the next piece has been described; `index` is its first stage.
 
-        Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
+        Every use of a stage, also by Q, goes full -> ready -> empty, so that the three barriers stay in step.
         """
         cute.arch.mbarrier_wait(shared.ready + index, phase)
 
     @cute.jit
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Release the stages that have had Q. Return the stage after them and its parity."""
+        """Release the stages that held Q. Return the stage after them and its parity."""
         self.ring.wait_for(Barrier.Q_READ, number)
         self.ring.release(index, shared.empty)
         index, phase = self.ring.advance(index, phase)
@@ -130,15 +130,16 @@ class ValuesFp8:
             following, phase_following = self.ring.advance(index, phase)
             address = self.ring.address(shared.keys, following)
             begun, next_here = Int32(0), here
-            # V^T is read during the product, the beginning of the next block's too: Q K^T, which needs all of shared
-            # memory's bandwidth, does not run then. If the next block cannot be read yet (missing, or it needs
-            # zeroing), re-read this block; the result is discarded.
+            # V^T is read during the product, and so is the beginning of the next block's V^T: Q K^T, which needs all of
+            # shared memory's bandwidth, does not run then. If the next block cannot be read yet (it is missing, or
+            # needs zeroing), this block is read again, and the result is discarded.
             if b + 1 < blocks.end and (b + 2) * self.block <= keys:
                 begun, next_here = Int32(1), address + offset
             cute.arch.mbarrier_wait(ready + index, phase)
-            # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
+            # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no other lanes.
             flag = Int32(0)
-            # The first product of few rows replaces what O held: fewer instructions, which run once in a short piece.
+            # With few rows a piece's first product replaces the old O: this takes fewer instructions, which run once in
+            # a short piece.
             adds = cutlass.Boolean(True)
             if const_expr(few):
                 adds = b > blocks.begin
@@ -151,7 +152,7 @@ class ValuesFp8:
             if cute.arch.mbarrier_test_wait(full + following, phase_following):
                 awaited = Int32(0)
             reading = Reading(here, next_here, awaited, full + following, phase_following)
-            for n in cutlass.range_constexpr(WIDE):  # while the flag comes
+            for n in cutlass.range_constexpr(WIDE):  # while the flag is loaded
                 self.wide.widen(n, narrow, wide)
                 self.wide.read_on(n, reading, narrow, self.read_values)
             self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
@@ -176,12 +177,12 @@ class ValuesFp8:
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
         """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
-        # The swizzle permutes four tiles of 64 bytes; two warps share these if a warp has only two tiles.
+        # The swizzle permutes four tiles of 16 bytes; two warps share these if a warp has only two tiles.
         return here ^ (tile << 4)
 
     @cute.jit
     def clear(self, here: Int32, first: Int32, lane: Int32):
-        """Zero the columns that this warp reads, of the keys from `first` on."""
+        """Zero the columns that this warp reads of the keys from `first` on."""
         zeros = cute.make_rmem_tensor((16,), self.ring.dtype)
         cute.recast_tensor(zeros, Int32).fill(0)
         for h in cutlass.range_constexpr(self.block // 32):
@@ -198,7 +199,7 @@ class ValuesFp8:
         """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
         fragment = narrow[None, g % AHEAD]
         address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
-        # A word holds two keys of two neighbouring latents.
+        # A word has two keys of two neighbouring latents.
         fragment[0], fragment[1], fragment[2], fragment[3] = load_transposed(address)
 
     @cute.jit
