@@ -1,7 +1,7 @@
 """Which Hopper kernel of sparse_mla serves a call: the static configuration and its workspaces. Imports no cutlass.
 
 The numbers of tokens, of columns of the indices, of pages and all lengths are dynamic. Queries are rows token * H +
-head. To the parts that are common to the latent attention kernels, a token is a request with one query token.
+head. For the common parts of the latent attention kernels, a token is a request with one query token.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 MIN_STAGES = 2
 MAX_STAGES = 5
 GATHER_WARPS = 4
-PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read those of a row at once
+PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read a row's partials at once
 LATENT_DIM = 512
 BLOCK = 64  # keys of a stage
 MAX_SLOTS = 1 << 31  # num_pages * page_span must stay below this: slots are int32
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
-FEW_HEADS = 32  # a row tile of at most these heads leaves room for rows of any kind
-FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # row tiles of 64 up to which tiles of 32 are faster
-MANY_TILES = 384  # row tiles from which on a CTA gets several, and another object deals them out in turn
+FEW_HEADS = 32  # up to this many heads in a row tile, rows of any kind fit
+FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
+MANY_TILES = 384  # from this many row tiles on a CTA gets several, and another object deals them out in turn
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
 
@@ -41,21 +41,21 @@ class SparseConfig:
     """The static choices of a compiled sparse_mla. Everything else is dynamic.
 
     Attributes:
-      dtype: of q: "bfloat16", "float16" or, over V3.2 and plain rows of e4m3, "float8_e4m3fn".
+      dtype: q's dtype: "bfloat16", "float16" or, over V3.2 and plain rows of e4m3, "float8_e4m3fn".
       num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
       layout: of the caches' rows: "v32", "v4" or "plain".
-      kv_dtype: of plain rows: e4m3, "bfloat16" or "float16".
-      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) where a slot's number is its
-        row's number and every slot of a page has a row.
-      window: leading columns of the indices that select from the first cache; None if there is one cache only.
-      compressed_page_size, compressed_page_span: the same of the second cache.
+      kv_dtype: the dtype of plain rows: e4m3, "bfloat16" or "float16".
+      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if a slot's number is its row's
+        number and every slot of a page has a row.
+      window: leading columns of the indices that select from the first cache; None if there is only one cache.
+      compressed_page_size, compressed_page_span: the same for the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
-      tile_rows: heads that one CTA works on at once: 64, or 32 where more CTAs are better than fewer, and over
-        rows of 1,152 bytes, which leave no room for 64.
+      tile_rows: heads that one CTA works on at once: 64, or 32 if more CTAs are faster, or if rows have 1,152 bytes and
+        leave no room for 64.
       batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
-      dealt: deal row tiles out in turn where every CTA gets several.
-      early_q: request a piece's Q as soon as the piece before has been multiplied by its own.
+      dealt: deal row tiles out in turn, if every CTA gets several.
+      early_q: request a piece's Q as soon as the products with the Q of the piece before are done.
     """
 
     dtype: str
@@ -77,7 +77,8 @@ class SparseConfig:
 
     @property
     def fp8_queries(self) -> bool:
-        """Whether columns of e4m3 are multiplied by queries of e4m3, as they are; `dtype` of out is then bfloat16."""
+        """Whether columns of e4m3 are multiplied by queries of e4m3 without widening. The dtype of out is then
+        bfloat16."""
         return self.dtype == FP8
 
     @property
@@ -86,13 +87,13 @@ class SparseConfig:
 
     @property
     def two_scales(self) -> bool:
-        """Whether the rows of the two caches have a scale each."""
+        """Whether each of the two caches has a scale of its own for its rows."""
         return self.two_caches and self.layout == "plain"
 
     @cached_property
     def shape(self) -> LatentShape:
-        """What the common parts of the latent attention kernels are built from: a token is a request, and a column of
-        the indices a page of one key."""
+        """The facts from which the common parts of the latent attention kernels are built: a token is a request, and a
+        column of the indices is a page of one key."""
         p_rows = next(n for n in (16, 32, ROWS) if n >= min(self.num_heads, ROWS))
         p_rows = min(p_rows, self.tile_rows)
         return LatentShape(
@@ -122,7 +123,7 @@ class SparseConfig:
     @property
     def pitch(self) -> int:
         """Bytes from one row to the next in shared memory: an odd multiple of 16, so that ldmatrix, which reads eight
-        rows at once, meets each bank once."""
+        rows at once, reads each bank once."""
         return self.row_bytes + (16 if self.row_bytes % 32 == 0 else 0)
 
     @property
@@ -133,7 +134,7 @@ class SparseConfig:
 
     @property
     def bf16_columns(self) -> bool:
-        """Whether packed rows' bf16 columns meet bf16 queries, so that neither becomes f16."""
+        """Whether packed rows' bf16 columns are multiplied by bf16 queries, so that neither becomes f16."""
         return self.layout != "plain" and self.dtype in ("bfloat16", FP8)
 
     @property
@@ -143,12 +144,13 @@ class SparseConfig:
 
     @property
     def scales_offset(self) -> int:
-        """Where scales begin in a stage: f32 in each V3.2 row, and for V4 a table of f16 behind P."""
+        """The offset of scales in a stage: of the first row's f32 scales for V3.2, and of the table of f16 behind P for
+        V4."""
         return V32_PACKED.latent_dim if self.layout == "v32" else self.keys_bytes + self.p_bytes
 
     @property
     def rope_offset(self) -> int:
-        """Where a row's columns of 16 bits begin."""
+        """The offset in a row of its columns of 16 bits."""
         return self.row_bytes - 2 * (self.head_dim - self.e4m3_columns)
 
     @property
@@ -168,12 +170,13 @@ class SparseConfig:
 
     @property
     def exchanged_words(self) -> int:
-        """Shared-memory words for reducing over keys: a row's partials of four warps, its changes and its maximum."""
+        """Shared-memory words for reducing over keys: for each row, the partials of four warps, its changes and its
+        maximum."""
         return 4 * (self.shape.p_rows + PARTIALS_PAD) + self.shape.p_rows * (2 + 1)
 
     @property
     def q_bytes(self) -> int:
-        """Shared memory of Q; queries of e4m3 are followed by bf16 ones for the columns of 16 bits."""
+        """Shared memory of Q. Queries of e4m3 are followed by bf16 copies of the columns that keys have in 16 bits."""
         row = self.head_dim + 2 * (self.head_dim - self.e4m3_columns) if self.fp8_queries else 2 * self.head_dim
         return self.shape.p_rows * row
 
@@ -185,7 +188,7 @@ class SparseConfig:
 
     @property
     def lookahead(self) -> int:
-        """How many pieces before the value warpgroups reach it a piece is described.
+        """A piece is described this many pieces before the value warpgroups reach it.
 
         A piece of one block takes one stage, and a gathering warp reads the description of the piece behind the last
         stage that it could fill: that is the next one but `stages`. Rings of less than four stages would need fewer.
@@ -219,7 +222,7 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
 
 
 def _size_reasons(spec: SparseMLASpec) -> list[str]:
-    """Why the schedule can't count the call's columns, or those of all its row tiles. Symbolic sizes pass."""
+    """Why the schedule cannot count the columns of a token, or of all row tiles of the call. Symbolic sizes pass."""
     tokens, selected = spec.num_tokens, spec.num_selected
     if not (isinstance(tokens, int) and isinstance(selected, int)):
         return []
@@ -271,28 +274,28 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
 
 
 def _has_many_tiles(spec: SparseMLASpec) -> bool:
-    """Whether the call's row tiles are dealt out in turn: there are at least MANY_TILES."""
+    """Whether the call has at least MANY_TILES row tiles."""
     return isinstance(spec.num_tokens, int) and _row_tiles(spec, _tile_rows(spec)) >= MANY_TILES
 
 
 def _tile_rows(spec: SparseMLASpec) -> int:
-    """Rows of a tile. Few tiles of 64 leave CTAs idle, and code that runs once costs less for 32 rows."""
+    """Rows of a tile. A few tiles of 64 would leave CTAs idle, and code that runs once costs less with 32 rows."""
     if spec.num_heads <= FEW_HEADS:
         return ROWS
     if _has_16_bits(spec) and spec.head_dim > LATENT_DIM:
-        return FEW_HEADS  # beside 64 rows of Q only one stage of such keys fits
+        return FEW_HEADS  # with 64 rows of Q, only one stage of such keys would fit
     if spec.batch_invariant or not isinstance(spec.num_tokens, int):
         return ROWS
     return FEW_HEADS if _row_tiles(spec, ROWS) <= FEW_TILES[spec.cache.layout] else ROWS
 
 
 def _has_16_bits(spec: SparseMLASpec) -> bool:
-    """Whether the cache's rows are numbers of 16 bits alone."""
+    """Whether all numbers of the cache's rows have 16 bits."""
     return spec.cache.layout == "plain" and spec.cache.dtype != FP8
 
 
 def _row_tiles(spec: SparseMLASpec, tile_rows: int) -> int:
-    """The call's tiles of `tile_rows` heads of one token."""
+    """How many tiles of `tile_rows` heads of one token the call has."""
     return spec.num_tokens * -(-spec.num_heads // tile_rows)
 
 

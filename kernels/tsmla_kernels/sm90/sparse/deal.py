@@ -13,18 +13,19 @@ from tsmla_kernels.sm90.latent.walk import KeyBlocks, PieceWalk, TileRows
 from tsmla_kernels.sm90.warp import divide, remainder
 
 MIN_ROUNDS = 3  # with fewer tiles for each CTA, shares of one length balance as well
-# Words of the schedule's state behind those of decode's: rounds that are dealt out, and those that are done.
+# Words of the schedule's state after decode's words: how many rounds are dealt out, and how many are done.
 ROUNDS, ROUND = STATE_WORDS, STATE_WORDS + 1
 DEALT_STATE_WORDS = STATE_WORDS + 2
 
 
 class DealtWalk:
-    """Deals row tiles out in turn, a round of one tile for each CTA after the other: forwards, then backwards, and so
-    on, so that lengths that rise from token to token balance. Neighbouring tokens, which often select the same rows,
-    are then under way at the same time. The tiles behind the last round, at least one, are shared out, and cut, as a
-    batch of their own.
+    """Deals row tiles out in turn, in rounds of one tile for each CTA: forwards, then backwards, and so on. So the
+    CTAs' loads balance even if lengths rise from token to token, and neighbouring tokens, which often select the same
+    rows, are worked on at the same time. At least one tile is left after the last round. These tiles are shared out,
+    and cut, as a batch of their own: the rest.
 
-    Without rounds, or where lengths would leave CTAs too unequal, the whole batch is that rest, which `of_rest` walks.
+    If there are no rounds, or if lengths would leave CTAs too unequal, the rest is the whole batch. `of_rest` walks the
+    rest.
     """
 
     def __init__(self, shape: LatentShape, *, pieces_kept: int, equal_lengths: bool) -> None:
@@ -34,8 +35,7 @@ class DealtWalk:
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
-        """Find out how many rounds there are, and this CTA's share of the rest. `early` is what early_numbers
-        returned."""
+        """Find out how many rounds there are, and this CTA's share of the rest. early: the result of early_numbers."""
         rounds = self.rounds(schedule)
         rest = self.rest(rounds, schedule)
         length, first_token, end_token = early
@@ -79,13 +79,13 @@ class DealtWalk:
 
     def tile_of(self, i: Int32, cta: Int32, ctas: Int32) -> Int32:
         """The row tile that a CTA takes in round i."""
-        # Backwards in odd rounds: -1 - cta is ~cta.
+        # Odd rounds run backwards: -1 - cta is ~cta.
         odd = remainder(i, 2)
         return (i + odd) * ctas + (cta ^ -odd)
 
     def rest(self, rounds: Int32, schedule: Schedule) -> Schedule:
-        """The schedule of the requests behind the rounds. A request whose tiles are not all in the rounds is one of
-        them."""
+        """The schedule of the requests after the rounds. They include a request that has only some of its tiles in the
+        rounds."""
         first = rounds * schedule.num_clusters // self.max_tiles
         lens = schedule.seq_lens
         return schedule._replace(

@@ -1,4 +1,4 @@
-"""Filling the sparse kernel's ring: four warps gather the selected rows, one bulk copy each."""
+"""The warps that fill the sparse kernel's ring: four warps gather the selected rows, with one bulk copy each."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Row(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """How a cache's slots lie in pages: page_size and page_span of SparseConfig."""
+    """The layout of a cache's slots in pages: page_size and page_span of SparseConfig."""
 
     size: int
     span: int
 
 
 class Gatherer:
-    """The copies into the ring. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, the keys of
-    softmax warp w. A row without a slot becomes zeros. Other attributes: as in SparseConfig and Ring."""
+    """The copies into the ring. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, which are
+    the keys of softmax warp w. A row without a slot becomes zeros. The other attributes are as in SparseConfig and
+    Ring."""
 
     def __init__(self, config: SparseConfig, stages: Stages) -> None:
         self.config, self.ring, self.stages = config, stages.ring, stages
@@ -48,12 +49,12 @@ class Gatherer:
         self.scales_apart = config.layout == "v4"
 
     def meet_for_first_pieces(self) -> None:
-        """The scheduling warp has described the first pieces. It does not wait for the gathering warps: these may need
-        stages of the first piece released before they come to the second."""
+        """Say, as the scheduling warp, that the first pieces have been described. It does not wait for the gathering
+        warps, because they may need stages of the first piece to be released before they reach the second."""
         cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
 
     def wait_for_first_pieces(self) -> None:
-        """A gathering warp waits until the first pieces have been described."""
+        """Wait, as a gathering warp, until the first pieces have been described."""
         cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
 
     @cute.jit
@@ -197,9 +198,9 @@ class Gatherer:
 
     @cute.jit
     def announce(self, exist: Int32, index: Int32, warp: Int32, gather: Gather):
-        """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes are to come.
+        """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes will arrive.
 
-        The copies may arrive before that: the stage is not full without this warp's arrival.
+        The copies may arrive earlier, but the stage is not full before this warp has arrived on its barrier.
         """
         if cute.arch.lane_idx() == 0:
             gather.valid[warp, index] = exist
@@ -208,7 +209,7 @@ class Gatherer:
 
     @cute.jit
     def clear_rows(self, first: Int32, exist: Int32):
-        """Zero the rows of this warp that do not exist: their P is 0, but the stage may hold NaN."""
+        """Zero the rows of this warp that do not exist. Their P is 0, but the stage may hold NaN."""
         lane = cute.arch.lane_idx()
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)

@@ -1,13 +1,14 @@
 """sparse_mla for Hopper: launch, shared memory, set-up and the warps' roles.
 
-DESIGN.md beside this says why it is so. A query token is a request with one query token to the common parts (latent):
+DESIGN.md in this folder gives the reasons. For the common parts (latent) a query token is a request with one query
+token:
 
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
-                takes Q (query.py)
-  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule
-  3             four warps gather the selected rows of the cache (gather.py)
+    takes Q (query.py)
+  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule 3
+    four warps gather the selected rows of the cache (gather.py)
 
-A second, small kernel merges the tokens that several CTAs shared (latent/combine.py).
+A second, small kernel merges the results of tokens that several CTAs shared (latent/combine.py).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class SparseMla:
         of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
         self.values = of_rows(config, stages, self.walk, self.gatherer)
         self.combine = Combine(config.shape, config.sinks)
-        # Values need the most where tiles have 64 rows, and gathering warps where they keep scales.
+        # Values need the most registers if tiles have 64 rows; gathering warps need more if they keep scales.
         if config.shape.p_rows < ROWS:
             self.registers = Registers(128, 136, 168, 40)
         elif config.layout == "v4":
@@ -130,7 +131,7 @@ class SparseMla:
         value_mma: cute.TiledMma,
         ctas: Int32,
     ):
-        """One CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
+        """Run one CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -152,7 +153,7 @@ class SparseMla:
             cute.arch.mbarrier_init_fence()
 
         state = storage.schedule_state.get_tensor(cute.make_layout(self.state_words))
-        # Sorted in the first stage, before any row is copied there.
+        # Requests are sorted in the first stage, before any row is copied there.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
             block_tables=arrays.indices,
@@ -197,12 +198,12 @@ class SparseMla:
             else:
                 self.registers.set(self.registers.values)
                 self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule)
-            # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
+            # Idle warps must not signal: `combine` would launch immediately and take a part of the SM while it waits.
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, indices: cute.Tensor, warp: Int32):
-        """Prefetch into the L2 cache by three idle warps, while the schedule is computed."""
+        """Prefetch into the L2 cache, in three idle warps, while the schedule is computed."""
         cta, _, _ = cute.arch.block_idx()
         line = (cta * 3 + warp) * 32 + cute.arch.lane_idx()
         prefetch(indices, line * 32)

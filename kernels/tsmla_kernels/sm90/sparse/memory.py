@@ -12,7 +12,7 @@ from tsmla_kernels.sm90.latent.key_softmax import Exchange
 from tsmla_kernels.sm90.latent.memory import Place, Results, Running
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS
 
-PIECES_KEPT = 16  # places in the ring of descriptions: those ahead, and those that the slowest warp has not left
+PIECES_KEPT = 16  # places in the ring of descriptions: pieces ahead, and pieces that the slowest warp still reads
 GATHER_WARP = 12  # the first gathering warp, which also finds the first piece
 GATHER_ROWS = 64 // GATHER_WARPS  # rows of a block that a gathering warp copies
 FIRST_PIECES_THREADS = 32 + 32 * GATHER_WARPS  # the scheduling warp and the gathering warps
@@ -22,7 +22,8 @@ class Arrays(NamedTuple):
     """The launcher's operands after q and the caches.
 
     Attributes:
-      indices: [T, K] i32. lengths: [T] i32; without lengths any tensor of that shape, whose values are not read.
+      indices: [T, K] i32. lengths: [T] i32; if the call has no lengths, any tensor of that shape, whose values are not
+        read.
       sinks: [H] f32, or None. scales: [3] f32.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
@@ -40,7 +41,8 @@ class Arrays(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Q's way into shared memory: the TMA atom and tensor, q itself, Q's place, and the barrier that waits for it."""
+    """The copy of Q into shared memory: the TMA atom and tensor, q itself, Q's place, and the barrier on which Q
+    arrives."""
 
     atom: cute.CopyAtom
     tma: cute.Tensor
@@ -50,7 +52,7 @@ class Query(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The softmax warpgroup's own memory: Q, scratch for reducing over keys, and which keys are valid."""
+    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and which keys are valid."""
 
     query: Query
     exchange: cute.Pointer
@@ -61,9 +63,10 @@ class Gather(NamedTuple):
     """Operands and shared memory of the gathering warps.
 
     Attributes:
-      q: the operand. caches: one or two. indices: the operand.
+      q, indices: operands. caches: one cache or two.
       ring: the address of the ring's first stage. full, empty: its barriers.
-      valid: [GATHER_WARPS, stages], a bit for each of a gathering warp's rows of a stage: whether its slot exists.
+      valid: [GATHER_WARPS, stages], a bit for each row that a gathering warp copies to a stage: whether its slot
+        exists.
       pieces: the ring of descriptions.
     """
 
@@ -78,8 +81,8 @@ class Gather(NamedTuple):
 
 
 class Step(NamedTuple):
-    """16 columns of K Q^T: the fragment that has them, its half (None: all of it, of 16 bits each), and the group of
-    their scale (None: no scale)."""
+    """16 columns of K Q^T: the fragment that has them, the half of it that has them (None: all of it, with 16 bits
+    each), and the group of their scale (None: no scale)."""
 
     fragment: int
     half: int | None
@@ -87,7 +90,7 @@ class Step(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """How a row tile's Q lies in shared memory: its dtype, its swizzle and its columns."""
+    """The layout of a row tile's Q in shared memory: its dtype, its swizzle and its columns."""
 
     dtype: type
     swizzle: SmemLayoutAtomKind
@@ -95,7 +98,8 @@ class QueryTile(NamedTuple):
 
 
 class QueryOperands(NamedTuple):
-    """The MMA of K Q^T and Q as its operand; the same for columns of 16 bits, which may be the first ones."""
+    """The MMA of K Q^T and Q as its operand, and the same two for columns of 16 bits, which may be equal to the first
+    two."""
 
     mma_qk: cute.TiledMma
     t_q: cute.Tensor
@@ -107,14 +111,15 @@ class Held(NamedTuple):
     """The softmax warpgroup's registers from piece to piece.
 
     Attributes:
-      mma_qk: K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: Q's way there.
-      acc: S^T of a block. part: S^T of a group of columns, if queries are e4m3. narrow, wide: fragments of K as they
-        are, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
+      mma_qk: the MMA of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: the copy
+        of Q.
+      acc: S^T of a block. part: S^T of a group of columns, if queries are e4m3. narrow, wide: fragments of K in the
+        cache's dtype, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
       k_offset, scales_offset, p_offset: the offsets in a stage of the lane's row of K, its first key's scales, and its
         row of P.
-      p_words: P as it is stored. exchanged: scratch. running: the lane's maxima and sums.
-      valid: which keys exist. scales: the operand. results: where finished rows go.
-      place: the thread's. signals: 1 if the lane arrives in Ring.signal.
+      p_words: P in the words that are stored. exchanged: scratch. running: the lane's maxima and sums.
+      valid: which keys exist. scales: the operand. results: the arrays for finished rows.
+      place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
     """
 
     mma_qk: cute.TiledMma

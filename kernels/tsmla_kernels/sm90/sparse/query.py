@@ -1,4 +1,4 @@
-"""Q of the sparse kernel: one TMA copy a piece, to the place where Q stays, and there into f16 if it has 16 bits."""
+"""Q of the sparse kernel: one TMA copy per piece brings Q to its place, where queries of 16 bits become f16."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SparseQuery:
-    """Q in place. Where bf16 numbers exceed f16's range they are read once more, from global memory.
-
-    Attributes:
-      copy: makes Q f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
-      tiles: groups of 64 columns. depth, p_rows, q_dtype: as in QueryCopy.
-    """
+    """Q in place. If bf16 numbers exceed f16's range, Q is read once more from global memory."""
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
         self.depth, self.p_rows, self.q_dtype = config.head_dim, ring.p_rows, ring.q_dtype
@@ -37,7 +32,7 @@ class SparseQuery:
             in_place=True,
         )
         self.tiles = config.head_dim // 64
-        # Tiles of 64 columns: 576 are a multiple of these alone.
+        # The tiles have 64 columns, because 576 is a multiple of 64 but not of 128.
         self.swizzle = SmemLayoutAtomKind.K_SW64 if config.fp8_queries else SmemLayoutAtomKind.K_SW128
         self.row_bytes = self.depth * self.q_dtype.width // 8
 
@@ -53,7 +48,7 @@ class SparseQuery:
 
     @cute.jit
     def request(self, piece: Described, query: Query):
-        """Request a piece's Q; by one warp."""
+        """Request a piece's Q. One warp calls it."""
         swizzle = warpgroup.make_smem_layout_atom(self.swizzle, self.q_dtype).inner
         place = cute.make_tensor(
             cute.recast_ptr(query.place, swizzle, dtype=self.q_dtype),
@@ -73,7 +68,7 @@ class SparseQuery:
 
     @cute.jit
     def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
-        """Make Q f16. Return the factor by which the logits must be multiplied."""
+        """Convert Q to f16. Return the factor by which the logits must be multiplied."""
         return self.copy.keep(target, sources, valid_rows, t, tops)
 
     @cute.jit
@@ -84,7 +79,7 @@ class SparseQuery:
 
     @cute.jit
     def words(self, source: Int32 | Int64, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
-        """Four words of a row at `source`: 16 bytes `chunk` of 64 columns `tile`."""
+        """Four words of a row at `source`: the 16 bytes with number `chunk` in the tile `tile` of 64 columns."""
         if const_expr(kind == MOVE):
             words = four_words(source + tile * (self.p_rows * 128) + ((chunk ^ (row & 7)) << 4))
         else:
@@ -95,12 +90,14 @@ class SparseQuery:
 
 
 def chunk_64(row, chunk):
-    """Where 16 bytes `chunk` of a row's 64 lie, in a tile of 64 columns of e4m3 with a swizzle of 64 bytes."""
+    """The offset of the 16 bytes with number `chunk` of a row, in a tile of 64 columns of e4m3 with a swizzle of 64
+    bytes."""
     return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
 
 
 class Fp8Query(SparseQuery):
-    """Q of e4m3, which stays as it is: tiles of 64 columns. Columns that meet bf16 keys follow once more, as bf16."""
+    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. A copy in bf16 follows of the columns that are
+    multiplied by bf16 keys."""
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
         super().__init__(config, ring)
@@ -109,8 +106,8 @@ class Fp8Query(SparseQuery):
 
     @cute.jit
     def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
-        """Zero the rows past the tile's end, and make the columns that need it bf16. Return 1, the factor of the
-        logits. `sources` and `tops` are not used."""
+        """Zero the rows past the tile's end, and copy as bf16 the columns that bf16 keys need. Return 1, the factor of
+        the logits. `sources` and `tops` are not used."""
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         step = 128 // self.p_rows
         quad = cute.make_rmem_tensor((4,), Int32)
@@ -134,7 +131,7 @@ class Fp8Query(SparseQuery):
         return Float32(1.0)
 
     def as_bf16(self, low: Int32, high: Int32) -> cute.Tensor:
-        """Eight numbers of e4m3 as bf16, exactly."""
+        """Convert eight numbers of e4m3 to bf16, which is exact."""
         narrow, wide = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((4,), Int32)
         narrow[0], narrow[1] = low, high
         eight = cute.make_rmem_tensor((8,), cutlass.Float16)

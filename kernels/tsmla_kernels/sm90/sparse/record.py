@@ -15,10 +15,10 @@ from tsmla_kernels.sm90.sparse.config import (
 
 
 def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows; the workspaces as in config.workspace_shapes.
+    """The operands, for N = T * H query rows; the workspaces are those of config.workspace_shapes.
 
     A cache is the array of the call: [P, span, 656] of V3.2 rows, [P, page_bytes] of V4 pages, or a plain [P, span, D].
-    `scales` are softmax_scale * q_scale, kv_scale and compressed_kv_scale, 1 where a call has none.
+    `scales` are softmax_scale * q_scale, kv_scale and compressed_kv_scale; a scale that a call does not have is 1.
     """
     rows: tuple[int | None, ...] = {
         "v32": (None, None, V32_PACKED.row_bytes),
@@ -38,7 +38,7 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
         *sinks,
         Operand("scales", "float32", (NUM_SCALES,), align=4),
         Operand("out", config.shape.out_dtype, (None, config.shape.latent_dim), output=True),
-        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another
+        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put it into the middle of another array
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()

@@ -1,7 +1,8 @@
 """S^T = K Q^T, softmax and P of the sparse kernel.
 
-K is widened to f16 in registers, and there multiplied by its scales; its columns of bf16 become f16 too. Which
-keys of a block exist is known from the gathering warps; the scores of others are replaced, never added to.
+K is widened to f16 in registers and multiplied by its scales there. Its columns of bf16 keep their dtype if queries are
+bf16, and otherwise become f16. The gathering warps say which keys of a block exist; the scores of the other keys are
+replaced, never added to.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
 EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the last block's P V is released
-# Fragments of K (16 keys, 32 bytes) that a warp has or is loading in registers as they are. WGMMA reads a row's last
-# four, of bf16, there, so none of these may be loaded in the place of another.
+# Fragments of K (16 keys, 32 bytes) that a warp has in registers or is loading, in the cache's dtype. WGMMA reads a
+# row's last four fragments, of bf16, from these registers, so none of the four may overwrite another.
 KEYS_AHEAD = 4
-KEYS_WIDE = 4  # steps of 16 columns that it has in registers as f16
+KEYS_WIDE = 4  # steps of 16 columns that a warp has in registers as f16
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
 
 
 def key_row(lane: Int32, warp: Int32, pitch: int) -> Int32:
-    """Offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix, of the key's first 32 bytes."""
+    """The offset in a stage of the row that a lane passes to ldmatrix: 16 of the first 32 bytes of a key."""
     return (warp * 16 + lane % 16) * pitch + lane // 16 * 16
 
 
@@ -72,7 +73,7 @@ class SparseScores:
         self.config, self.stages, self.pitch = config, stages, config.pitch
         self.ring = ring = stages.ring
         self.block, self.depth = ring.block, config.head_dim
-        self.sums_later = False  # a piece may take one stage: softmax warps run further ahead than barriers of pieces
+        self.sums_later = False  # a piece may take one stage: softmax warps run further ahead than PIECE_BARRIERS allow
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
         self.query = SparseQuery(config, ring)
@@ -113,7 +114,7 @@ class SparseScores:
         first, b_begin, b_end = self.ring.described(Int32(0), shared.pieces)
         if warp_here == 0 and b_begin != b_end:
             self.query.request(first, scratch.query)
-        # In a uniform register, as in Ring.address: the steps' descriptors are made from it.
+        # The address is in a uniform register, as in Ring.address, because the steps' descriptors are made from it.
         q_place = uniform(scratch.query.place.toint())
         signals, exchange = Int32(self.ring.signals(lane)), scratch.exchange
         out_scale = arrays.scales[1] if const_expr(config.layout == "plain") else Float32(1.0)
@@ -188,13 +189,14 @@ class SparseScores:
 
     @cute.jit
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Wait until piece `number` has been described: see `request_next`. Its rows may come while Q is taken."""
+        """Wait until piece `number` has been described: see `request_next`. Its rows may arrive while Q is taken."""
         if number < 2:
             cute.arch.mbarrier_wait(shared.full + index, phase)
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Wait for Q, which is requested here if the piece is not the first, and make it what is multiplied."""
+        """Wait for Q, and convert it to the form in which it is multiplied. It is requested here, unless the piece is
+        the first or request_next has requested it."""
         t, query = held.place.thread, held.query
         # With early_q, later pieces' Q has been requested by request_next.
         not_requested = number == 1 if const_expr(self.config.early_q) else number > 0
@@ -202,10 +204,10 @@ class SparseScores:
             # All four warps have read the previous Q: they have met since their last product.
             if held.place.warp == 0:
                 self.query.request(piece, query)
-        scale = held.scales[0] * LOG2_E  # here, because loads take time
+        scale = held.scales[0] * LOG2_E  # loaded here, because loads take time
         if const_expr(self.config.layout == "plain"):
             scale = scale * held.scales[1]
-        sync_softmax()  # before maxima that finish_piece has read change
+        sync_softmax()  # before the maxima that finish_piece has read are overwritten
         if t < self.p_rows:
             held.exchanged.maxima[t, 0] = Float32(0.0)
         cute.arch.mbarrier_wait(query.full, number & 1)
@@ -216,7 +218,7 @@ class SparseScores:
 
     @cute.jit
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
-        """K Q^T, softmax and P of a piece's blocks."""
+        """Do Q K^T, softmax and P for a piece's blocks."""
         place, running = held.place, held.running
         # (query row of two, key of two, eight query rows)
         s = cute.make_tensor(held.acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
@@ -258,8 +260,9 @@ class SparseScores:
 
     @cute.jit
     def request_next(self, number: Int32, held: Held, shared: Shared):
-        """Request the Q of the piece after piece `number`, whose last Q K^T all four warps have left: they have voted
-        since. The first piece does not: the description of the second one may not be there yet."""
+        """Request the Q of the piece after piece `number`. All four warps have finished the last Q K^T of piece
+        `number`, since they have voted after it. The first piece does not do this, because the second one may not have
+        been described yet."""
         if number > 0 and held.place.warp == 0:
             following, b_begin, b_end = self.ring.described(number + 1, shared.pieces)
             if b_begin != b_end:
@@ -267,7 +270,7 @@ class SparseScores:
 
     @cute.jit
     def further_scale(self, i: cutlass.Constexpr[int], b: Int32, held: Held) -> Float32:
-        """The scale of the lane's i-th key of block b, over that of the first cache."""
+        """The scale of the lane's i-th key of block b, divided by the scale of the first cache."""
         scale = Float32(1.0)
         if b * self.block + held.place.warp * 16 + held.place.lane // 4 + 8 * i >= self.config.window:
             scale = held.scales[2] / held.scales[1]
@@ -275,7 +278,7 @@ class SparseScores:
 
     @cute.jit
     def scale_keys(self, s: cute.Tensor, b: Int32, held: Held):
-        """Give the scores of the second cache's keys their cache's scale."""
+        """Multiply the scores of the second cache's keys by their cache's scale."""
         for i in cutlass.range_constexpr(2):
             scale = self.further_scale(i, b, held)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -292,7 +295,7 @@ class SparseScores:
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address`, to `acc`; on the way release the previous block's P V."""
+        """Issue K Q^T of the stage at `address` into `acc`. In between, release the previous block's P V."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         a_shape = mma_qk.get_slice(held.place.thread).partition_shape_A((self.block, 16))
         here = address + held.k_offset
@@ -302,7 +305,7 @@ class SparseScores:
         if const_expr(self.config.scale_group > 0):
             self.read_factors(scales, 0, factors)
             self.make_pairs(factors)
-        awaited = cute.make_rmem_tensor((2,), Int32)  # the next group's
+        awaited = cute.make_rmem_tensor((2,), Int32)  # the next group's scales
         mma_qk.set(Field.ACCUMULATE, False)
         for n in cutlass.range_constexpr(len(self.steps)):
             step = self.steps[n]
@@ -338,9 +341,9 @@ class SparseScores:
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
-        """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
+        """Add up the row sums over all keys. Write 1 / sum for the epilogue, and the rows' log-sum-exps."""
         t = kept(held.place.thread)  # behind a shuffle, so that no row's address is kept from piece to piece
-        sinks = self.sinks_of(piece, t, held)  # ahead of the sums, because loads take time
+        sinks = self.sinks_of(piece, t, held)  # before the sums, because loads take time
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:
             for e in cutlass.range_constexpr(2):
@@ -352,12 +355,12 @@ class SparseScores:
     def sinks_of(
         self, piece: Described, t: Int32, held: Held
     ) -> cute.Tensor | tuple[None, None]:  # fmt: skip
-        """The sinks of the two rows that thread t finishes; None for each if there are none."""
+        """The sinks of the two rows that thread t finishes; None for each if heads have no sinks."""
         sinks = (None, None)
         if const_expr(self.config.sinks):
             sinks = cute.make_rmem_tensor((2,), Float32)
             for e in cutlass.range_constexpr(2):
-                # Rows behind the last head have sums, too.
+                # Rows behind the last head also have sums.
                 head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.config.num_heads - 1)
                 sinks[e] = held.results.sinks[head]
         return sinks
@@ -387,7 +390,7 @@ class SparseScores:
             factors[i] = number.bitcast(Int32) if const_expr(self.config.layout == "v32") else Int32(number)
 
     def make_pairs(self, factors: cute.Tensor) -> None:
-        """Make pairs of f16 of the scales that read_factors has read."""
+        """Convert the scales that read_factors has read to pairs of f16."""
         for i in range(2):
             if self.config.layout == "v32":
                 number = factors[i].bitcast(Float32)
@@ -397,10 +400,10 @@ class SparseScores:
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
-        """Make step n of K f16: 16 columns of two keys, as WGMMA's first operand."""
+        """Convert step n of K to f16: 16 columns of two keys, as WGMMA's first operand."""
         fragment, half, group = self.steps[n]
         if const_expr(half is None and self.config.bf16_columns):
-            pass  # read as WGMMA takes them
+            pass  # WGMMA takes these in the dtype in which they were read
         elif const_expr(half is None):
             for i in cutlass.range_constexpr(4):
                 wide[i, n % KEYS_WIDE] = as_f16(narrow[i, fragment % KEYS_AHEAD], self.config.kv_dtype)
@@ -412,7 +415,8 @@ class SparseScores:
             eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
             pairs = cute.recast_tensor(eight, Int32)
             for i in cutlass.range_constexpr(4):
-                # From four columns of one key, then of the other, to two columns of each, then the other two of each.
+                # Reorder four columns of one key, then four of the other, to two columns of each key, then the other
+                # two of each.
                 pair = pairs[2 * (i % 2) + i // 2]
                 if const_expr(group is not None):
                     pair = times(pair, factors[i % 2])
@@ -429,8 +433,9 @@ class SparseScores:
 
     @cute.jit
     def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
-        """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. First in each warp, whose
-        lanes with the same rows halve these in every exchange, then over the warps."""
+        """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. The first reduction is in
+        each warp, where every exchange halves the values of the lanes with the same rows; the second is over the
+        warps."""
         lane, rows = t % 32, self.p_rows // 8
         mine = cute.make_rmem_tensor((2, rows), Float32)
         for i in cutlass.range_constexpr(2 * rows):

@@ -1,8 +1,8 @@
 """S^T = K Q^T of the sparse kernel for queries of e4m3: fp8 WGMMA on the keys as they lie in the cache.
 
-Of rows with scales, a group of columns with one scale has a sum of its own, which is multiplied by its keys' scales
-where it is added, in f32; columns of bf16 keep their 16 bits. Other rows are one sum in the tensor cores. Softmax and P
-are those of the other queries.
+If rows have scales, each group of columns with one scale has a separate sum. It is multiplied by its keys' scales in
+f32 when it is added to the others. Columns of bf16 keep their 16 bits. If rows have no scales, the tensor cores add up
+all columns. Softmax and P are the same as for other queries.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FRAGMENTS = GROUP // 32  # fragments of a key that a warp reads at once
 
 
 class Columns(NamedTuple):
-    """Some columns of K Q^T: where the fragments of a key that have them begin in its row, the first step of Q that
-    they meet, and whether they are bf16."""
+    """Some columns of K Q^T: the offsets in a key's row of the fragments that have them, the first step of Q with which
+    they are multiplied, and whether they are bf16."""
 
     fragments: list[int]
     first_step: int
@@ -49,9 +49,9 @@ class SparseScoresFp8(SparseScores):
     """K Q^T of gathered keys with queries of e4m3.
 
     Attributes:
-      columns: in the order of columns_of.
-      scaled: whether rows have scales. Then all columns but the last ones have a sum of their own.
-      buffers: places for the fragments of some columns. With two, WGMMA reads one while the other is loaded.
+      columns: the result of columns_of.
+      scaled: whether rows have scales. Then all columns but the last ones have separate sums.
+      buffers: how many sets of fragments fit. With two, WGMMA reads one set while the other is loaded.
     """
 
     def __init__(self, config: SparseConfig, stages: Stages) -> None:
@@ -60,7 +60,7 @@ class SparseScoresFp8(SparseScores):
         self.query, self.k_dtype = Fp8Query(config, ring), ring.dtype
         self.columns = columns_of(config)
         self.scaled = config.scale_group > 0
-        self.buffers = 1 if self.scaled and ring.p_rows == ROWS else 2  # as registers allow
+        self.buffers = 1 if self.scaled and ring.p_rows == ROWS else 2  # as many as registers allow
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
         """Q at `q_place` as the operand of both MMAs."""
@@ -74,13 +74,13 @@ class SparseScoresFp8(SparseScores):
         return QueryOperands(mma_qk, t_q, mma_16, t_q_16)
 
     def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
-        """`part`, `narrow` and `wide` of Held. `part` is None if rows have no scales, `wide` always."""
+        """`part`, `narrow` and `wide` of Held. `part` is None if rows have no scales; `wide` is always None."""
         narrow = cute.make_rmem_tensor((4, self.buffers * FRAGMENTS), Int32)
         return cute.make_rmem_tensor(acc.layout, Float32) if self.scaled else None, narrow, None
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address`, to `acc`; on the way release the previous block's P V."""
+        """Issue K Q^T of the stage at `address` into `acc`. In between, release the previous block's P V."""
         here, scales, last = address + held.k_offset, address + held.scales_offset, len(self.columns) - 1
         self.read_columns(here, 0, held.narrow)
         for n in cutlass.range_constexpr(last + 1):
@@ -110,7 +110,7 @@ class SparseScoresFp8(SparseScores):
             fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(here + self.columns[n].fragments[i])
 
     def buffer(self, n: int, i: int) -> int:
-        """Where fragment i of columns n is in `narrow`."""
+        """The place in `narrow` of fragment i of columns n."""
         return n % self.buffers * FRAGMENTS + i
 
     @cute.jit
@@ -141,7 +141,8 @@ class SparseScoresFp8(SparseScores):
             scale = held.factors[i].bitcast(Float32)
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 for e in cutlass.range_constexpr(2):
-                    # An explicit fma: the compiler would fuse the first sum's product instead, and keep both sums.
+                    # An explicit fma. Otherwise the compiler fuses the first sum's product instead, and keeps both
+                    # sums.
                     if const_expr(n == 0):
                         s[e, i, v] = part[e, i, v] * scale
                     else:

@@ -1,4 +1,4 @@
-"""What a stage of the sparse kernel's ring holds: rows of a cache as they lie there, their P, and V4's scales."""
+"""The contents of a stage of the sparse kernel's ring: rows as they lie in a cache, their P, and V4's scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tsmla_kernels.sm90.warp import DTYPES
 
 
 def sparse_ring(config: SparseConfig) -> Ring:
-    """The ring of the sparse kernel, in bytes. Q has a place of its own."""
+    """The ring of the sparse kernel, in bytes. Q has a place outside the ring."""
     layout = RingLayout(
         stages=config.stages,
         block=config.shape.block,
@@ -50,7 +50,7 @@ class Stages:
         return cute.make_tensor(ring, cute.make_layout((self.ring.stage_elements, self.ring.stages)))
 
     def scale_place(self, key: Int32 | int) -> Int32 | int:
-        """Offset of a key's scale in a group's part of V4's table of scales.
+        """The offset of a key's scale in a group's part of V4's table of scales.
 
-        The value lane with keys 2 q, 2 q + 1 of every eight reads its pairs at once: [q, eight, key of two]."""
+        The value lane with keys 2 q and 2 q + 1 of every eight reads its pairs at once: [q, eight, key of two]."""
         return key // 2 % 4 * (self.block // 2) + key // 8 * 4 + key % 2 * 2

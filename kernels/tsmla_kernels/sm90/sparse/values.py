@@ -18,19 +18,20 @@ from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_transposed
 
-LAST_TILE = 3  # of a warp's tiles of 16 latents, the one that is bf16 in V4's upper half
+LAST_TILE = 3  # the number of the tile, among a warp's tiles of 16 latents, that is bf16 in V4's upper half
 
 
 def last_row(lane: Int32, pitch: int, chunk: Int32, chunks: int) -> Int32:
-    """Offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix, of the first 16 keys.
+    """The offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix; the key is one of the first 16.
 
-    The first eight keys are matrices 0 and 1, which have 16 bytes from `chunk` on each, or, with `chunks` 0, the same.
+    The first eight keys are matrices 0 and 1. Matrix 0 has the 16 bytes with number `chunk` of each key; matrix 1 has
+    those `chunks` further on, or the same ones if `chunks` is 0.
     """
     return (lane // 16 * 8 + lane % 8) * pitch + (chunk + lane // 8 % 2 * chunks) * 16
 
 
 def singles_of(target: cute.Pointer, further: Int32, dtype: type[cutlass.Numeric], layout: cute.Layout) -> cute.Tensor:
-    """The elements `further` behind `target` that a lane stores one by one."""
+    """The elements that begin `further` elements after `target`, which a lane stores one by one."""
     size = dtype.width // 8
     address = target.toint() + Int64(further) * size
     return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=size), layout)
@@ -40,7 +41,7 @@ class SparseValues:
     """P V of gathered rows.
 
     Attributes:
-      wide: what decode's values do, too. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
+      wide: the part that decode's values share. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
       pitch: as in SparseConfig. copier: the gathering warps.
       steps_at_once: steps of 16 keys whose scales are in registers.
     """
@@ -70,7 +71,7 @@ class SparseValues:
         return self.wide.fragments()
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """Offset in a stage of this lane's first values."""
+        """The offset in a stage of this lane's first values."""
         return kept(self.first_values(first_tile, lane))
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
@@ -78,12 +79,12 @@ class SparseValues:
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """Byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 32)."""
+        """The byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 32)."""
         return lane * self.pitch + first_tile * 16
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The warp's first latent column. Recomputed here so that nothing derived from it stays in a register between
-        pieces."""
+        """The warp's first latent column. It is computed again here, so that nothing derived from it stays in a
+        register between pieces."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = kept(tidx) // 32 - 4
         return self.first_tile(warp // 4, warp % 4) * 16
@@ -93,10 +94,10 @@ class SparseValues:
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Row sums are there when P is."""
+        """Do nothing: the row sums have been written before P."""
 
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Q does not come through the ring."""
+        """Do nothing: Q is not copied through the ring."""
         return index, phase
 
     @cute.jit
@@ -116,7 +117,8 @@ class SparseValues:
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             held = of_piece
             if const_expr(self.config.layout == "v4"):
-                # Behind a shuffle: what follows from the offset is computed in every block and kept between none.
+                # The offset passes a shuffle, so that values derived from it are computed in every block and not kept
+                # from block to block.
                 held = of_piece._replace(offset=kept(of_piece.offset))
             t_p = mma_pv.make_fragment_B(thr.partition_B(self.ring.stage_p(shared, address)))
             here = address + held.offset
@@ -129,7 +131,7 @@ class SparseValues:
             following, phase_following = self.ring.advance(index, phase)
             address = self.ring.address(shared.keys, following)
             begun, next_here = Int32(0), here
-            # V^T is read during the product, the beginning of the next block's too, as in ValuesFp8.
+            # V^T is read during the product, and so is the beginning of the next block's V^T, as in ValuesFp8.
             if b + 1 < blocks.end:
                 begun, next_here = Int32(1), address + held.offset
             cute.arch.mbarrier_wait(ready + index, phase)
@@ -141,7 +143,7 @@ class SparseValues:
             if cute.arch.mbarrier_test_wait(full + following, phase_following):
                 awaited = Int32(0)
             reading = Reading(here, next_here, awaited, full + following, phase_following)
-            for n in cutlass.range_constexpr(WIDE):  # while the flag comes
+            for n in cutlass.range_constexpr(WIDE):  # while the flag is loaded
                 self.widen_next(n, address_here, reading, factors, held)
             self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
             for n in cutlass.range_constexpr(4 * self.m_tiles):
@@ -162,7 +164,7 @@ class SparseValues:
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
-        # A word holds two keys of two neighbouring latents.
+        # A word has two keys of two neighbouring latents.
         self.load(here + (g // 2 * 16 + (g % 2) * (32 * self.pitch)), narrow[None, g % AHEAD])
 
     def load(self, address: Int32, fragment: cute.Tensor) -> None:
@@ -173,7 +175,7 @@ class SparseValues:
     def read_factors(self, address: Int32, held: Held, n: cutlass.Constexpr[int], factors: cute.Tensor):
         """Read the scales of this warp's latents for steps of 16 keys, from step n of the block on.
 
-        Word [i, j] has those of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16.
+        Word [i, j] has the scales of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16.
         """
         table = address + self.config.scales_offset
         quad = held.lane % 4
@@ -195,23 +197,23 @@ class SparseValues:
             cute.autovec_copy(cute.make_tensor(there, cute.make_layout(2)), factors[None, 0])
 
     def tile_of(self, held: Held) -> Int32:
-        """The first tile of this warp, from the offset of its values."""
+        """The first tile of this warp, computed from the offset of its values."""
         return (held.offset - held.lane * self.pitch) // 16
 
     @cute.jit
     def widen_scaled(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
-        """Make half n of the fragments of V^T f16, and multiply it by its keys' scales."""
+        """Convert half n of the fragments of V^T to f16, and multiply it by its keys' scales."""
         self.wide.widen(n, narrow, wide)
         if const_expr(self.config.scale_group > 0):
             pairs = cute.recast_tensor(wide[None, n % WIDE], Int32)
             for i in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
-                    # Pair 2 i + e: latent e of two, keys of half i of 16.
+                    # Pair 2 i + e has latent e of the lane's two, and keys of half i of the 16.
                     pairs[2 * i + e] = times(pairs[2 * i + e], factors[i, n % self.steps_at_once])
 
     @cute.jit
     def narrow_to_wide(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
-        """Make 16 keys of a tile of latents of 16 bits f16: step n of V^T."""
+        """Convert step n of V^T to f16: 16 keys of a tile of latents of 16 bits."""
         words = cute.recast_tensor(wide[None, n % WIDE], Int32)
         for i in cutlass.range_constexpr(4):
             words[i] = as_f16(narrow[i, n % AHEAD], self.config.kv_dtype)
@@ -225,7 +227,7 @@ class SparseValues:
         factors: cute.Tensor,
         held: Held,
     ):
-        """Step n of V^T: widen what has been read, and read on."""
+        """Do step n of V^T: widen the values that have been read, and read the next ones."""
         self.widen_scaled(n, held.narrow, held.wide, factors)
         self.wide.read_on(n, reading, held.narrow, self.read_values)
 
@@ -241,7 +243,7 @@ class PlainValues(SparseValues):
     """P V of rows of 16 bits. Rows g and g + 8 of the product are latents g and g + 8 of a tile."""
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """Byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 16)."""
+        """The byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 16)."""
         return last_row(lane, self.pitch, 2 * first_tile, 1)
 
     @cute.jit
@@ -258,7 +260,7 @@ class PlainValues(SparseValues):
         factors: cute.Tensor,
         held: Held,
     ):
-        """Step n of V^T: make f16 what has been read, and read on."""
+        """Do step n of V^T: convert the values that have been read to f16, and read the next ones."""
         narrow, last = held.narrow, 4 * self.m_tiles
         self.narrow_to_wide(n, narrow, held.wide)
         if const_expr(n + AHEAD < last):
@@ -273,7 +275,8 @@ class PlainValues(SparseValues):
     def store_rows(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
-        """Store a lane's part of O. `target` is where its rows would begin if it had pairs of latents."""
+        """Store a lane's part of O. `target` is the address at which its rows would begin if it had pairs of
+        latents."""
         shape, strides = (2, 2, self.p_rows // 8, self.m_tiles), (8, self.latent, 8 * self.latent, 16)
         singles = singles_of(target, -(rows.lane // 4), dtype, cute.make_layout(shape, stride=strides))
         factors = cute.make_rmem_tensor((2,), Float32)
@@ -291,8 +294,8 @@ class V4Values(SparseValues):
     """P V of V4 rows, whose last 64 latents are bf16.
 
     In the upper warpgroup these are each warp's last tile, and its other three tiles are e4m3 like all of the lower
-    warpgroup's. Both run the same text, because code that runs once is slow to fetch: a last tile is read 16 keys at a
-    time, made f16 in both ways, and one result is taken.
+    warpgroup's. Both warpgroups run the same code, because code that runs once is slow to fetch: a last tile is read 16
+    keys at a time and converted to f16 in both ways, and one of the two results is taken.
     """
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
@@ -308,7 +311,8 @@ class V4Values(SparseValues):
         factors: cute.Tensor,
         held: Held,
     ):
-        """Step n of V^T: widen what has been read, and read on. A fragment of a last tile has 16 keys."""
+        """Do step n of V^T: widen the values that have been read, and read the next ones. A fragment of a last tile has
+        16 keys."""
         narrow, last = held.narrow, 4 * LAST_TILE
         if const_expr(n < last):
             self.widen_scaled(n, narrow, held.wide, factors)
@@ -330,7 +334,7 @@ class V4Values(SparseValues):
 
     @cute.jit
     def read_last(self, r: cutlass.Constexpr[int], address: Int32, held: Held):
-        """Read 16 keys, from 16 r on, of this warp's last tile."""
+        """Read 16 keys of this warp's last tile, from key 16 r on."""
         lane, tile = held.lane, self.tile_of(held)
         row = last_row(lane, self.pitch, tile + LAST_TILE, 0)
         if self.upper(tile):
@@ -343,7 +347,7 @@ class V4Values(SparseValues):
 
     @cute.jit
     def widen_last(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, held: Held, factors: cute.Tensor):
-        """Make a step of a last tile f16, as bf16 and as e4m3, and take what it is."""
+        """Convert a step of a last tile to f16 both from bf16 and from e4m3, and take the one that fits the tile."""
         bf16 = -Int32(self.upper(self.tile_of(held)))
         pairs = cute.recast_tensor(held.wide[None, n % WIDE], Int32)
         four = cute.make_rmem_tensor((4,), Int32)
@@ -363,7 +367,8 @@ class V4Values(SparseValues):
     def store_rows(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
-        """Store a lane's part of O: pairs of latents from `target` on, and latents 1 or 8 apart of the last tile."""
+        """Store a lane's part of O: pairs of latents from `target` on, and in the last tile latents that are 1 or 8
+        apart."""
         tidx, _, _ = cute.arch.thread_idx()
         lines = cute.make_tensor(
             target, cute.make_layout((2, 2, self.p_rows // 8, LAST_TILE), stride=(1, self.latent, 8 * self.latent, 16))

@@ -16,12 +16,13 @@ def times(pair: Int32, factors: Int32) -> Int32:
 
 
 def as_f16(pair: Int32, dtype: str) -> Int32:
-    """A pair of bf16 or f16 as a pair of f16, in another register: WGMMA may read it while the first one is loaded."""
+    """A pair of bf16 or f16 as a pair of f16, in another register, so that WGMMA may read it while the first register
+    is loaded."""
     return same(pair) if dtype == "float16" else from_bf16(pair)
 
 
 def same(pair: Int32) -> Int32:
-    """A pair of f16, times 1."""
+    """A pair of f16, multiplied by 1."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 ones; mov.b32 ones, 0x3C003C00; mul.rn.f16x2 {$w0}, {$r0}, ones; }",
         write_only_types=[Int32],
