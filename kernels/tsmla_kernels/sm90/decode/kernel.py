@@ -4,13 +4,12 @@ DESIGN.md in this folder gives the reasons. Warpgroups of a CTA share 64 query r
 stages of 32 or 64 keys:
 
   warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
-  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule 3
-    first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32 query rows
-    there is no warpgroup 3, and the first warp of 1 copies
+  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
+  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32
+                query rows there is no warpgroup 3, and the first warp of 1 copies
 
 A second, small kernel merges the results of row tiles that several CTAs (or clusters) shared. Both are launched with
-programmatic
-dependent launch: the first behind whatever runs before it on the stream, the second behind the first.
+programmatic dependent launch: the first behind the kernel before it on the stream, the second behind the first.
 """
 
 from __future__ import annotations

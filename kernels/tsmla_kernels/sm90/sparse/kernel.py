@@ -4,9 +4,9 @@ DESIGN.md in this folder gives the reasons. For the common parts (latent) a quer
 token:
 
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
-    takes Q (query.py)
-  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule 3
-    four warps gather the selected rows of the cache (gather.py)
+                takes Q (query.py)
+  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule
+  3             four warps gather the selected rows of the cache (gather.py)
 
 A second, small kernel merges the results of tokens that several CTAs shared (latent/combine.py).
 """
