@@ -48,14 +48,14 @@ class Warpgroup(NamedTuple):
 class Cursor(NamedTuple):
     """A position in the sequence of key blocks. A tile's blocks go from the last to the first."""
 
-    v_keys: Int32  # keys of the request from the start of block `v` on; V's rows behind them need zeros
+    v_keys: Int32  # the request's keys from the start of block `v` on; V's rows behind them must be zeroed
     v: Stage  # the block whose P is ready; its P V comes next
     k: Stage  # the block after it
     q_phase: Int32
     blocks: Int32  # key blocks of the tile; 0 behind the last tile
     keys: Int32  # keys of the tile's request
     unmasked_keys: Int32  # keys that all rows of the warpgroup see
-    tile: Int32  # number of this CTA's tiles before this one
+    tile: Int32  # how many tiles this CTA had before this one
 
 
 class Attention:
@@ -114,7 +114,7 @@ class Attention:
 
     @cute.jit
     def first_block(self, wg: Warpgroup, blocks: Int32) -> Cursor:
-        """Compute P of the first tile's first block; returns the cursor behind it."""
+        """Compute P of the first tile's first block. Returns the cursor behind this block."""
         shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
         self.gemms.start_turns(thread.group)
         keys, unmasked_keys = self.limits(wg, Int32(0))
@@ -134,13 +134,13 @@ class Attention:
 
     @cute.jit
     def finish_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
-        """Compute the tile's other blocks; then start the next tile, or return a cursor without blocks."""
+        """Compute the tile's other blocks. Then start the next tile, or return a cursor without blocks."""
         shared, group = wg.shared, wg.thread.group
         cursor = self.other_blocks(wg, cursor)
         v_keys = cursor.v_keys
         if cursor.blocks > 1:
             v_keys = cursor.keys
-        # All scores of the tile are done. With fp8 `issue` has released Q already, unless the tile has one block.
+        # All scores of the tile are done. With fp8 `issue` has already released Q, unless the tile has one block.
         if const_expr(not self.traits.fp8) or cursor.blocks == 1:
             release(shared.q.empty + group)
         q_phase = cursor.q_phase ^ 1
@@ -151,7 +151,7 @@ class Attention:
         k, v, tile = cursor.k, cursor.v, cursor.tile
         keys, unmasked_keys = cursor.keys, cursor.unmasked_keys
         if blocks > 0:
-            # Assigned one by one: the order of a branch's results decides which registers they get.
+            # These are assigned one by one, because the order of a branch's results decides which registers they get.
             next_tile = self.start_tile(wg, cursor)
             k, v, v_keys = next_tile.k, next_tile.v, next_tile.v_keys
             blocks, keys, unmasked_keys = next_tile.blocks, next_tile.keys, next_tile.unmasked_keys
@@ -186,7 +186,8 @@ class Attention:
     def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
         """Compute S of the tile's next block while O += P V of the block before runs, and release K.
 
-        fp8 also releases Q after block 0, the last one: without turns the next tile's scores would wait for its Q.
+        fp8 also releases Q after block 0, the last one, because without turns the next tile's scores would wait for its
+        Q.
         """
         shared, group = wg.shared, wg.thread.group
         self.gemms.issue(shared, wg.products, cursor.k, cursor.v, group)
@@ -197,14 +198,14 @@ class Attention:
 
     @cute.jit
     def start_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
-        """Issue the next tile's first scores with this tile's last values, and store this tile."""
+        """Issue the next tile's first scores together with this tile's last values, and store this tile."""
         traits, shared, thread, products = self.traits, wg.shared, wg.thread, wg.products
         blocks, k = cursor.blocks, cursor.k
         keys, unmasked_keys = self.limits(wg, (cursor.tile + 1) % TILE_SLOTS)
         skips_block = Int32(0)
         skipped_stage = k
         if const_expr(traits.fp8 and traits.causal):
-            # A tile has more rows than a block has keys: its upper rows may see no key of its last block.
+            # A tile has more rows than a block has keys, so its upper rows may see no key of its last block.
             if blocks > 1 and unmasked_keys + GROUP_ROWS - 1 <= (blocks - 1) * traits.block:
                 skips_block = Int32(1)
                 blocks -= 1
@@ -255,9 +256,10 @@ class Attention:
 
     @cute.jit
     def masked_blocks(self, cursor: Cursor) -> Int32:
-        """Number of blocks after a tile's first one that need a mask, or zeros in V of the block before.
+        """How many blocks after a tile's first one need a mask, or zeros in V of the block before.
 
-        With fp8 the first of them always counts: rows that saw no key of the tile's first block have no maximum yet.
+        With fp8 the first of these blocks always counts, because rows that saw no key of the tile's first block have no
+        maximum yet.
         """
         masked = cursor.blocks - 1 - cutlass.max(cursor.unmasked_keys, 0) // self.traits.block
         if const_expr(self.traits.fp8) or cursor.v_keys < self.traits.block:
@@ -266,7 +268,7 @@ class Attention:
 
     @cute.jit
     def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
-        """(keys of the request, keys that all rows of this warpgroup see). Sets `rows.limit`."""
+        """Find (the request's keys, the keys that all rows of this warpgroup see). Sets `rows.limit`."""
         tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
         keys = uniform(tiles[Tile.KEYS, slot])
         unmasked_keys = keys
@@ -284,7 +286,7 @@ class Attention:
     def zero_rows(self, v: Buffers, stage: Stage, keys: Int32, thread: ThreadIndex) -> None:
         """Zero V's rows past a request's keys. P is 0 there, but V may be NaN, and 0 * NaN must not reach O.
 
-        Each warpgroup writes the same zeros. With fp8 the transpose warps have done it.
+        Each warpgroup writes the same zeros. With fp8 the transpose warps have written them.
         """
         traits = self.traits
         if const_expr(not traits.fp8):
@@ -305,7 +307,7 @@ class Attention:
 
     @cute.jit
     def store(self, wg: Warpgroup, cursor: Cursor) -> None:
-        """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exp. Rows without keys get 0 and
+        """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exps. Rows without keys get 0 and
         -inf."""
         traits, thread, rows, out, lse = self.traits, wg.thread, wg.rows, wg.results.out, wg.results.lse
         tiles, slot = wg.shared.tiles, cursor.tile % TILE_SLOTS
@@ -324,8 +326,8 @@ class Attention:
                 factor = wg.out_scale / total
                 row_lse = (rows.maximum[i] + cute.math.log2(total, fastmath=True)) * LN_2
             row_index = Int64(first_row + row) * wg.results.heads + head
-            # A lane holds 2 columns of each group of 8. The four lanes of a row exchange columns so that each has the
-            # 8 columns, 16 bytes, of one group in four, and a row's stores fill whole sectors.
+            # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that each has the 8
+            # columns (16 bytes) of one group in four, and a row's stores fill whole sectors.
             out_row = cute.make_tensor(
                 (out.iterator + (row_index * traits.v_head_dim + quad * 8)).align(16),
                 cute.make_layout((8, column_groups // 4), stride=(1, 32)),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 PLAN_WORDS = 8  # int32 of one row of the plan
-PROGRESS_WORDS = 2  # of memory.Progress: no grid is smaller
+PROGRESS_WORDS = 2  # words of memory.Progress: a grid has at least as many CTAs
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
 FP8_HEAD_DIMS = ((192, 128),)
 
@@ -27,14 +27,14 @@ class PrefillConfig:
     """The static half of a prefill call. Numbers of heads, requests and tokens are dynamic.
 
     Attributes:
-      dtype: "bfloat16" or "float16", of q, k, v and out, or "float8_e4m3fn" with a bfloat16 out.
+      dtype: the dtype of q, k, v and out: "bfloat16" or "float16"; or "float8_e4m3fn" with a bfloat16 out.
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
-      rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share;
-        the operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
+      rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share; the
+        operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees only keys j <= i + m - n.
       groups: compute warpgroups, each with 64 query rows of a tile.
       block: keys of one pipeline stage.
-      stages: stages of K, and of V.
+      stages: how many stages K has; V has as many.
       wide_v: whether the operand v is [Tk, H, W], with v in the first V of W columns.
     """
 
@@ -70,7 +70,7 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
 
 
 def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
-    """Why the kernel cannot read kv and k_rope as they are, beside the reasons against `spec`; empty if it can."""
+    """Why the kernel cannot read kv and k_rope directly, apart from the reasons against `spec`; empty if it can."""
     if spec.q_dtype == FP8:
         return [f"q.dtype is {FP8}; the sm_90 prefill kernel takes that only with k and v"]
     if rope_dim % 64 or not 0 < rope_dim < spec.qk_head_dim:

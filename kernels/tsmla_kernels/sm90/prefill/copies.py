@@ -25,9 +25,10 @@ from tsmla_kernels.sm90.prefill.memory import (
 )
 from tsmla_kernels.sm90.warp import advance
 
-NO_TILE = 2**31 - 1  # behind the plan's last row
-# Blocks of a tile that are left when the next tile is claimed. Claimed sooner, it would wait for a long tile's end
-# while other CTAs have no more; claimed later, the copies would wait for its description.
+NO_TILE = 2**31 - 1  # the end of tiles for rows past the plan's last one
+# A CTA claims its next tile when this many blocks of its tile are left. If it claimed earlier, the next tile would wait
+# for a long tile's end while other CTAs have no more work. If it claimed later, the copies would wait for the
+# description.
 CLAIMED_AHEAD = 2
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: Q is read once, K and V often
 
@@ -53,8 +54,8 @@ class Producer:
 
     @cute.jit
     def copy_tiles(self, copies: Copies, schedule: Schedule, shared: Shared, heads: Int32) -> None:
-        """Claim tiles until none is left. For each block copy K, and V of the block before (fp8: of the same block).
-        For each tile copy Q, as soon as the compute warpgroups have released their buffers."""
+        """Claim tiles until no tile is left. For each block copy K, and V of the block before (fp8: V of the same
+        block). For each tile copy Q, as soon as the compute warpgroups have released their buffers."""
         traits = self.traits
         tiles, q, k, landing = shared.tiles, shared.q, shared.k, shared.landing
         lane = cute.arch.lane_idx()
@@ -62,7 +63,7 @@ class Producer:
         cute.arch.griddepcontrol_wait()
         base = self.claim(tile, Int32(0), Int32(0), schedule, tiles, heads)
 
-        index, phase = Int32(0), Int32(1)  # of K; V is one block behind
+        index, phase = Int32(0), Int32(1)  # the stage of K; V is one block behind
         v_index, v_phase = Int32(-1), Int32(1)
         v_row, v_head = Int32(0), Int32(0)
         q_phase = Int32(1)
@@ -78,7 +79,7 @@ class Producer:
                 cute.arch.mbarrier_wait(k.empty + index, phase)
                 self.copy_k(copies, k, index, kv_row, head)
                 if const_expr(traits.fp8):
-                    # No delay: the transpose warps released this buffer long before K's buffer became free.
+                    # There is no delay: the transpose warps released this buffer long before K's buffer became free.
                     cute.arch.mbarrier_wait(landing.empty + index, phase)
                     self.copy_v(copies.v, landing, index, kv_row, head)
                 else:
@@ -115,9 +116,9 @@ class Producer:
     def claim(
         self, tile: Int32, base: Int32, slot: Int32, schedule: Schedule, tiles: cute.Tensor, heads: Int32
     ) -> Int32:
-        """Write the descriptor of tile number `tile` to `slot` of the ring; returns the tile's row of the plan.
+        """Write the descriptor of tile number `tile` to `slot` of the ring. Returns the tile's row of the plan.
 
-        `base` is the row of the tile claimed before. A number past the last tile gives a descriptor of zeros.
+        `base` is the row of the tile that was claimed before. A number past the last tile gives a descriptor of zeros.
         """
         traits, plan = self.traits, schedule.plan
         lane = cute.arch.lane_idx()
@@ -149,7 +150,7 @@ class Producer:
             row = row_tile * traits.tile_rows
             rows = cutlass.min(q_len - row, traits.tile_rows)
             if const_expr(traits.tile_rows != traits.block):
-                # Masks start inside blocks anyway, so let the partial tile be the one with fewest keys.
+                # Masks start inside blocks anyway, so the partial tile may be the one with the fewest keys.
                 aligned_row = q_len - (head_tiles - row_tile) * traits.tile_rows
                 row = cutlass.max(aligned_row, 0)
                 rows = aligned_row + traits.tile_rows - row
@@ -180,7 +181,7 @@ class Producer:
 
     @cute.jit
     def copy_k(self, copies: Copies, k: Buffers, index: Int32, row: Int32, head: Int32) -> None:
-        """Copy K of a block; shared rope columns take a copy of their own."""
+        """Copy K of a block. Shared rope columns need a separate copy."""
         traits = self.traits
         self.expect(k.full + index, traits.k_elements)
         self.copy_box(copies.k, k, index, row, head, self.k_box)

@@ -31,7 +31,7 @@ class Gemms:
 
     @cute.jit
     def operands(self, shared: Shared, mma: Mma, thread: ThreadIndex) -> Products:
-        """Make the warpgroup's fragments and accumulators; O is 0."""
+        """Make the warpgroup's fragments and accumulators. O starts as 0."""
         traits = self.traits
         thr_qk, thr_pv = mma.qk.get_slice(thread.thread), mma.pv.get_slice(thread.thread)
         q_buffer = self.buffer(shared.q.memory, thread.group, (GROUP_ROWS, traits.qk_head_dim), traits.swizzle_kind)
@@ -57,7 +57,7 @@ class Gemms:
 
     @cute.jit
     def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32) -> None:
-        """In this warpgroup's turn issue S of a block, and O += P V of the block before. Returns when S is done."""
+        """In this warpgroup's turn, issue S of a block, and O += P V of the block before. Returns when S is done."""
         self.wait(shared.k.full + k_stage.index, k_stage.phase)
         self.take_turn(group)
         self.scores(products, shared.k.memory, k_stage.index)
@@ -109,14 +109,14 @@ class Gemms:
 
     @cute.jit
     def start_turns(self, group: Int32) -> None:
-        """The last warpgroup gives the first one its first turn."""
+        """Give the first warpgroup its first turn. The last warpgroup does it."""
         if const_expr(not self.traits.fp8):
             if group == self.traits.groups - 1:
                 cute.arch.barrier_arrive(barrier_id=Barrier.TURN, number_of_threads=TURN_THREADS)
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
-        """Wait until the other warpgroup has issued its products. With fp8 there are no turns, because warpgroups skip
+        """Wait until the other warpgroup has issued its products. fp8 has no turns, because its warpgroups skip
         different numbers of blocks."""
         if const_expr(not self.traits.fp8):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
@@ -132,8 +132,8 @@ class Gemms:
 
     @cute.jit
     def wait(self, barrier: cute.Pointer, phase: Int32) -> None:
-        """Wait for a phase of an mbarrier. fp8 has shorter blocks and tries again at once; mbarrier_wait pauses between
-        two tries."""
+        """Wait for a phase of an mbarrier. fp8 has shorter blocks and tries again at once, while mbarrier_wait pauses
+        between two tries."""
         if const_expr(self.traits.fp8):
             cute.arch.inline_ptx(
                 "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @p bra DONE;"

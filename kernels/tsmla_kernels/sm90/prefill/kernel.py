@@ -1,9 +1,9 @@
 """Expanded MLA prefill (keys wider than values) over ragged batches, bf16, f16 and fp8, for Hopper.
 
-DESIGN.md beside this file gives the reasons. Two kernels run one after the other:
+DESIGN.md in this folder gives the reasons. Two kernels run one after the other:
 
   make_plan   one CTA turns the requests' lengths into tiles, the longest requests first (plan.py)
-  attend      each CTA claims tiles of 64 query rows a compute warpgroup until none is left:
+  attend      each CTA claims tiles of 64 query rows per compute warpgroup until no tile is left:
                 compute warpgroups 0 .. groups - 1   S = Q K^T, softmax, O += P V, each for its own rows (attention.py)
                 the last warpgroup                   the producer warp copies Q, K and V (copies.py); with fp8 two
                                                      warps transpose V (transpose.py)
@@ -109,7 +109,7 @@ class MlaPrefill:
         return TmaCopy(atom, tensor)
 
     def make_mma(self) -> Mma:
-        """The tiled MMAs. The first step of S has one of its own, which does not accumulate."""
+        """The tiled MMAs. The first step of S has a separate one, which does not accumulate."""
         traits = self.traits
         dtype, k_major, mn_major = traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
         first, qk = (
@@ -128,7 +128,7 @@ class MlaPrefill:
         self, copies: Copies, scales: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, schedule: Schedule, mma: Mma,
         heads: Int32,
     ):  # fmt: skip
-        """One CTA of the attention kernel: set up the mbarriers, then run each warpgroup's role."""
+        """Run one CTA of the attention kernel: set up the mbarriers, then give each warpgroup its role."""
         traits = self.traits
         tidx = cute.arch.thread_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -65,20 +65,21 @@ class PlanWord(IntEnum):
     """Words of a row of the plan, which describes one request."""
 
     TILES_END = 0  # tiles of all requests up to and including this one
-    FIRST_ROW = 1  # of the request's queries
+    FIRST_ROW = 1  # the first row of the request's queries
     ROWS = 2
     FIRST_KEY = 3
     KEYS = 4
     HEAD_TILES = 5  # tiles of one head
-    SECTION_HEADS = 6  # heads whose tiles come together, so that K and V stay in L2
+    SECTION_HEADS = 6  # heads whose tiles follow each other, so that K and V stay in L2
     REQUEST = 7  # backward pass: the request's number in cu_seqlens
 
 
 class Progress(IntEnum):
-    """Words of `progress`. It is longer: one word per CTA, because the launch takes the grid's size from it."""
+    """Words of `progress`. The array is longer: it has one word per CTA, because the launch takes the grid's size from
+    it."""
 
-    NEXT_TILE = 0  # the next tile to claim; forward, each CTA has its first one without a claim
-    TILES = 1  # tiles in all
+    NEXT_TILE = 0  # the next tile to claim; in the forward pass each CTA has its first tile without a claim
+    TILES = 1  # how many tiles there are
 
 
 class Tile(IntEnum):
@@ -104,17 +105,18 @@ class Barrier(IntEnum):
     """Named barriers of 16-bit kernels. Each is the first of two ids: compute warpgroup g uses id + g. Id 0 is
     `sync_threads`."""
 
-    TURN = 1  # 256 threads: warpgroup g waits, and the other one arrives when it has issued its products
-    V_ZEROED = 3  # 128 threads: all of warpgroup g, after it has zeroed V's rows past the request's end
+    TURN = 1  # 256 threads: warpgroup g waits until the other warpgroup, which has issued its products, arrives
+    V_ZEROED = 3  # 128 threads: warpgroup g, after it has zeroed V's rows past the request's end
 
 
 class Operands(NamedTuple):
     """The arrays of a launch, in the launcher's order.
 
-    q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32;
-    scales [2] float32, see `Scale`; out [Tq, H, V]; lse [Tq, H] float32 (natural log); and the workspaces of
-    `config.prefill_workspaces`. With a `rope_dim` R > 0 `k` is kv [Tk, H, K - R + V], a row's keys without their rope
-    columns and its values, and `v` is k_rope [Tk, R], which all heads share. With `wide_v` `v` is [Tk, H, W].
+    q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
+    [2] float32, see `Scale`; out [Tq, H, V]; lse [Tq, H] float32 (natural log); and the workspaces of
+    `config.prefill_workspaces`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], which has a row's keys without
+    their rope columns and then its values; `v` is k_rope [Tk, R], which all heads share. With `wide_v` `v` is [Tk, H,
+    W].
     """
 
     q: cute.Tensor
@@ -161,7 +163,7 @@ class Schedule(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out [Tq, H, V] and lse [Tq, H] in global memory, and H."""
+    """The arrays out [Tq, H, V] and lse [Tq, H] in global memory, and H."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -180,7 +182,7 @@ class Shared(NamedTuple):
     """The shared memory of the attention kernel.
 
     `tiles` is the ring of tile descriptors [word, slot]. `q` has one buffer per compute warpgroup; `k` and `v` have one
-    per stage. TMA writes V to `landing`, which is `v` itself; with fp8 it has buffers of its own, and `v` holds V
+    per stage. TMA writes V to `landing`, which is `v` itself. With fp8 `landing` has separate buffers, and `v` has V
     transposed. `p` is fp8's P, one buffer per compute warpgroup.
     """
 
@@ -200,7 +202,7 @@ class Stage(NamedTuple):
 
 
 class ThreadIndex(NamedTuple):
-    """A thread of a compute warpgroup. `row` is the first of its two rows, the second is `row` + 8."""
+    """A thread of a compute warpgroup. `row` is the first of its two rows; the second is `row` + 8."""
 
     group: Int32
     thread: Int32
@@ -212,7 +214,7 @@ class Products(NamedTuple):
     """WGMMA's operands and accumulators in one warpgroup.
 
     The softmax writes P to `p_target`: the operand's registers, or with fp8 the address in shared memory that this lane
-    names to stmatrix for the first 32 keys.
+    passes to stmatrix for the first 32 keys.
     """
 
     mma: Mma
@@ -238,7 +240,7 @@ class Rows(NamedTuple):
 
 
 def make_storage(traits: KernelTraits) -> Any:
-    """The struct of the attention kernel's shared memory. Raises ValueError if it exceeds Hopper's."""
+    """The struct of the attention kernel's shared memory. Raises ValueError if it exceeds a CTA's shared memory."""
 
     def barriers(count: int) -> Any:
         return cute.struct.MemRange[Int64, count]
@@ -292,6 +294,6 @@ def init_mbarriers(traits: KernelTraits, shared: Shared) -> None:
 
 @cute.jit
 def release(barrier: cute.Pointer) -> None:
-    """Arrive on `barrier`, once for the calling warp: the warp does not read the buffer any more."""
+    """Arrive on `barrier`, once for the calling warp: the warp has finished reading the buffer."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

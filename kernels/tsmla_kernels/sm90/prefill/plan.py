@@ -12,14 +12,14 @@ from cutlass import Float32, Int32
 from tsmla_kernels.sm90.prefill.memory import KernelTraits, PlanWord, Progress, Schedule
 
 PLAN_THREADS = 256
-LENGTH_CLASSES = 128  # of key lengths, four to each power of two
-SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
-L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
+LENGTH_CLASSES = 128  # classes of key lengths, four to each power of two
+SHORTEST_CLASS = 508  # the class of length 0: bits 21 and up of the float 1.0
+L2_BYTES = 32 << 20  # bytes of keys and values that the tiles in work at the same time should share
 MAX_SECTION_HEADS = 16  # with more, CTAs finish the last section at uneven times
 
 
 class Requests(NamedTuple):
-    """Where the requests begin in the operands, and the operands' lengths."""
+    """The arrays that say where requests begin in the operands, the operands' lengths, and the number of requests."""
 
     cu_seqlens_q: cute.Tensor
     cu_seqlens_kv: cute.Tensor
@@ -29,7 +29,7 @@ class Requests(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Query rows and keys of a request."""
+    """The query rows and keys of a request."""
 
     first_row: Int32
     rows: Int32
@@ -38,10 +38,11 @@ class Request(NamedTuple):
 
 
 class PlanWriter:
-    """Device code of a plan of tiles of query rows. `schedule.plan` has a row for each request, and two for the query
-    rows of no request: those before the first and those after the last, which have no keys.
+    """Device code that writes a plan of tiles of query rows. `schedule.plan` has a row for each request, and two for
+    the query rows that belong to no request: those before the first request and those after the last. These two have no
+    keys.
 
-    The backward pass has tiles of keys: it exchanges the offsets of queries and keys, and has `write_row` of its own.
+    The backward pass has tiles of keys: it exchanges the offsets of queries and keys, and has its own `write_row`.
     """
 
     @cute.jit
@@ -83,9 +84,9 @@ class PlanWriter:
 
     @cute.jit
     def request(self, requests: Requests, index: Int32) -> Request:
-        """Request `index`; `batch` and `batch` + 1 are the rows before the first request and after the last.
+        """Request `index`. Numbers `batch` and `batch` + 1 are the rows before the first request and after the last.
 
-        Offsets are clamped to the operands: wrong ones must not lead to reads or writes outside of them.
+        Offsets are clamped to the operands, so that wrong offsets do not lead to reads or writes outside of them.
         """
         q_begin, q_end = Int32(0), requests.total_q
         kv_begin, kv_end = Int32(0), Int32(0)
@@ -174,8 +175,8 @@ class Planner(PlanWriter):
     ):  # fmt: skip
         """Write the plan and the counters, in one CTA."""
         requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, schedule.plan.shape[0] - 2)
-        # Each CTA's first tile is that of the CTA's own number. No CTA waits for another's, so that it doesn't matter
-        # when the CTA starts.
+        # A CTA's first tile has the CTA's own number. No CTA waits for another CTA's tile, so it does not matter when
+        # the CTA starts.
         self.write_plan(requests, schedule, heads, Int32(schedule.progress.shape[0]))
 
     @cute.jit
@@ -184,7 +185,7 @@ class Planner(PlanWriter):
     ) -> None:
         """Write a request's row, except for the sum of tiles."""
         traits = self.traits
-        # The bytes of all keys of a head may exceed 32 bits, so that they are divided by one after the other.
+        # The bytes of all keys of a head may exceed 32 bits, so the divisors are applied one after the other.
         l2_keys = L2_BYTES // (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
         together = l2_keys // cutlass.max(request.keys, 1)
         most = cutlass.min(cutlass.min(cutlass.max(together, 1), MAX_SECTION_HEADS), heads)
@@ -198,8 +199,9 @@ class Planner(PlanWriter):
 
     @cute.jit
     def section_heads(self, most: Int32, heads: Int32) -> Int32:
-        """Heads of a section, at most `most`: with few heads in the last one its longest tiles would end long after all
-        others. All sections are equal, if that takes no less than half of `most`, else as equal as they can be."""
+        """How many heads a section has, at most `most`. If the last section had few heads, its longest tiles would end
+        long after all others. So all sections are equal, if they can then have at least half of `most`; otherwise they
+        are as equal as possible."""
         section = most
         while (section > (most + 1) // 2) & (heads % section != 0):
             section -= 1

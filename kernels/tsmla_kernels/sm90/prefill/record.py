@@ -9,12 +9,13 @@ from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 SHARED_ROPE_DIM = 64
-"""R of the objects for mla_prefill_kv that `tsmla compile` makes."""
+"""The width R of k_rope in the objects for mla_prefill_kv that `tsmla compile` makes."""
 
 
 def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
-    """q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv does; the number of heads is read at the
-    launch. With wide_v, v [Tk, H, W] has a stride of W for a shape, and the last row need not be whole."""
+    """The operands q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv takes them. The number of
+    heads is read at the launch. With wide_v, v is [Tk, H, W], where W is a stride: the last row may end after v's
+    columns."""
     workspaces = sm90_prefill.prefill_workspaces(1, 1)
     k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
     v_width = None if config.wide_v else v_dim
@@ -38,7 +39,8 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
 
 
 def _forward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_prefill.PrefillConfig:
-    """The config of mla_prefill, or with shared_rope of mla_prefill_kv; ValueError if there is none."""
+    """The config of mla_prefill, or with shared_rope of mla_prefill_kv; raises ValueError if there is no such
+    config."""
     if not shared_rope:
         return sm90_prefill.prefill_config(spec)
     if found := sm90_prefill.shared_rope_reasons(spec, SHARED_ROPE_DIM):
@@ -46,7 +48,7 @@ def _forward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_prefill.Pre
     return sm90_prefill.prefill_config(spec, SHARED_ROPE_DIM)
 
 
-# mla_prefill and mla_prefill_kv, which the layers call.
+# Models for mla_prefill and for mla_prefill_kv, which the layers call.
 _PRESETS = (*MODELS, *((name, (*options, ("shared_rope", "true"))) for name, options in MODELS))
 
 MLA_PREFILL = Kernel(
@@ -64,9 +66,9 @@ MLA_PREFILL = Kernel(
 
 
 def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
-    """The operands of mla_prefill or mla_prefill_kv, its results and their cotangents; the gradients, and the
+    """The operands of mla_prefill or mla_prefill_kv, its results and their cotangents; then the gradients and the
     workspaces."""
-    # Leading sizes of the workspaces: two are read at the launch, but for these.
+    # The first two sizes of a workspace are read at the launch, except for these workspaces.
     dynamic = {"dq_sum": (None, 2, None), "plan": (None,), "progress": (None,)}
     leading = {
         name: (dynamic.get(name, (None, None)), shape, dtype)

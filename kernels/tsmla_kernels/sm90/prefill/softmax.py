@@ -11,18 +11,18 @@ from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, Rows, Stage, release
 from tsmla_kernels.sm90.warp import store_matrices
 
-# fp8: P is scaled by 2^5, so that values above 2^-11 of the greatest one when the maximum last moved keep all their
-# bits. The scale is a power of two, so that this greatest value itself is exact. The maximum moves when a sum of four
-# values of P passes e4m3's greatest value, 3.8 bits later at most.
+# fp8: P is scaled by 2^5. Values above 2^-11 of the greatest one (at the maximum's last move) then keep all their bits,
+# and the greatest value itself is exact, because the scale is a power of two. The maximum moves when a sum of four
+# values of P passes e4m3's greatest value, which is at most 3.8 bits later.
 P_SCALE_BITS = 5
 E4M3_MAX = 448.0
 # fp8 packs a lane's 16 values of 32 keys into 4 words.
-WORD_OFFSETS = (0, 2, 8, 10)  # of a word's first value in the 16
-VALUE_OFFSETS = (0, 1, 4, 5)  # of a word's values from its first one on
+WORD_OFFSETS = (0, 2, 8, 10)  # offsets in the 16 of the words' first values
+VALUE_OFFSETS = (0, 1, 4, 5)  # offsets of a word's values from its first one
 
 
 def p_address(thread: Int32, lane: Int32, buffer: Int32) -> Int32:
-    """fp8: the byte address of the row of P that a warpgroup's thread names to stmatrix for the first 32 keys."""
+    """fp8: the byte address of the row of P that a warpgroup's thread passes to stmatrix for the first 32 keys."""
     row = (thread // 32) * 16 + lane % 16
     return buffer + row * 128 + ((lane // 16) ^ (lane % 8)) * 16
 
@@ -44,7 +44,8 @@ class Softmax:
 
     @cute.jit
     def update_maximum(self, rows: Rows) -> cute.Tensor:
-        """Raise the rows' running maximum to that of S, and rescale the sums. Returns the factors for O's rows."""
+        """Raise the rows' running maximum to the maximum of S, and rescale the sums. Returns the factors for O's
+        rows."""
         s, maximum, total = rows.s, rows.maximum, rows.total
         factor = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
@@ -79,7 +80,7 @@ class Softmax:
 
     @cute.jit
     def start_tile(self, rows: Rows, block_index: Int32, unmasked_keys: Int32, lane: Int32) -> None:
-        """Replace S of a tile's first block by P; all rows of the warpgroup see the first `unmasked_keys` keys."""
+        """Replace S of a tile's first block by P. All rows of the warpgroup see the first `unmasked_keys` keys."""
         if (block_index + 1) * self.traits.block > unmasked_keys:
             self.mask(rows, block_index, lane)
         self.update_maximum(rows)
@@ -88,13 +89,14 @@ class Softmax:
 
     @cute.jit
     def finish_block(self, products: Products, rows: Rows, v: Buffers, v_stage: Stage) -> None:
-        """Replace S by P with the exact maximum; rescale O, and release V of the block before once O has it."""
+        """Replace S by P with the exact maximum. Rescale O, and release V of the block before once it has been added to
+        O."""
         traits, o = self.traits, rows.o
         factor = self.update_maximum(rows)
         needs_rescale = cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0)
         self.exponentiate(rows, 0)
         if const_expr(not traits.fp8):
-            # V arrived long ago, but this wait ends a basic block: the assembler moves the wait for O up to the start
+            # V arrived long ago, but this wait ends a basic block. The assembler moves the wait for O up to the start
             # of a block. O is done by now, and the rest of the softmax hides the latency of its first use.
             cute.arch.mbarrier_wait(v.full + v_stage.index, v_stage.phase)
             warpgroup.wait_group(0)
@@ -107,15 +109,15 @@ class Softmax:
                 o[1, c] = o[1, c] * factor[1]
         self.exponentiate(rows, 1)
         if const_expr(traits.fp8):
-            # The branch above ends a basic block, so the assembler puts this wait right behind the branch. The
-            # product has then read P, and `write_p` may overwrite it.
+            # The branch above ends a basic block, so the assembler puts this wait right behind the branch. The product
+            # has then read P, and `write_p` may overwrite it.
             warpgroup.wait_group(0)
             release(v.empty + v_stage.index)
         self.write_p(products.acc_s, products.p_target)
 
     @cute.jit
     def write_p(self, acc_s: cute.Tensor, target: cute.Tensor | Int32) -> None:
-        """Write P, which `acc_s` holds in float32, to `Products.p_target`.
+        """Write P, which `acc_s` has in float32, to `Products.p_target`.
 
         With 16 bits the registers keep the accumulator's order. With fp8 the keys get the order in which the transpose
         warps put V's keys.
@@ -135,12 +137,12 @@ class Softmax:
         for k in range(self.traits.block // 32):
             address = (target ^ ((k % 4) * 32)) + (k // 4) * (GROUP_ROWS * 128)
             store_matrices(address, *(p_words[4 * k + w] for w in range(4)))
-        # Each warp's tensor core reads only that warp's rows, so no other warp has to wait.
+        # Each warp's tensor core reads only that warp's rows, so a warp waits only for itself.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
     def pack_e4m3(self, a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
-        """A word of four values in e4m3, the first in the lowest byte."""
+        """Pack four values in e4m3 into a word, the first in the lowest byte."""
         return cute.arch.inline_ptx(
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
             " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
@@ -149,7 +151,7 @@ class Softmax:
         )
 
     def scale_e4m3(self, word: Int32, factor: Float32) -> Int32:
-        """A word of four values in e4m3, each times `factor`."""
+        """Multiply each of a word's four values in e4m3 by `factor`."""
         return cute.arch.inline_ptx(
             "{ .reg .b16 low, high; .reg .b32 a, b, f; cvt.rn.f16x2.f32 f, {$r1}, {$r1}; mov.b32 {low, high}, {$r0};"
             " cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; mul.rn.f16x2 a, a, f; mul.rn.f16x2 b, b, f;"
@@ -163,9 +165,9 @@ class Softmax:
 class LaggingSoftmax:
     """Device code of fp8's softmax without a mask: P is computed with the maximum of the blocks before.
 
-    P's sums are needed anyway, and they bound P. If a sum of four values exceeds e4m3, the warp takes the maximum of
-    this block and computes P again. It needs S for that, but the registers cannot hold all of S and all of P: a block
-    is done in two halves.
+    P's sums are needed anyway, and they bound P. If a sum of four values exceeds e4m3's range, the warp takes the
+    maximum of this block and computes P again. It needs S for that, but the registers do not have room for all of S and
+    all of P. So a block is done in two halves.
     """
 
     def __init__(self, traits: KernelTraits, softmax: Softmax) -> None:
@@ -195,7 +197,8 @@ class LaggingSoftmax:
     def exponentiate(
         self, acc_s: cute.Tensor, rows: Rows, p_words: cute.Tensor, sums: cute.Tensor, steps: range
     ) -> Float32:
-        """Write P's words and rows' sums for these steps of 32 keys; returns the greatest sum of four values of P."""
+        """Write P's words and the rows' sums for these steps of 32 keys. Returns the greatest sum of four values of
+        P."""
         maximum, totals, max_sum = rows.maximum, [Float32(0.0), Float32(0.0)], Float32(0.0)
         for k in steps:
             sums_of_four = []
@@ -215,8 +218,8 @@ class LaggingSoftmax:
         return max_sum
 
     def max_of_three(self, a: Float32, b: Float32, c: Float32) -> Float32:
-        """The greatest of three values that are not negative, compared as integers: one instruction takes three integer
-        operands, and none takes three floats."""
+        """The greatest of three values that are not negative. They are compared as integers, because there is an
+        instruction for three integers but not for three floats."""
         return cute.arch.inline_ptx(
             "{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.s32 x, x, y; mov.b32 y, {$r2};"
             " max.s32 x, x, y; mov.b32 {$w0}, x; }",
@@ -226,7 +229,8 @@ class LaggingSoftmax:
 
     @cute.jit
     def catch_up(self, rows: Rows, p_words: cute.Tensor, first_step: cutlass.Constexpr[int]) -> None:
-        """Raise the rows' maximum to that of S from `first_step` on; rescale O, the sums, and P's words before it."""
+        """Raise the rows' maximum to the maximum of S from `first_step` on. Rescale O, the sums, and P's words before
+        it."""
         traits, s, o, maximum, total = self.traits, rows.s, rows.o, rows.maximum, rows.total
         for i in cutlass.range_constexpr(2):
             lane_maximum = s[i, 8 * first_step]

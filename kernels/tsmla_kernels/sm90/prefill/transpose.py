@@ -1,4 +1,4 @@
-"""V's transposition in shared memory, for fp8: WGMMA takes 8-bit operands only with their k axis contiguous."""
+"""The transposition of V in shared memory, for fp8: WGMMA takes 8-bit operands only if their k axis is contiguous."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors: bytes of two regis
 class TransposeAddresses(NamedTuple):
     """Byte addresses in shared memory of one lane of a transpose warp, in the first stage.
 
-    `half` is the column tile of the landing buffer that the warp transposes; `source` is the row of V that the lane
-    names to ldmatrix first, and `target` the row of V transposed that it names to stmatrix first. Later rows follow by
-    an exclusive or of 16-byte groups and a sum of rows.
+    `half` is the column tile of the landing buffer that the warp transposes. `source` is the row of V whose address the
+    lane first passes to ldmatrix, and `target` the row of transposed V whose address it first passes to stmatrix. Later
+    rows follow by an exclusive or of 16-byte groups and a sum of rows.
     """
 
     half: Int32
@@ -31,9 +31,9 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
     """The addresses of lane `lane` in transpose warp `warp`, for buffers that begin at `landing` and `transposed`."""
     half = landing + warp * (64 * block)
     source = half + lane * 64 + ((lane // 2) % 4) * 16
-    # Lane l names the target of row l % 8 of matrix l / 8. Two matrices come from the same registers. One has the even
-    # columns and the other the odd ones, and in their lower halves the other way round: the rows of a matrix then lie
-    # in eight different groups of banks.
+    # Lane l passes the target of row l % 8 of matrix l / 8. Two matrices come from the same registers. In their upper
+    # halves the first one has the even columns and the second one the odd columns; in their lower halves it is the
+    # other way round. So the rows of a matrix lie in eight different groups of banks.
     odd = ((lane // 4) % 2) ^ ((lane // 8) % 2)
     column = warp * 64 + (lane % 8) * 2 + odd
     target = transposed + column * 128 + ((lane // 16) ^ (column % 8)) * 16
@@ -41,10 +41,10 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
 
 
 class ValueTransposer:
-    """Device code of the two transpose warps, 64 columns of V each.
+    """Device code of the two transpose warps, with 64 columns of V each.
 
     ldmatrix transposes pairs of columns; prmt then joins bytes of two registers to four keys of a column. Of 16 keys
-    lane q of a row gets 2q, 2q + 1, 2q + 8 and 2q + 9. The keys stay in this order, because the accumulator holds the
+    lane q of a row gets 2q, 2q + 1, 2q + 8 and 2q + 9. The keys stay in this order, because the accumulator has the
     scores in it: P becomes WGMMA's operand without an exchange between lanes.
     """
 
@@ -54,7 +54,7 @@ class ValueTransposer:
 
     @cute.jit
     def transpose_blocks(self, shared: Shared, warp: Int32) -> None:
-        """Transpose this warp's columns of V of every block, until a tile descriptor has no blocks."""
+        """Transpose this warp's columns of V in every block, until a tile descriptor has no blocks."""
         traits = self.traits
         tiles, landing, v = shared.tiles, shared.landing, shared.v
         lane = cute.arch.lane_idx()

@@ -1,6 +1,6 @@
 """Which Hopper kernel computes prefill's gradient: the static configuration and its workspaces. Imports no cutlass.
 
-As config.py beside this: everything here is a pure function of static shapes, so that one compiled object serves every
+As in prefill's config.py, everything here is a pure function of static shapes, so that one compiled object serves every
 number of heads, requests and tokens.
 """
 
@@ -27,13 +27,13 @@ HEAD_DIMS = ((192, 128),)
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """The static choices of a compiled backward pass. All else is dynamic.
+    """The static choices of a compiled backward pass. Everything else is dynamic.
 
     Attributes:
-      dtype: "bfloat16" or "float16", of q, k, v, out, their gradients and out's cotangent.
+      dtype: the dtype of q, k, v, out, their gradients and out's cotangent: "bfloat16" or "float16".
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
-      rope_dim: 0 where k and v are arrays of their own; else the last columns of k that all heads share, where the
-        operands are kv [Tk, H, K - R + V] and k_rope [Tk, R].
+      rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share; the
+        operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees only keys j <= i + m - n.
       deterministic: whether sums over key tiles are added up in a fixed order, so that gradients repeat bit by bit.
     """

@@ -1,4 +1,4 @@
-"""The producer warp of prefill's gradient: claims tiles of keys, and copies K, V, Q, dO and the rows' terms."""
+"""The producer warp of prefill's gradient: it claims tiles of keys, and copies K, V, Q, dO and the rows' terms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.prefill.backward.plan import BackwardPlanner
 from tsmla_kernels.sm90.prefill.memory import Buffers, Schedule, Stage, TmaCopy
 from tsmla_kernels.sm90.warp import advance
 
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of L2: keys are read once, queries often
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: keys are read once, queries often
 TERMS_BYTES = len(Term) * Q_ROWS * 4
 
 
@@ -63,7 +63,8 @@ class Producer:
 
     @cute.jit
     def copy_tiles(self, copies: Copies, sums: Sums, shared: Shared, schedule: Schedule, heads: Int32):
-        """Tiles of keys one after another: K and V once the tile before has left them, then every step's Q and dO."""
+        """Copy tiles of keys one after another: K and V, once the tile before has released their buffers, then every
+        step's Q and dO."""
         position, slot, running = Int32(0), Int32(TILE_SLOTS - 1), Int32(1)
         keys_phase = Int32(1)
         index, phase = Int32(0), Int32(1)
@@ -91,7 +92,7 @@ class Producer:
 
     @cute.jit
     def copy_keys(self, copies: Copies, shared: Shared, keys: Stage, first_key: Int32, head: Int32) -> None:
-        """K of a tile, once its buffer is free; shared rope columns take a copy of their own."""
+        """Copy K of a tile, once its buffer is free. Shared rope columns need a separate copy."""
         traits = self.traits
         cute.arch.mbarrier_wait(shared.k.empty, keys.phase)
         with cute.arch.elect_one():
@@ -105,7 +106,7 @@ class Producer:
     def copy_queries(
         self, copies: Copies, sums: Sums, shared: Shared, stage: Stage, row: Int32, terms: Int32, head: Int32
     ):
-        """One step's queries: Q with the rows' terms, then dO."""
+        """Copy one step's queries: Q with the rows' terms, then dO."""
         cute.arch.mbarrier_wait(shared.q.empty + stage.index, stage.phase)
         with cute.arch.elect_one():
             full = shared.q.full + stage.index
@@ -114,14 +115,14 @@ class Producer:
             source = sums.row_terms.iterator.toint() + line * TERMS_BYTES
             self.copy_bulk(shared.row_terms.iterator.toint() + stage.index * TERMS_BYTES, source, full)
         self.copy_rows(copies.q, shared.q, self.traits.q, stage, row, head)
-        # One buffer: its parity changes with every step, as the index of Q's two stages does.
+        # dO has one buffer. Its parity changes with every step, as the index of Q's two stages does.
         self.copy_block(copies.dout, shared.dout, self.traits.dout, Stage(Int32(0), stage.index ^ 1), row, head)
 
     @cute.jit
     def copy_block(
         self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
     ):
-        """Rows from `row` on, once their buffer is free."""
+        """Copy the rows from `row` on, once their buffer is free."""
         cute.arch.mbarrier_wait(buffers.empty + stage.index, stage.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(buffers.full + stage.index, self.traits.bytes_of(block))
@@ -131,7 +132,7 @@ class Producer:
     def copy_rows(
         self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
     ):
-        """Rows from `row` on, into a buffer that is free."""
+        """Copy the rows from `row` on into a buffer that is free."""
         tiles = block.columns // block.width
         swizzle = self.traits.layout_atom(block).inner
         strides = ((block.width, 8 * block.width), 1, block.width * block.pitch, block.rows * block.columns)
@@ -152,7 +153,7 @@ class Producer:
         )
 
     def copy_bulk(self, target: Int32, source: Int64, full: cute.Pointer):
-        """A step's terms: TERMS_BYTES contiguous bytes."""
+        """Copy a step's terms: TERMS_BYTES contiguous bytes."""
         cute.arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], "
             f"{TERMS_BYTES}, [{{$r2}}];",

@@ -1,11 +1,12 @@
 """The gradient of expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
 
-Three launches: rowsum(dout * out) and the plan; the gradients of tiles of keys, with dq's sums in float32; dq. A CTA of
-the second walks tiles of 128 keys of one head, in each the queries that see them, 64 at a time:
+There are three launches: the first computes rowsum(dout * out) and the plan, the second the gradients of tiles of keys
+and dq's sums in float32, the third dq. A CTA of the second launch walks tiles of 128 keys of one head, and in each tile
+the queries that see it, 64 at a time:
 
-  warpgroups 0 and 1   half of the keys each: dK and dV in registers (backward_products.py)
-  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (backward_copies.py); two warps add dQ to sums
-                       in global memory (backward_sums.py)
+  warpgroups 0 and 1   each has half of the keys, with dK and dV in registers (products.py)
+  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ to sums
+                       in global memory (sums.py)
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tsmla_kernels.sm90.prefill.plan import Requests
 
 
 class MlaPrefillBackward:
-    """One compiled gradient: `config` is static; numbers of heads, requests and tokens are dynamic."""
+    """One compiled gradient: `config` is static; the numbers of heads, requests and tokens are dynamic."""
 
     def __init__(self, config: BackwardConfig) -> None:
         self.traits = Traits(config)
@@ -69,7 +70,7 @@ class MlaPrefillBackward:
         )  # fmt: skip
         saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
         tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
-        # One CTA more than there are tiles makes the plan.
+        # There is one CTA more than tiles: it makes the plan.
         self.prepare(requests, saved, sums, schedule).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
@@ -78,14 +79,14 @@ class MlaPrefillBackward:
             grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
-        # One CTA more than there are tiles has the rows of no request.
+        # There is one CTA more than tiles: it has the rows that belong to no request.
         self.finish(requests, sums, operands.scales, operands.dq, operands.dv).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def prepare(self, requests: Requests, saved: Saved, sums: Sums, schedule: Schedule):
-        """Before the main kernel: the plan, the rows' terms, zeros."""
+        """Run before the main kernel: write the plan, the rows' terms, and zeros."""
         cute.arch.griddepcontrol_launch_dependents()
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
@@ -107,7 +108,7 @@ class MlaPrefillBackward:
         mma: Mma,
         heads: Int32,
     ):
-        """One CTA: set up the barriers, then each warpgroup its role."""
+        """Run one CTA: set up the barriers, then give each warpgroup its role."""
         tidx = cute.arch.thread_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
@@ -138,7 +139,7 @@ class MlaPrefillBackward:
 
     @cute.kernel
     def finish(self, requests: Requests, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):
-        """After the main kernel: dq, and the gradient of shared rope columns."""
+        """Run after the main kernel: write dq, and the gradient of shared rope columns."""
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()

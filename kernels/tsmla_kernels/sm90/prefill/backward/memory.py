@@ -15,13 +15,13 @@ from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
+GROUPS = 2  # compute warpgroups, each with half of a tile's keys and half of dq's columns
 GROUP_KEYS = KEY_ROWS // GROUPS
 COMPUTE_WARPS = 4 * GROUPS
 TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
 TILE_WORDS = 12
 BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # how many of each operand
-NO_HEAD = -1  # Tile.HEAD where the sequence of tiles ends
+NO_HEAD = -1  # Tile.HEAD at the end of the sequence of tiles
 
 
 class Tile(IntEnum):
@@ -31,30 +31,30 @@ class Tile(IntEnum):
     FIRST_KEY = 1
     KEYS = 2
     STEPS = 3  # tiles of Q_ROWS queries
-    FIRST_ROW = 4  # of the first step's queries
-    ROWS = 5  # from there to the request's end
+    FIRST_ROW = 4  # the first row of the first step's queries
+    ROWS = 5  # rows from there to the request's end
     FIRST_TERMS = 6  # the first step's tile of row_terms
     DIAGONAL = 7  # causal: query x from FIRST_ROW on sees key j of the tile if x >= j + DIAGONAL
     FIRST_BLOCK = 8  # the first step's block of dq_sum
-    ORDER = 9  # which of the request's key tiles it is: sums for dq are added in this order
+    ORDER = 9  # the tile's number among the request's key tiles: sums for dq are added in this order
     ROPE_TURN = 10  # the key tile's counter in rope_turns
 
 
 class Term(IntEnum):
     """The two numbers of a query row and head."""
 
-    LSE = 0  # -lse in base 2; -inf where the row saw no key
+    LSE = 0  # -lse in base 2; -inf if the row saw no key
     DELTA = 1  # lse's cotangent minus rowsum(dout * out)
 
 
 class Operands(NamedTuple):
     """The arrays of a launch, in the launcher's order, all dense.
 
-    q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32;
-    scales [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log) as the forward pass left
-    them; their cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last
-    two only with a `rope_dim`. With a `rope_dim` R > 0 `k` is kv [Tk, H, K - R + V], a row's keys without their rope
-    columns and its values, `v` is k_rope [Tk, R], which all heads share, and dk and dv are their gradients.
+    q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
+    [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log), the forward pass's results; their
+    cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last two only
+    with a `rope_dim`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], which has a row's keys without their rope
+    columns and then its values; `v` is k_rope [Tk, R], which all heads share; dk and dv are their gradients.
     """
 
     q: cute.Tensor
@@ -118,7 +118,7 @@ class KeyGradients(NamedTuple):
 
 
 class Mma(NamedTuple):
-    """The tiled MMAs. The scores' start with `scores_first`, dq's with `dq_first`; the others add."""
+    """The tiled MMAs. The scores begin with `scores_first`, and dq with `dq_first`; the others add."""
 
     scores_first: cute.TiledMma
     scores: cute.TiledMma
@@ -129,10 +129,11 @@ class Mma(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of the main kernel. K and V have one buffer; the others, row_terms included, one a stage.
+    """The shared memory of the main kernel. K and V have one buffer each; the others, also row_terms, have one per
+    stage.
 
-    row_terms arrive with Q and leave with it. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `sums` has a buffer for each
-    compute warpgroup, with the float32 numbers that a reducer warp adds to sums in global memory.
+    row_terms arrive with Q, and Q's barriers release them. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `sums` has a
+    buffer for each compute warpgroup, with the float32 numbers that a reducer warp adds to sums in global memory.
     """
 
     tiles: cute.Tensor
@@ -158,7 +159,7 @@ class Accumulators(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The logits' scale, as it is and times log2(e), and the output's scale."""
+    """The logits' scale, also times log2(e), and the output's scale."""
 
     logits: Float32
     logits_log2: Float32
@@ -175,7 +176,7 @@ class Block(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An operand in shared memory: its buffers, and what each holds."""
+    """An operand in shared memory: its buffers, and the block that each of them has."""
 
     buffers: Buffers
     block: Block
@@ -192,8 +193,8 @@ class Traits:
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.rope_columns, self.nope_columns = config.rope_dim, config.qk_head_dim - config.rope_dim
         self.dq_columns = self.qk_head_dim // GROUPS
-        self.staging_bytes = Q_ROWS * self.dq_columns * 4  # of a warpgroup's sums in shared memory
-        # dq's halves each take whole column tiles of K.
+        self.staging_bytes = Q_ROWS * self.dq_columns * 4  # bytes of a warpgroup's sums in shared memory
+        # Each half of dq takes whole column tiles of K.
         k_width = 64 if self.dq_columns % 64 == 0 else 32
         self.q = Block(Q_ROWS, self.qk_head_dim, 64, Q_ROWS)
         self.k = Block(KEY_ROWS, self.qk_head_dim, k_width, KEY_ROWS)
@@ -207,8 +208,8 @@ class Traits:
         self.compute_registers, self.producer_registers = 240, 24
 
     def query_tile(self, step: Int32, steps: Int32) -> Int32:
-        """Which tile of queries a step takes. Deterministic: the last queries come first. The key tile that adds before
-        then has its first step first and only ends later, so that the two walk one behind the other."""
+        """The tile of queries that a step takes. Deterministic: the last queries come first. The key tile that adds
+        before this one starts with the same queries and ends later, so that the two walk one behind the other."""
         return steps - 1 - step if self.deterministic else step
 
     def layout_atom(self, block: Block):
@@ -221,7 +222,7 @@ class Traits:
 
 
 def make_storage(traits: Traits):
-    """The struct of the main kernel's shared memory. Raises ValueError if it is more than Hopper has."""
+    """The struct of the main kernel's shared memory. Raises ValueError if it exceeds a CTA's shared memory."""
 
     def barriers(count: int):
         return cute.struct.MemRange[Int64, count]
@@ -254,8 +255,8 @@ def shared_memory(storage: cute.struct) -> Shared:
 
 
 def init_mbarriers(shared: Shared) -> None:
-    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase. A warp arrives once,
-    but for `q.empty`, where all its lanes arrive."""
+    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase. A warp arrives once;
+    only at `q.empty` do all its lanes arrive."""
     copied = (1, COMPUTE_WARPS)  # arrivals on `full` and on `empty`
     arrivals = {
         "q": (1, COMPUTE_WARPS * 32),

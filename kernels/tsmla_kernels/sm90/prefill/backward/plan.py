@@ -1,4 +1,4 @@
-"""The plan of prefill's gradient: tiles of keys, the longest requests first, and how CTAs claim them."""
+"""The plan of prefill's gradient: tiles of keys, the longest requests first, and the claiming of tiles by CTAs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tsmla_kernels.sm90.prefill.memory import PlanWord, Progress, Schedule
 from tsmla_kernels.sm90.prefill.plan import PlanWriter, Request, Requests
 
 SECTION_HEADS = 16  # heads whose tiles are taken together: their first tiles are the longest
-SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL without a mask: less the rows before a step it is still a 32-bit number
+SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL without a mask: it fits 32 bits even after the rows before a step are subtracted
 
 
 class BackwardPlanner(PlanWriter):
-    """Device code of the plan, and of claiming tiles. The plan has a row for each request, and two for the keys of no
-    request: those before the first and those after the last, which no query sees."""
+    """Device code of the plan, and of claiming tiles. The plan has a row for each request, and two for the keys that
+    belong to no request: those before the first request and those after the last. No query sees these keys."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
@@ -29,7 +29,7 @@ class BackwardPlanner(PlanWriter):
         tiled_by_keys = Requests(
             requests.cu_seqlens_kv, requests.cu_seqlens_q, requests.total_kv, requests.total_q, requests.batch
         )
-        # Every tile is claimed, each CTA's first one too: see `Reducer.add`.
+        # Every tile is claimed, also each CTA's first one: see `Reducer.add`.
         self.write_plan(tiled_by_keys, schedule, heads, Int32(0))
 
     @cute.jit
@@ -48,7 +48,7 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim(self, tile: Int32, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Describe tile number `tile` of the plan in a slot; returns the position in the plan where it was found."""
+        """Describe tile number `tile` of the plan in a slot. Returns the position in the plan at which it was found."""
         lane = cute.arch.lane_idx()
         plan = schedule.plan
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
@@ -91,8 +91,8 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def search(self, tile: Int32, position: Int32, plan: cute.Tensor):
-        """The plan's row that has tile number `tile`. Tiles are claimed in order: the search starts where the last one
-        ended."""
+        """Find the plan's row that has tile number `tile`. Tiles are claimed in order, so the search starts at the
+        position of the last one."""
         lane = cute.arch.lane_idx()
         searching = Int32(1)
         while searching == 1:
@@ -107,7 +107,7 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim_next(self, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Claim the next tile for the slot after `slot`; returns its position in the plan, and that slot."""
+        """Claim the next tile for the slot after `slot`. Returns its position in the plan, and that slot."""
         claimed = Int32(0)
         if cute.arch.lane_idx() == 0:
             claimed = cute.arch.atomic_add(
@@ -119,6 +119,6 @@ class BackwardPlanner(PlanWriter):
 
 
 def first_index(first: Int32, request: Int32, size: int) -> Int32:
-    """Where request `request`, whose rows or keys begin at `first`, begins in an array of tiles of `size` rows.
-    Requests share no tile: each one has room for an incomplete tile."""
+    """The index at which request `request`, whose rows or keys begin at `first`, begins in an array of tiles of `size`
+    rows. Requests share no tile: each has room for an incomplete tile."""
     return first // size + request

@@ -36,7 +36,7 @@ from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
 from tsmla_kernels.sm90.warp import store_matrices, transpose_quad, uniform
 
 FAR = 2**31 - 1
-ZERO_BARRIER = 1  # and 2, one a warpgroup: its 128 threads have zeroed rows that belong to no query or key
+ZERO_BARRIER = 1  # and 2, one per warpgroup: its 128 threads have zeroed the rows that belong to no query or key
 
 
 class Consumer:
@@ -66,8 +66,8 @@ class Consumer:
 
     @cute.jit
     def operand(self, memory: cute.Pointer, offset: Int32, block: Block):
-        """A block for WGMMA, `offset` bytes into `memory`, its address through an instruction whose result is uniform:
-        WGMMA takes its descriptors from uniform registers."""
+        """A block as an operand of WGMMA, `offset` bytes into `memory`. The address goes through an instruction whose
+        result is uniform, because WGMMA takes its descriptors from uniform registers."""
         address = uniform(memory.toint() + offset)
         pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.smem, assumed_align=512)
         swizzle = self.traits.layout_atom(block).inner
@@ -84,15 +84,15 @@ class Consumer:
 
     @cute.jit
     def compute(self, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
-        """One warpgroup: its half of the keys of every tile."""
+        """Run one warpgroup: its half of the keys of every tile."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
-        # Set here once: setting them between products that are in flight serialises these.
+        # These flags are set once, here: if they were set between products in flight, the products would be serialised.
         for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
         acc = self.accumulators(mma, t)
-        # Few counters, each read in several ways: registers are scarce.
+        # There are few counters, each used for several purposes, because registers are scarce.
         tiles, count = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
         head = uniform(shared.tiles[Tile.HEAD, tiles])
@@ -112,7 +112,7 @@ class Consumer:
                 self.leave(shared.dout.empty)
                 cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
                 warpgroup.wait_group(0)
-                # All lanes arrive: all read the rows' terms, and racecheck tracks only arriving lanes.
+                # All lanes arrive, because all read the rows' terms and racecheck tracks only arriving lanes.
                 cute.arch.mbarrier_arrive(shared.q.empty + stage.index)
                 if step > 0:
                     self.put_dq(shared, mma, previous, tiles, t)
@@ -137,7 +137,7 @@ class Consumer:
             head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
 
     def stage(self, count: Int32) -> Stage:
-        """The stage of the step that follows `count` others. There are two."""
+        """The stage of the step after `count` others. There are two stages."""
         return Stage(count & 1, (count >> 1) & 1)
 
     def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
@@ -156,17 +156,17 @@ class Consumer:
         )
 
     def dout_stage(self, stage: Stage) -> Stage:
-        """The stage of dO. It has one buffer, whose parity changes with every step as the index of Q's stages does."""
+        """The stage of dO. It has one buffer, whose parity changes with every step, as the index of Q's stages does."""
         return Stage(Int32(0), stage.index)
 
     def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
-        """An accumulator as [2 rows, a quarter of the columns]: of 8 columns a lane has two."""
+        """An accumulator as [2 rows, a quarter of the columns]: a lane has two of every 8 columns."""
         layout = cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
         return cute.make_tensor(accumulator.iterator, layout)
 
     @cute.jit
     def leave(self, barrier: cute.Pointer):
-        """One warp is done with a buffer, or has filled its part of it."""
+        """Arrive once for a warp that has finished reading a buffer, or has filled its part of it."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
@@ -184,7 +184,7 @@ class Consumer:
         step: Int32,
         t: ThreadIndex,
     ):
-        """S = K Q^T, P, and dP = V dO^T."""
+        """Compute S = K Q^T, P, and dP = V dO^T."""
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)
         rows = uniform(shared.tiles[Tile.ROWS, slot]) - step * Q_ROWS
         if rows < Q_ROWS:
@@ -207,7 +207,7 @@ class Consumer:
         warpgroup.wait_group(0)
 
     def powers(self, acc: Accumulators, factors: Factors, shared: Shared, stage: Stage, t: ThreadIndex):
-        """P from S."""
+        """Compute P from S."""
         for g in range(Q_ROWS // 8):
             lse = self.terms(shared, stage, Term.LSE, g, t)
             for i in range(2):
@@ -246,9 +246,9 @@ class Consumer:
     def keys_products(
         self, acc: Accumulators, factors: Factors, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex
     ):
-        """dS from P and dP; dV += P dO and dK += dS Q, issued; dS to shared memory."""
+        """Compute dS from P and dP. Issue dV += P dO and dK += dS Q, and store dS to shared memory."""
         for k in cutlass.range_constexpr(Q_ROWS // 16):
-            # Eight values a lane of 16 queries: in an accumulator in the order of an operand in registers.
+            # A lane has eight values of 16 queries. In an accumulator they are in the order of an operand in registers.
             p = cute.make_rmem_tensor((8,), Float32)
             p.store(cute.make_tensor(acc.p_float.iterator + 8 * k, cute.make_layout(8)).load())
             for g in cutlass.range_constexpr(2):
@@ -282,7 +282,7 @@ class Consumer:
         stage: Stage,
         t: ThreadIndex,
     ):
-        """acc += scores times a stage's queries, issued."""
+        """Issue acc += scores times a stage's queries."""
         queries = self.operand(buffers.memory, stage.index * self.traits.bytes_of(block), block)
         b = mma.make_fragment_B(mma.get_slice(t.thread).partition_B(self.transposed(queries)))
         warpgroup.fence()
@@ -292,7 +292,7 @@ class Consumer:
 
     @cute.jit
     def terms(self, shared: Shared, stage: Stage, term: Term, g: cutlass.Constexpr[int], t: ThreadIndex):
-        """A term of this lane's two queries of the g-th eight."""
+        """Load a term of this lane's two queries of the g-th eight."""
         address = shared.row_terms.iterator.toint()
         address += ((stage.index * len(Term) + term) * Q_ROWS + g * 8 + (t.lane % 4) * 2) * 4
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)
@@ -302,7 +302,7 @@ class Consumer:
 
     @cute.jit
     def mask(self, s: cute.Tensor, diagonal: Int32, keys: Int32, t: ThreadIndex):
-        """Scores of the queries that do not see a key, and of keys that are not the request's."""
+        """Set masked scores to -inf: those of queries that do not see a key, and of keys past the request's end."""
         for i in cutlass.range_constexpr(2):
             key = t.group * GROUP_KEYS + t.row + 8 * i
             first_seeing = key + diagonal - (t.lane % 4) * 2
@@ -315,7 +315,7 @@ class Consumer:
 
     @cute.jit
     def put_dq(self, shared: Shared, mma: Mma, stage: Stage, tiles: Int32, t: ThreadIndex):
-        """This warpgroup's columns of dQ of a step, left for the reducer warp."""
+        """Compute this warpgroup's columns of dQ of a step, and store them for the reducer warp."""
         block = self.traits.k
         part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
         offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
@@ -334,7 +334,7 @@ class Consumer:
         self.leave(shared.ds.empty + stage.index)
         phase = stage.index
         if const_expr(self.traits.rope_columns > 0):
-            phase ^= tiles & 1  # the buffer had the rope columns of every tile before too
+            phase ^= tiles & 1  # the buffer also had the rope columns of every tile before
         columns = range(self.traits.dq_columns)
         self.staging.put(shared, self.rows_of(acc, self.traits.dq_columns), columns, Int32(0), phase, t)
 
@@ -342,8 +342,8 @@ class Consumer:
 
     @cute.jit
     def zero_keys(self, shared: Shared, slot: Int32, t: ThreadIndex):
-        """dS and P are 0 past a request's keys, but what lies there may be NaN: 0 * NaN must not reach dQ. Each
-        warpgroup zeroes what it reads: all keys of its columns of K, its own keys of V."""
+        """Zero the rows of K and V past a request's keys. dS and P are 0 there, but K and V may be NaN, and 0 * NaN
+        must not reach dQ. Each warpgroup zeroes what it reads: all keys of its columns of K, and its own keys of V."""
         keys = uniform(shared.tiles[Tile.KEYS, slot])
         if keys < KEY_ROWS:
             k, v = self.traits.k, self.traits.v
@@ -357,8 +357,8 @@ class Consumer:
 
     @cute.jit
     def zero_queries(self, shared: Shared, stage: Stage, rows: Int32, t: ThreadIndex):
-        """As zero_keys, for the last step's queries. Both warpgroups write the same zeros, and each reads only after
-        its own."""
+        """Zero the rows of Q and dO past a request's queries, as zero_keys does past its keys. Both warpgroups write the
+        same zeros, and each reads only after its own zeros."""
         q, dout = self.traits.q, self.traits.dout
         self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
         dout_index = self.dout_stage(stage).index
@@ -367,8 +367,8 @@ class Consumer:
 
     @cute.jit
     def zero_rows(self, memory: cute.Pointer, offset: Int32, block: Block, first: Int32, t: ThreadIndex):
-        """The rows of a block from `first` on."""
-        chunks = block.width // 8  # of 16 bytes, in a row of a column tile
+        """Zero the rows of a block from `first` on."""
+        chunks = block.width // 8  # chunks of 16 bytes in a row of a column tile
         address = memory.toint() + offset
         for row in cutlass.range(first + t.thread // chunks, block.rows, 128 // chunks, unroll=1):
             for tile in cutlass.range_constexpr(block.columns // block.width):
@@ -377,7 +377,7 @@ class Consumer:
 
     @cute.jit
     def zeroed(self, t: ThreadIndex):
-        """This warpgroup's zeros are where WGMMA reads."""
+        """Make this warpgroup's zeros visible to WGMMA."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=ZERO_BARRIER + t.group, number_of_threads=128)
 
@@ -394,7 +394,7 @@ class Consumer:
         slot: Int32,
         t: ThreadIndex,
     ):
-        """This warpgroup's keys of dK or dV, the first columns of `acc`, to `columns` of the target."""
+        """Store this warpgroup's keys of dK or dV, which are the first columns of `acc`, to `columns` of the target."""
         head, first = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
         keys = tiles[Tile.KEYS, slot]
         heads, width = target.shape[1], target.shape[2]
@@ -403,8 +403,8 @@ class Consumer:
         for i in cutlass.range_constexpr(2):
             key = t.group * GROUP_KEYS + t.row + 8 * i
             at_row = Int64(first + key) * heads + head
-            # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
-            # of one group in four, 16 bytes, and a row's stores fill whole sectors.
+            # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that each has the 8
+            # columns (16 bytes) of one group in four, and a row's stores fill whole sectors.
             line = cute.make_tensor(
                 (target.iterator + (at_row * width + columns.start + quad * 8)).align(16),
                 cute.make_layout((8, groups // 4), stride=(1, 32)),

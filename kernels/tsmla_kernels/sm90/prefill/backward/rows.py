@@ -1,4 +1,4 @@
-"""What prefill's gradient needs of query rows: their terms and zeroed sums before the main kernel, dq after it."""
+"""The kernels of prefill's gradient for query rows: their terms and zeroed sums before the main kernel, dq after it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tsmla_kernels.sm90.prefill.memory import Scale
 from tsmla_kernels.sm90.prefill.plan import Requests
 
 ROW_THREADS = 256
-CTA_HEADS = 4  # heads whose rows' terms a CTA computes, of one tile of queries
-LANES = 16  # that share a row of out
+CTA_HEADS = 4  # heads whose rows' terms a CTA computes, for one tile of queries
+LANES = 16  # lanes that share a row of out
 VECTOR = 8  # elements of out that a lane loads at once
 SUM_VECTOR = 16  # sums that a thread converts at once
 SUM_UNROLL = 4
@@ -31,7 +31,8 @@ def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor
 
 
 def count_of(tensor: cute.Tensor) -> Int64:
-    """The elements of a dense tensor. `cute.size` would multiply the sizes in 32 bits, which sums of dq exceed."""
+    """The number of elements of a dense tensor. `cute.size` would multiply the sizes in 32 bits, which sums of dq
+    exceed."""
     count = Int64(1)
     for size in tensor.shape:
         count = count * size
@@ -39,7 +40,8 @@ def count_of(tensor: cute.Tensor) -> Int64:
 
 
 def rounds(count: Int64, first: Int64, step: Int64) -> Int32:
-    """How many of `count` elements a thread has that takes number `first`, below `step`, and each `step`-th after."""
+    """How many of `count` elements a thread takes, if it takes number `first`, below `step`, and every `step`-th one
+    after it."""
     return Int32((count - first + (step - 1)) // step)
 
 
@@ -53,7 +55,8 @@ class RowKernels:
 
     @cute.jit
     def prepare_rows(self, requests: Requests, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
-        """One CTA: the terms of one tile of row_terms and CTA_HEADS heads. Rows of no request see no key."""
+        """Compute, in one CTA, the terms of one tile of row_terms for CTA_HEADS heads. Rows that belong to no request
+        see no key."""
         tidx = cute.arch.thread_idx()[0]
         batch, heads = requests.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
         e = self.owner(requests, tile, batch)
@@ -105,7 +108,7 @@ class RowKernels:
 
     @cute.jit
     def partial_product(self, saved: Saved, row: Int32, head: Int32, lane: Int32):
-        """A lane's part of rowsum(dout * out)."""
+        """Compute a lane's part of rowsum(dout * out)."""
         width, heads = self.traits.v_head_dim, saved.lse.shape[1]
         total = Float32(0.0)
         for part in cutlass.range_constexpr(width // (LANES * VECTOR)):
@@ -120,7 +123,7 @@ class RowKernels:
 
     @cute.jit
     def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
-        """One CTA of `ctas`: its share of dq's sums, and of the counters."""
+        """Zero the share that one CTA of `ctas` has of dq's sums and of the counters."""
         tidx = cute.arch.thread_idx()[0]
         traits = self.traits
         first, step = Int64(cta) * ROW_THREADS + tidx, Int64(ctas) * ROW_THREADS
@@ -136,20 +139,20 @@ class RowKernels:
                 for i in cutlass.range(rounds(count_of(target), first, step), unroll=1):
                     cute.make_tensor(target.iterator + (first + i * step), cute.make_layout(1))[0] = Int32(0)
 
-    # ---- after it
+    # ---- after the main kernel
 
     @cute.jit
     def store_dq(
         self, requests: Requests, sums: Sums, factor: Float32, dq: cute.Tensor, tile: Int32, first_head: Int32
     ) -> None:
-        """One CTA: a tile of row_terms and CTA_HEADS heads of dq from their sums."""
+        """Store, in one CTA, dq of a tile of row_terms for CTA_HEADS heads, from its sums."""
         tidx = cute.arch.thread_idx()[0]
         heads, batch = dq.shape[1], requests.cu_seqlens_q.shape[0] - 1
         e = self.owner(requests, tile, batch)
         first_row, row_end = self.clamped(requests, e), self.clamped(requests, e + 1)
         relative = (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
         block = first_index(first_row, e, BLOCK_ROWS) + relative // BLOCK_ROWS
-        row_lanes = self.traits.dq_columns // SUM_VECTOR  # of a block's row
+        row_lanes = self.traits.dq_columns // SUM_VECTOR  # lanes of a block's row
         block_lanes = BLOCK_ROWS * row_lanes
         half_lanes = Q_ROWS // BLOCK_ROWS * block_lanes
         lanes = 2 * half_lanes * cutlass.min(CTA_HEADS, heads - first_head)
@@ -179,7 +182,8 @@ class RowKernels:
 
     @cute.jit
     def store_rope(self, sums: Sums, factor: Float32, dk_rope: cute.Tensor, cta: Int32, ctas: Int32):
-        """One CTA of `ctas`: its share of the gradient of the shared rope columns, 16 columns a thread."""
+        """Store the share that one CTA of `ctas` has of the gradient of the shared rope columns, with 16 columns per
+        thread."""
         tidx = cute.arch.thread_idx()[0]
         partials, total_kv = sums.rope_sum.shape[0], sums.rope_sum.shape[1]
         row_items = self.traits.rope_columns // SUM_VECTOR
@@ -200,9 +204,10 @@ class RowKernels:
 
     @cute.jit
     def zero_dq(self, requests: Requests, dq: cute.Tensor, section: Int32, sections: Int32):
-        """One CTA of `sections`: rows of no request, those before the first one and those after the last."""
+        """Zero the share that one CTA of `sections` has of the rows that belong to no request: those before the first
+        request and those after the last."""
         tidx = cute.arch.thread_idx()[0]
-        vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # of a row
+        vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # vectors of a row
         first, last = self.clamped(requests, Int32(0)), self.clamped(requests, requests.cu_seqlens_q.shape[0] - 1)
         zeros = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
         zeros.fill(0.0)
@@ -216,6 +221,6 @@ class RowKernels:
 
 
 def factors(scales: cute.Tensor) -> Factors:
-    """The scales as the main kernel uses them."""
+    """The scales in the form in which the main kernel uses them."""
     logits = scales[Scale.LOGITS]
     return Factors(logits, logits * LOG2_E, scales[Scale.OUTPUT])

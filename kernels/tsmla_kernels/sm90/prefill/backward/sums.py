@@ -1,8 +1,9 @@
-"""Float32 sums in global memory, of dq and of the gradient of shared rope columns: who adds, and in which order.
+"""The float32 sums in global memory, of dq and of the gradient of shared rope columns: which warp adds, and in which
+order.
 
-A compute warp leaves 16 rows of its warpgroup's columns in shared memory and goes on. A reducer warp, one for each
-compute warpgroup, adds what the four warps left with one bulk reduction. The sums lie in global memory as they lie in
-shared memory (`sum_position`).
+A compute warp stores 16 rows of its warpgroup's columns to shared memory and goes on. A reducer warp, one for each
+compute warpgroup, adds the numbers of the four warps with one bulk reduction. The sums in global memory have the same
+order as in shared memory (`sum_position`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from tsmla_kernels.sm90.prefill.memory import ThreadIndex
 
 
 def sum_position(row: int, column: int, columns: int) -> int:
-    """Where an element of rows of `columns` sums lies.
+    """The index of an element in rows of `columns` sums.
 
-    A lane of an accumulator has columns 2q, 2q + 1, 2q + 8 and 2q + 9 of 16: they lie side by side, so that the four
-    lanes of a row store 64 bytes. Odd rows swap neighbouring sixteens: the two rows that eight lanes store together use
-    different banks.
+    A lane of an accumulator has columns 2q, 2q + 1, 2q + 8 and 2q + 9 of 16. These lie side by side, so that the four
+    lanes of a row store 64 bytes. Odd rows swap neighbouring sixteens, so that the two rows that eight lanes store
+    together use different banks.
     """
     sixteen, within = column // 16 ^ row % 2, column % 16
     return row * columns + sixteen * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + within % 2
 
 
 class SumStaging:
-    """Device code of a compute warp that leaves numbers for its reducer warp."""
+    """Device code of a compute warp that stores numbers for its reducer warp."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
@@ -45,7 +46,7 @@ class SumStaging:
     ) -> None:
         """Store a warp's 16 rows of `columns` of an accumulator [2, columns], once the buffer is free.
 
-        `first_row` is a number whose parity is that of the first row in global memory.
+        `first_row` is a number with the parity of the first row in global memory.
         """
         row_bytes = 4 * len(columns)
         warp = shared.sums.memory.toint() + t.group * self.traits.staging_bytes + t.thread // 32 * (16 * row_bytes)
@@ -68,14 +69,14 @@ class SumStaging:
 
 
 class Reducer:
-    """Device code of a reducer warp: one lane adds what the warps of compute warpgroup `group` leave."""
+    """Device code of a reducer warp: one lane adds the numbers that the warps of compute warpgroup `group` stored."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
 
     @cute.jit
     def reduce_tiles(self, sums: Sums, shared: Shared, group: Int32) -> None:
-        """Tiles of keys one after another: dq of every step, then the shared rope columns of dk."""
+        """Reduce tiles of keys one after another: dq of every step, then the shared rope columns of dk."""
         block_bytes = BLOCK_ROWS * self.traits.dq_columns * 4
         count, tiles = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
@@ -104,7 +105,7 @@ class Reducer:
                 row = Int64(partial) * sums.rope_sum.shape[1] + first_key + group * GROUP_KEYS
                 size = cutlass.min(cutlass.max(keys, 0), GROUP_KEYS) * row_bytes
                 if steps == 0:
-                    size = Int32(0)  # no query sees these keys: nothing to add, and nobody waits
+                    size = Int32(0)  # no query sees these keys: there is nothing to add, and no other reducer waits
                 at = sums.rope_sum.iterator.toint() + row * row_bytes
                 self.add(shared, group, count, at, size, self.turn(sums.rope_turns, partial, rope_turn, group), before)
                 count += 1
@@ -122,12 +123,13 @@ class Reducer:
     def add(
         self, shared: Shared, group: Int32, count: Int32, target: Int64, size: Int32, turn: Int64, order: Int32
     ) -> None:
-        """Add `size` bytes of the buffer to what lies at `target`.
+        """Add `size` bytes of the buffer to the sums at `target`.
 
-        Deterministic: after `order` others have been added. Their turns come, however few CTAs run at a time: they
-        belong to tiles of lower numbers, and CTAs claim tiles in the order of their numbers. So CTAs that have started
-        have all of them, and of all tiles under way the one with the lowest number waits for none. Turns are counted,
-        and more than `order` are enough: where wrong offsets let requests overlap, both count with the same words.
+        Deterministic: this waits until `order` others have been added. Their turns come, however few CTAs run at a
+        time. The others belong to tiles of lower numbers, and CTAs claim tiles in the order of their numbers. So CTAs
+        that have started have all of them, and the lowest of the tiles in work waits for no other tile. Turns are
+        counted, and more than `order` are enough: if wrong offsets let requests overlap, both count with the same
+        words.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
         cute.arch.mbarrier_wait(shared.sums.full + group, count & 1)
