@@ -30,7 +30,7 @@ class LogitsConfig:
 
     Attributes:
       num_heads: Hi. page_size: Z.
-      packed: whether a page is Z keys and then Z scales; otherwise keys alone.
+      packed: whether a page is Z keys and then Z scales; otherwise it has only keys.
       ragged: whether a request's query tokens are found through cu_seqlens_q; otherwise each request has one.
       writes_rows: whether the rows of a ragged call may be a chunk of the requests' query tokens. The kernel then also
         writes how many keys each row sees, and its request, for the top-k that follows.
@@ -63,7 +63,7 @@ class LogitsConfig:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread: at launch, of a math warpgroup, of the other warps."""
+        """The registers of a thread: at launch, in a math warpgroup, and in the other warps."""
         return {2: (168, 224, 56), 3: (128, 152, 56), 4: (96, 112, 32)}[self.groups]
 
     @property
@@ -81,7 +81,8 @@ class LogitsConfig:
 
     @property
     def stages(self) -> int:
-        """Blocks of keys in shared memory: a multiple of the warpgroups that take them in turn."""
+        """How many blocks of keys fit in shared memory: a multiple of the number of warpgroups that take them in
+        turn."""
         turns = self.groups // self.q_groups
         left = SMEM_BYTES - FIXED_BYTES - Q_STAGES * (self.q_bytes + 4 * self.weight_words)
         return min(left // (BLOCK * (HEAD_DIM + 4)), 16) // turns * turns
@@ -112,7 +113,7 @@ def logits_reasons(spec: IndexerLogitsSpec) -> list[str]:
 def logits_config(spec: IndexerLogitsSpec, num_sms: int = 132) -> LogitsConfig:
     """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors.
 
-    Any of them serves requests of any number of tokens; the best one depends on their mean.
+    Each configuration serves requests of any number of tokens; the best one depends on their mean.
     """
     requests, heads = spec.num_requests, spec.num_heads
     most = min(1 << (MAX_COLUMNS // heads).bit_length() - 1, MAX_TOKENS)
@@ -124,7 +125,7 @@ def logits_config(spec: IndexerLogitsSpec, num_sms: int = 132) -> LogitsConfig:
         mean = most * 4
     tokens = min(most, 1 << (mean - 1).bit_length())
     if mean > tokens == MAX_TOKENS and tokens * heads > MAX_COLUMNS - MAX_TOKENS * 8:
-        tokens //= 2  # eight sums beside all 96 registers are too much for four warpgroups
+        tokens //= 2  # eight sums and all 96 registers are too much for four warpgroups
     q_groups = 1 if mean <= tokens else 2 if mean <= 2 * tokens else 4
     return LogitsConfig(
         num_heads=heads,

@@ -75,7 +75,7 @@ class Producer:
         q_stage, stage = Stage(Int32(0), Int32(1)), Stage(Int32(0), Int32(1))
         while left > 0:
             count = cutlass.min(left, self.line.blocks(request, position.tile) - position.block)
-            # Ask for the pages first: the copies of queries take longer to issue than the table to come.
+            # The pages are loaded first, because issuing the copies of queries takes longer than loading the table.
             pages = self.read_table(arrays, position.request, self.first_entry(position.block), request.keys)
             self.begin_piece(tma, arrays, shared, q_stage, position, request, count)
             q_stage = Stage(*advance(q_stage.index, q_stage.phase, Q_STAGES))
@@ -134,7 +134,7 @@ class Producer:
         self, tma: Tma, arrays: Arrays, shared: Shared, stage: Stage,
         position: Position, extent: Extent,
     ):  # fmt: skip
-        """Copy a piece's blocks of keys, and return the stage behind them."""
+        """Copy a piece's blocks of keys, and return the stage after them."""
         keys, count, pages = extent.keys, extent.blocks, extent.pages
         index, phase = stage.index, stage.phase
         first_entry = self.first_entry(position.block)
@@ -158,9 +158,9 @@ class Producer:
 
     @cute.jit
     def read_table(self, arrays: Arrays, r: Int32, first: Int32, keys: Int32):
-        """A lane's entry of request r's block table, of those from `first` on; 0 behind the request's last page, where
-        the table may hold anything. A page outside the cache counts as the nearest page inside: TMA would give zeros
-        for its keys, but its scales come by a plain copy."""
+        """Read a lane's entry of request r's block table, from entry `first` on. It is 0 behind the request's last
+        page, where the table may hold anything. A page outside the cache counts as the nearest page inside: TMA would
+        give zeros for its keys, but its scales come by a plain copy."""
         entry = first + cute.arch.lane_idx()
         page = Int32(0)
         if entry < arrays.block_tables.shape[1] and entry * self.config.page_size < keys:
@@ -174,7 +174,7 @@ class Producer:
     ) -> None:  # fmt: skip
         """Copy box `h` of block `b`, which lies in `page`, with its scales, into stage `index`."""
         config, keys = self.config, shared.keys
-        box = quotient(remainder(b * BLOCK, config.page_size), BLOCK)  # 0 where a page has one box or a part of a block
+        box = quotient(remainder(b * BLOCK, config.page_size), BLOCK)  # 0 if a page has one box or a part of a block
         smem = cute.make_tensor(
             cute.recast_ptr(keys.memory, layout_atom().inner, dtype=Float8E4M3FN),
             cute.make_layout(

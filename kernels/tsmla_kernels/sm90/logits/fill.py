@@ -1,5 +1,5 @@
-"""-inf in the columns of indexer_logits that a token does not see, by the warps beside the producer. These also write
-how many keys each row sees, and its request, where that is asked for."""
+"""The warps next to the producer's in indexer_logits. They write -inf into the columns that a token does not see. With
+config.writes_rows they also write how many keys each row sees, and its request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tsmla_kernels.sm90.logits.memory import Arrays
 from tsmla_kernels.sm90.logits.share import rows_before
 
 FILL_WARPS = 3
-FILL_COLUMNS = 8192  # of a row that a warp fills at once
+FILL_COLUMNS = 8192  # columns of a row that a warp fills at once
 
 
 class Fill:
@@ -39,7 +39,7 @@ class Fill:
 
     @cute.jit
     def write_rows(self, arrays: Arrays, warp: Int32) -> None:
-        """Write the keys and the requests of rows, of one row a lane."""
+        """Write the keys and the requests of rows, one row per lane."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         rows, before = arrays.logits.shape[0], rows_before(arrays)
@@ -51,7 +51,7 @@ class Fill:
 
     @cute.jit
     def row(self, arrays: Arrays, row: Int32):
-        """(keys that the token of `row` sees, its request). A row outside of all requests sees no keys."""
+        """(the keys that the token of `row` sees, its request). A row that belongs to no request sees no keys."""
         requests = arrays.seq_lens.shape[0]
         keys, low = Int32(0), Int32(0)
         if const_expr(self.config.ragged):
@@ -73,8 +73,8 @@ class Fill:
 
     @cute.jit
     def fill(self, logits: cute.Tensor, row: Int32, begin: Int32, end: Int32) -> None:
-        """-inf in columns begin to end of a row, 16 bytes a lane where that is possible. Rows begin at multiples of
-        64 bytes."""
+        """Write -inf into the columns of a row from begin to end, 16 bytes per lane if possible. Rows begin at
+        multiples of 64 bytes."""
         lane = cute.arch.lane_idx()
         address = logits.iterator.toint() + Int64(row) * Int64(logits.shape[1]) * 4
         aligned = cutlass.min((begin + 3) // 4 * 4, end)
@@ -84,7 +84,7 @@ class Fill:
             self.store(address + Int64(i) * 4, 4)
 
     def store(self, address: Int64, count: int) -> None:
-        """-inf in `count` columns."""
+        """Write -inf into `count` columns."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
         values = cute.make_rmem_tensor((count,), Float32)
         values.fill(-float("inf"))

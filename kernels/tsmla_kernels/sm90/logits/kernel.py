@@ -1,10 +1,10 @@
 """indexer_logits in one launch: the score of every cached key for every query token, for Hopper.
 
-DESIGN.md beside this says why it looks as it does. Warpgroups of a CTA:
+DESIGN.md in this folder gives the reasons. Warpgroups of a CTA:
 
   0 and 1   math: products of keys and queries in fp8, and their epilogue (products.py)
   2         first warp: the producer finds the CTA's share and copies (share.py, copies.py);
-            the others write -inf behind the rows' ends (fill.py)
+            the other warps write -inf behind the rows' ends (fill.py)
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class IndexerLogits:
     """indexer_logits: `config` is static, all sizes but Hi, Di and Z are dynamic.
 
     Operands of the launcher: q [T, Hi, 128] e4m3, weights [T, Hi] f32, k_cache u8 [P, Z, 132] or e4m3 [P, Z, 128],
-    block_tables [B, M] i32, seq_lens [B] i32, cu_seqlens_q [B + 1] i32 (with config.ragged; otherwise B is T),
-    logits [T, M * Z] f32. With config.writes_rows these T rows may be a chunk of a call's, and row_lens and
-    row_requests [first + T] i32 follow: the keys and the request of each of the call's rows up to the chunk's last one.
-    The launch writes those of the chunk.
+    block_tables [B, M] i32, seq_lens [B] i32, cu_seqlens_q [B + 1] i32 (with config.ragged; otherwise B is T), logits
+    [T, M * Z] f32. With config.writes_rows these T rows may be a chunk of a call's rows. Then row_lens and row_requests
+    [first + T] i32 follow: the keys and the request of each row of the call up to the chunk's last one. The launch
+    writes the entries of the chunk.
     """
 
     def __init__(self, config: LogitsConfig) -> None:
@@ -70,7 +70,7 @@ class IndexerLogits:
 
     @cute.kernel
     def score(self, tma: Tma, arrays: Arrays, mma: Mma):
-        """One CTA: set up the barriers, then give each warp its role."""
+        """Run one CTA: set up the barriers, then give each warp its role."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         storage = utils.SmemAllocator().allocate(self.storage)
@@ -81,7 +81,7 @@ class IndexerLogits:
             self.init_barriers(shared)
         share = Share(Position(*[Int32(0)] * 3), Request(*[Int32(0)] * 3), Int32(0))
         if warp == self.producer_warp:
-            # The lengths are on their way while the other warps set up the barriers.
+            # The lengths are loaded while the other warps set up the barriers.
             cpasync.prefetch_descriptor(tma.q.atom)
             cpasync.prefetch_descriptor(tma.keys.atom)
             block_idx, _, _ = cute.arch.block_idx()
@@ -100,8 +100,8 @@ class IndexerLogits:
 
     @cute.jit
     def run_beside_producer(self, arrays: Arrays, warp: Int32):
-        """The three warps beside the producer."""
-        # A top-k of these logits may be launched as soon as there is room for it. It waits for their end.
+        """Run the three warps next to the producer."""
+        # A top-k of these logits may be launched as soon as there is room for it. It waits for this kernel's end.
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.config.writes_rows):
             self.fill.write_rows(arrays, warp)
@@ -122,7 +122,7 @@ class IndexerLogits:
 
     @cute.jit
     def init_barriers(self, shared: Shared):
-        """Initialise the barriers, a stage a lane, with the number of arrivals that complete a phase."""
+        """Initialise the barriers, one stage per lane, with the number of arrivals that complete a phase."""
         lane = cute.arch.lane_idx()
         if lane < Q_STAGES:
             cute.arch.mbarrier_init(shared.q.full + lane, 1)
@@ -133,6 +133,6 @@ class IndexerLogits:
 
     @cute.jit
     def prefetch_operands(self, arrays: Arrays, warp: Int32):
-        """Prefetch the block table into the L2 cache while the lengths are on their way."""
+        """Prefetch the block table into the L2 cache while the lengths are being loaded."""
         block_idx, _, _ = cute.arch.block_idx()
         prefetch(arrays.block_tables, ((block_idx * 3 + warp) * 32 + cute.arch.lane_idx()) * 32)

@@ -20,7 +20,7 @@ class Piece(IntEnum):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a launch. cu_seqlens_q is None where each request has one token; row_lens and row_requests are None
+    """The arrays of a launch. cu_seqlens_q is None if each request has one token; row_lens and row_requests are None
     unless config.writes_rows."""
 
     q: cute.Tensor
@@ -49,15 +49,15 @@ class Tma(NamedTuple):
 
 
 class Mma(NamedTuple):
-    """The tiled MMAs of a product: its first step, and those that add to it."""
+    """The tiled MMAs of a product: for its first step, and for the steps that add to it."""
 
     first: cute.TiledMma
     more: cute.TiledMma
 
 
 class Buffers(NamedTuple):
-    """Buffers in shared memory, each with a `full` and an `empty` barrier. `scales` lie beside them: a key's scale, or
-    a head's weight."""
+    """Buffers in shared memory, each with a `full` and an `empty` barrier. `scales` are separate: a key's scale, or a
+    head's weight."""
 
     memory: cute.Pointer
     scales: cute.Pointer
@@ -66,7 +66,7 @@ class Buffers(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A CTA's shared memory. pieces: the description [Piece, Q's stage] of the piece whose queries a stage holds."""
+    """A CTA's shared memory. pieces: [Piece, Q's stage], the description of the piece whose queries a stage has."""
 
     q: Buffers
     keys: Buffers
@@ -81,7 +81,7 @@ class Stage(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request: its keys, its query tokens, the first one's row."""
+    """A request: how many keys and query tokens it has, and the row of its first token."""
 
     keys: Int32
     tokens: Int32
@@ -105,8 +105,8 @@ class Share(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What the copies of a piece need: its request's keys, its blocks, and the lane's entry of the block table from the
-    piece's first block on."""
+    """The bundle that the copies of a piece need: its request's keys, its blocks, and the lane's entry of the block
+    table from the piece's first block on."""
 
     keys: Int32
     blocks: Int32

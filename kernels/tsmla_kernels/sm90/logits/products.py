@@ -1,7 +1,7 @@
-"""The math warpgroups of indexer_logits: products of 64 keys and the heads of some tokens, and the logits from them.
+"""The math warpgroups of indexer_logits: the products of 64 keys with the heads of some tokens, and their logits.
 
-A product is S^T = K Q^T, keys by heads, in fp8. Its epilogue takes relu, weighs the heads, sums over them and scales by
-the key. While one warpgroup does that, the tensor cores compute the products of others.
+A product is S^T = K Q^T, keys by heads, in fp8. Its epilogue takes relu, weighs the heads, sums over them and
+multiplies by the key's scale. While one warpgroup does that, the tensor cores compute the products of others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Lane(NamedTuple):
       q_group: the group of tokens that its warpgroup multiplies. thread: its number in the warpgroup. lane: its number
         in the warp.
       key: the key of a block whose logits it writes. token: the first of the tile's tokens whose logits it writes.
-      writes: 1 if it writes any.
+      writes: 1 if it writes any logits.
     """
 
     q_group: Int32
@@ -55,10 +55,10 @@ class Held(NamedTuple):
 
     Attributes:
       q: Q of the warpgroup's tokens. weights: the weights of the lane's columns.
-      target: the address of the logit of the lane's key of block 0 and its first token. row_bytes: bytes from one
-        token's logits to the next one's.
-      limit: how many keys behind the lane's own its first token sees. tokens: the piece's tokens from the lane's first
-        one on.
+      target: the address of a logit, for the lane's key of block 0 and the lane's first token. row_bytes: bytes from
+        one token's logits to the next token's.
+      limit: the number of keys that its first token sees, less the lane's key in a block. tokens: how many of the
+        piece's tokens remain from the lane's first one on.
     """
 
     q: cute.Tensor
@@ -70,7 +70,7 @@ class Held(NamedTuple):
 
 
 class Math:
-    """Device functions of the math warpgroups. written: tokens of an accumulator whose logits a lane writes."""
+    """Device functions of the math warpgroups. written: how many tokens of an accumulator a lane writes logits for."""
 
     def __init__(self, config: LogitsConfig) -> None:
         self.config = config
@@ -94,8 +94,8 @@ class Math:
 
     @cute.jit
     def run(self, logits: cute.Tensor, shared: Shared, mma: Mma, group: Int32) -> None:
-        """The warpgroup's part of all pieces of this CTA: the products of one group of tokens with every block, or with
-        every block whose turn it is: each `turns`-th."""
+        """Do the warpgroup's part of all pieces of this CTA: the products of one group of tokens with the blocks whose
+        turn it is, every `turns`-th block."""
         t = cute.arch.thread_idx()[0] % 128
         lane = kept(t % 32)
         writes = Int32(1)
@@ -131,13 +131,13 @@ class Math:
 
     @cute.jit
     def release(self, barrier: cute.Pointer) -> None:
-        """Arrive on `barrier`, once for the calling warp: the warp does not read the buffer any more."""
+        """Arrive on `barrier`, once for the calling warp: the warp has finished reading the buffer."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
     def next_stage(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """The warpgroup's stage behind `index`."""
+        """The warpgroup's next stage after `index`."""
         index += self.turns
         wrapped = index >= self.config.stages
         return cutlass.select_(wrapped, index - self.config.stages, index), phase ^ Int32(wrapped)
@@ -147,7 +147,7 @@ class Math:
         self, logits: cute.Tensor, shared: Shared, mma: Mma, q_index: Int32,
         place: Lane,
     ) -> Held:  # fmt: skip
-        """The warpgroup's registers for the piece in Q's stage `q_index`."""
+        """Set up the warpgroup's registers for the piece in Q's stage `q_index`."""
         config, pieces = self.config, shared.pieces
         row, width = pieces[Piece.ROW, q_index] + place.token, logits.shape[1]
         tokens = pieces[Piece.TOKENS, q_index] - place.token
@@ -165,7 +165,7 @@ class Math:
 
     @cute.jit
     def load_weights(self, first: cute.Pointer) -> cute.Tensor:
-        """The lane's weights: two columns of every eight."""
+        """Load the lane's weights: two columns of every eight."""
         words = cute.make_rmem_tensor((2, self.config.columns // 8), Float32)
         for i in cutlass.range_constexpr(self.config.columns // 8):
             pair = cute.make_tensor((first + 8 * i).align(8), cute.make_layout(2))
@@ -220,14 +220,15 @@ class Math:
             acc.iterator, cute.make_layout((2, 2, self.config.columns // 8), stride=(2, 1, 4))
         )  # [row, column of a pair, pair]
         sums = [Float32(0.0) for _ in range(2 * self.tokens)]
-        # Neighbours in this order add to different sums: each addition waits for the one before it.
+        # Neighbours in this order add to different sums, because an addition waits for the one before it on the same
+        # sum.
         for pair, token, column, row in itertools.product(range(pairs), range(self.tokens), range(2), range(2)):
             x, weight = values[row, column, token * pairs + pair], weights[column, token * pairs + pair]
             sums[row * self.tokens + token] += cute.arch.fmax(x, 0.0, nan=True) * weight
         return sums
 
     def sum_of_quad(self, sums: list[Float32], lane: Int32) -> list[Float32]:
-        """Add up what four lanes have. Each lane keeps the sums of one key and of half of the tokens."""
+        """Add up the sums of four lanes. Each lane keeps the sums of one key and of half of the tokens."""
         for bit in range(2):
             offset, upper, half = 1 << bit, ((lane >> bit) & 1) == 1, len(sums) // 2
             if half > 0:

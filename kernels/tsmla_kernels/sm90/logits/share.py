@@ -1,8 +1,8 @@
-"""How the work of indexer_logits is shared out: equal ranges of a line of key blocks, found inside the kernel.
+"""The sharing of indexer_logits' work: equal ranges of a line of key blocks, found inside the kernel.
 
-A request's query tokens are cut into tiles from its last token on, so that all tiles but one are full and a tile that
-is `i` tiles before the last one sees exactly `i * tile_tokens` keys less. The line has the blocks of all tiles of all
-requests one after another; a CTA takes as many neighbouring blocks as the others.
+A request's query tokens are cut into tiles from its last token on. So all tiles but one are full, and a tile that is
+`i` tiles before the last one sees exactly `i * tile_tokens` keys less. The line has the blocks of all tiles of all
+requests one after another. CTAs take equal numbers of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tsmla_kernels.sm90.warp import quotient, running_sum
 
 
 def rows_before(arrays: Arrays) -> Int32:
-    """Rows of the call before the launch's; 0 where these are all rows."""
+    """How many rows of the call come before the launch's rows; 0 if the launch has all rows."""
     if arrays.row_lens is None:
         return Int32(0)
     return Int32(arrays.row_lens.shape[0]) - Int32(arrays.logits.shape[0])
@@ -29,7 +29,7 @@ class Line:
     def __init__(self, config: LogitsConfig) -> None:
         self.config = config
         self.tile_tokens = config.tile_tokens
-        self.tiles_of_block = BLOCK // config.tile_tokens  # tiles after which a tile has one block less
+        self.tiles_of_block = BLOCK // config.tile_tokens  # number of tiles after which a tile has one block less
 
     @cute.jit
     def request(self, arrays: Arrays, r: Int32):
@@ -42,7 +42,8 @@ class Line:
                 row, end = arrays.cu_seqlens_q[r], arrays.cu_seqlens_q[r + 1]
                 if const_expr(self.config.writes_rows):
                     row, end = row - rows_before(arrays), end - rows_before(arrays)
-                    # None of the launch's tokens sees the keys of those behind it, which are the request's last ones.
+                    # The launch's tokens do not see the keys of the tokens after them, which are the request's last
+                    # keys.
                     keys -= cutlass.max(end - rows, 0)
                 row, end = cutlass.max(cutlass.min(row, rows), 0), cutlass.max(cutlass.min(end, rows), 0)
                 tokens = end - row
@@ -50,19 +51,21 @@ class Line:
         return Request(keys, tokens, row)
 
     def tiles(self, request: Request) -> Int32:
-        """Tiles of a request that see keys."""
+        """How many tiles of a request see keys."""
         n = self.tile_tokens
         return cutlass.min(quotient(request.tokens + (n - 1), n), quotient(request.keys + (n - 1), n))
 
     def blocks(self, request: Request, tile: Int32) -> Int32:
-        """Key blocks of a tile."""
+        """How many key blocks a tile has."""
         return quotient(request.keys - tile * self.tile_tokens + (BLOCK - 1), BLOCK)
 
     def rising(self, count: Int32) -> Int32:
-        """The blocks of `count` tiles, modulo 2^32. The first sees `tile_tokens` keys, each further one as many more.
+        """The blocks of `count` tiles, modulo 2^32. The first tile sees `tile_tokens` keys, and each further one as
+        many more.
 
-        A request of a few tokens and millions of keys passes 2^32 here, but not in the difference that `blocks_before`
-        takes. Halving the product loses its upper bits, which `per`, a multiple of 4, would shift out.
+        A request of a few tokens and millions of keys exceeds 2^32 here, but the difference that `blocks_before` takes
+        is right. Halving the product loses its upper bits, but multiplying by `per`, a multiple of 4, would shift these
+        out anyway.
         """
         per = self.tiles_of_block
         whole = quotient(count, per)
@@ -76,12 +79,12 @@ class Line:
         return self.rising(whole) - self.rising(whole - tile)
 
     def cost(self, request: Request) -> Int32:
-        """The blocks of all of a request's tiles."""
+        """The blocks of all tiles of a request."""
         return self.blocks_before(request, self.tiles(request))
 
     @cute.jit
     def share(self, arrays: Arrays, cta: Int32, ctas: Int32):
-        """The CTA's Share. Each lane reads one of the first 32 requests, once."""
+        """Find the CTA's Share. Each lane reads one of the first 32 requests, once."""
         lane = cute.arch.lane_idx()
         requests = arrays.seq_lens.shape[0]
         chunks = quotient(requests + 31, 32)
@@ -97,7 +100,7 @@ class Line:
         count = every
         if cta < more:
             count += 1
-        # The request that holds block `begin` of the line.
+        # Find the request that has block `begin` of the line.
         r, before = Int32(0), Int32(0)
         searching = Int32(1)
         if count == 0:
@@ -120,7 +123,7 @@ class Line:
             later = self.request(arrays, r)
             keys, tokens, row = later.keys, later.tokens, later.row
         request = Request(keys, tokens, row)
-        # Its tile: the last one that begins at the block or before.
+        # Find its tile: the last one that begins at this block or before it.
         low, high = Int32(0), self.tiles(request)
         while high - low > 1:
             middle = quotient(low + high, 2)
@@ -133,7 +136,7 @@ class Line:
 
     @cute.jit
     def next_tile(self, arrays: Arrays, position: Position, request: Request):
-        """(position, request) of the first block of the tile behind `position`; there must be one."""
+        """Find (position, request) of the first block of the tile after `position`. There must be such a tile."""
         r, tile = position.request, position.tile + 1
         keys, tokens, row = request.keys, request.tokens, request.row
         if tile >= self.tiles(request):
