@@ -1,1 +1,1 @@
-"""Writing and reading the paged latent cache: the kernels and their configurations, of any architecture."""
+"""The kernels that write and read the paged latent cache, and their configurations, for any architecture."""

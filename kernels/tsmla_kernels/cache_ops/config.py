@@ -29,7 +29,7 @@ class Tiling:
 
     Attributes:
       vector: values that a thread stores at once: one chunk of a row.
-      chunks: chunks of a row, each of another thread.
+      chunks: chunks of a row, each with its own thread.
       rows: rows that a CTA handles side by side.
     """
 
@@ -43,10 +43,10 @@ class Tiling:
 
 
 def tiling(columns: int, *dtypes: str) -> Tiling:
-    """The tiling of rows of `columns` values that are stored in one of these dtypes, or in each of them."""
+    """The tiling of rows of `columns` values, which are stored in one of these dtypes, or in each of them."""
     vector = STORE_BYTES // max(ITEMSIZE[dtype] for dtype in dtypes)
     chunks = columns // vector
-    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # rows without a chunk are refused by the reasons
+    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # reasons refuse rows without a chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,10 @@ class WriteConfig:
     """The static facts that an object of write_kv_cache is compiled for.
 
     Attributes:
-      in_dtype: of latent and k_rope. kv_dtype: of the cache.
+      in_dtype: the dtype of latent and k_rope. kv_dtype: the dtype of the cache.
       latent_dim: L. rope_dim: R.
       unroll: rows that a thread has in flight at once.
-      slot_dtype: of slot_mapping, "int32" or "int64".
+      slot_dtype: the dtype of slot_mapping, "int32" or "int64".
     """
 
     in_dtype: str
@@ -81,10 +81,11 @@ class RopeWriteConfig:
     """The static facts that an object of rope_write_kv_cache is compiled for.
 
     Attributes:
-      in_dtype: of q_nope, q_rope, latent and k_rope. q_dtype: of the query that it writes. kv_dtype: of the cache.
+      in_dtype: the dtype of q_nope, q_rope, latent and k_rope. q_dtype: the dtype of the query that is written.
+        kv_dtype: the dtype of the cache.
       latent_dim: L. rope_dim: R.
-      rope_interleave: whether the members of a rotated pair are neighbours in q_rope and k_rope, and not in different
-        halves.
+      rope_interleave: whether the members of a rotated pair are neighbours in q_rope and k_rope, instead of being in
+        different halves.
       rope_layout: "interleaved" or "halves": the same for the rotated values.
       unroll: rows that a thread has in flight at once.
     """
@@ -112,10 +113,10 @@ class GatherConfig:
     """The static facts that an object of gather_kv_cache is compiled for.
 
     Attributes:
-      kv_dtype: of the cache. out_dtype: of the rows.
+      kv_dtype: the dtype of the cache. out_dtype: the dtype of the rows.
       head_dim: D.
-      rounds: times that a CTA's threads go over its rows.
-      unroll: rows that a thread has in flight at once; divides rounds.
+      rounds: how many times a CTA's threads go over its rows.
+      unroll: rows that a thread has in flight at once; it divides rounds.
     """
 
     kv_dtype: str
@@ -130,7 +131,7 @@ class GatherConfig:
 
     @property
     def cta_rows(self) -> int:
-        """Rows of one CTA."""
+        """How many rows a CTA gathers."""
         return self.tiling.rows * self.rounds
 
 

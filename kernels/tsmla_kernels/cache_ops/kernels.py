@@ -1,5 +1,5 @@
 """The kernels of the paged cache: writing rows into its slots, with or without rotating them first, and gathering rows.
-DESIGN.md beside this says why they look as they do.
+DESIGN.md in this folder gives the reasons.
 
 Each kernel moves every row once, in one launch. A thread owns one chunk of columns (16 bytes of results) and walks down
 the rows, with a few of them in flight. The slot of a row is loaded together with the row, not before it. Addresses are
@@ -36,7 +36,7 @@ def values_at(dtype, address, count):
 
 
 def load(dtype, address, count):
-    """The `count` values at an address, in registers."""
+    """Load the `count` values at an address into registers."""
     values = cute.make_rmem_tensor((count,), dtype)
     cute.autovec_copy(values_at(dtype, address, count), values)
     return values
@@ -51,7 +51,7 @@ def store(dtype, address, values):
 
 
 def widened(values, factor):
-    """Float32 registers: the values times a factor."""
+    """The values times a factor, in float32 registers."""
     wide = cute.make_rmem_tensor((cute.size(values),), Float32)
     wide.store(values.load().to(Float32) * factor)
     return wide
@@ -71,7 +71,7 @@ def slot_address(cache, slot, column_bytes):
 
 
 def is_written(is_row, cache, slot):
-    """Whether a slot lies in a cache [P, Z, D], and there is a row for it."""
+    """Whether a slot lies in a cache [P, Z, D] and has a row to be written."""
     return is_row & (slot >= 0) & (Int64(slot) < Int64(cache.shape[0]) * Int64(cache.shape[1]))
 
 
@@ -79,8 +79,8 @@ class WriteKvCache:
     """write_kv_cache: `config` is static, all shapes but D, L and R are dynamic.
 
     Operands of the launcher: kv_cache [P, Z, D], which is not read; latent [T, L] and k_rope [T, R], or wider rows that
-    begin with these columns, every row at a multiple of 16 bytes (k_rope is not read where R = 0); slot_mapping [T]
-    of config.slot_dtype; kv_scale [1] f32; new_kv_cache, the same memory as kv_cache.
+    begin with these columns, every row at a multiple of 16 bytes (k_rope is not read if R = 0); slot_mapping [T] of
+    config.slot_dtype; kv_scale [1] f32; new_kv_cache, the same memory as kv_cache.
     """
 
     def __init__(self, config: WriteConfig) -> None:
@@ -166,7 +166,7 @@ class RopeWriteKvCache:
     """rope_write_kv_cache: `config` is static, all shapes but D, L and R are dynamic.
 
     Operands of the launcher: kv_cache [P, Z, D], which is not read, and RopeWriteArrays, whose new_kv_cache is the same
-    memory. The rows of the grid are the N of q, and then the T of the cache.
+    memory. The rows of the grid are first the N of q, then the T of the cache.
     """
 
     arrays = RopeWriteArrays
@@ -178,7 +178,7 @@ class RopeWriteKvCache:
         self.q_dtype, self.kv_dtype = DTYPES[config.q_dtype], DTYPES[config.kv_dtype]
         self.latent_chunks = config.latent_dim // self.tiling.vector
         self.half = config.rope_dim // 2
-        self.pairs = self.tiling.vector // 2  # a thread rotates this many
+        self.pairs = self.tiling.vector // 2  # how many pairs a thread rotates
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, kv_cache: cute.Tensor, *operands: cute.Tensor):
@@ -232,7 +232,7 @@ class RopeWriteKvCache:
                 ]
                 if const_expr(self.config.rope_layout == "interleaved"):
                     rotated = [[rotated[i % 2][i // 2] for i in range(vector)]]
-                # Rounded to the inputs' dtype, as an unfused rotation would before it is quantised.
+                # Rounded to the inputs' dtype, as an unfused rotation would do before the quantisation.
                 stores = [self.rounded(values) for values in rotated]
                 column = latent_dim + pair * (3 - len(stores))
                 self.write(arrays, first_row + u * tiling.rows, slots[u], column, stores, factors)
@@ -247,8 +247,8 @@ class RopeWriteKvCache:
         num_heads: Int32,
         column_bytes: Int32,
     ):
-        """(address, token, slot) of a row of the grid: where it is read, and where it goes in the cache. A row beyond
-        the last is read as the last. `q_part` and `kv_part` are the inputs that hold the row."""
+        """(address, token, slot) of a row of the grid: the address from which it is read, and its slot in the cache. A
+        row past the last one is read as the last one. `q_part` and `kv_part` are the inputs that have the row."""
         q_rows = arrays.q.shape[0]
         row = cutlass.min(row, q_rows + arrays.slot_mapping.shape[0] - 1)
         address = row_address(q_part, cutlass.min(row, q_rows - 1), column_bytes)
@@ -273,7 +273,7 @@ class RopeWriteKvCache:
         return [[value.to(Float32) for value in side] for side in sides]
 
     def rounded(self, values):
-        """Registers that hold these numbers in the inputs' dtype."""
+        """Round these numbers to the inputs' dtype, in registers."""
         registers = cute.make_rmem_tensor((len(values),), self.in_dtype)
         for i, value in enumerate(values):
             registers[i] = value.to(self.in_dtype)
@@ -289,8 +289,8 @@ class RopeWriteKvCache:
         stores: Sequence[cute.Tensor],
         factors: tuple[Float32, Float32],
     ):
-        """Write values of a row of the grid into q or into the cache's slot, times the factor of either. The first of
-        `stores` goes to `column`, the second to half a rope vector further."""
+        """Write values of a row of the grid, times the factor of q or of the cache, into q or into the cache's slot.
+        The first of `stores` is written at `column`, the second half a rope vector further on."""
         q_rows = arrays.q.shape[0]
         if row < q_rows:
             for i in cutlass.range_constexpr(len(stores)):
@@ -308,15 +308,15 @@ class GatherKvCache:
     Operands of the launcher: kv_cache [P, Z, D], block_tables [B, M] i32, starts [B] i32, lens [B] i32, kv_scale [1]
     f32, out [N, D].
 
-    A CTA finds the requests of its own rows, so no launch before it has to: all threads add up lens, one segment of
-    requests at a time, and one thread for each row searches the sums.
+    A CTA finds the requests of its own rows, so that no earlier launch is needed: all threads add up lens, one segment
+    of requests at a time, and one thread for each row searches the sums.
     """
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
         self.tiling = config.tiling
         self.kv_dtype, self.out_dtype = DTYPES[config.kv_dtype], DTYPES[config.out_dtype]
-        # Requests whose lengths are added up at once: a power of two, for the search.
+        # The number of requests whose lengths are added up at once: a power of two, for the search.
         self.segment = 1 << (min(self.tiling.threads, 256).bit_length() - 1)
 
     @cute.jit
@@ -387,7 +387,8 @@ class GatherKvCache:
 
     @cute.jit
     def owner(self, row: Int32, lens: cute.Tensor, ends: cute.Tensor, totals: cute.Tensor, tidx: Int32):
-        """(request, position in the request) of a packed row; request -1 if the row belongs to none."""
+        """Find (request, position in the request) of a packed row. The request is -1 if the row belongs to no
+        request."""
         batch, warp, lane = lens.shape[0], tidx // 32, tidx % 32
         request, position, before = Int32(NOWHERE), Int32(0), Int32(0)
         for segment in cutlass.range(cute.ceil_div(batch, self.segment), unroll=1):
@@ -411,7 +412,7 @@ class GatherKvCache:
             cute.arch.sync_threads()
             inside = row - before
             if (inside >= 0) & (inside < ends[self.segment - 1]):
-                # The number of requests that end at or before the row, which skips requests of length 0.
+                # Count the requests that end at or before the row, which skips requests of length 0.
                 count = Int32(0)
                 for step in cutlass.range_constexpr(self.segment.bit_length() - 1):
                     half = self.segment >> (step + 1)
@@ -429,8 +430,8 @@ class GatherKvCache:
     def slot(
         self, request: Int32, position: Int32, cache: cute.Tensor, block_tables: cute.Tensor, starts: cute.Tensor
     ) -> Int64:
-        """The slot of a request's token, NOWHERE if the token is not inside the table. A page outside the cache counts
-        as the nearest page inside."""
+        """The slot of a request's token, or NOWHERE if the token is not inside the table. A page outside the cache
+        counts as the nearest page inside."""
         slot = Int64(NOWHERE)
         if request >= 0:
             page_size = cache.shape[1]

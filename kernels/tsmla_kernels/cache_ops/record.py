@@ -8,7 +8,7 @@ from tsmla_kernels.options import cache_gather_spec, cache_write_spec, rope_writ
 
 
 def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...]:
-    """latent and k_rope may be wider than L and R; only their first columns are read."""
+    """The operands. Rows of latent and k_rope may be wider than L and R; only their first columns are read."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("latent", config.in_dtype, (None, None)),
@@ -20,7 +20,7 @@ def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...
 
 
 def rope_write_operands(config: cache_config.RopeWriteConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as in
+    """The operands, for N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as in
     cache_write_operands."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
@@ -36,7 +36,7 @@ def rope_write_operands(config: cache_config.RopeWriteConfig) -> tuple[Operand, 
 
 
 def cache_gather_operands(config: cache_config.GatherConfig) -> tuple[Operand, ...]:
-    """As in the contract of gather_kv_cache."""
+    """The operands, as in the contract of gather_kv_cache."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("block_tables", "int32", (None, None), align=4),

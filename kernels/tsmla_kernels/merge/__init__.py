@@ -1,1 +1,2 @@
-"""Merging partial attention results by their log-sum-exps: the kernel and its configurations, of any architecture."""
+"""The merging of partial attention results by their log-sum-exps: the kernel and its configurations, for any
+architecture."""

@@ -22,7 +22,7 @@ class MergeConfig:
     """The static facts that an object of merge_attention_states is compiled for.
 
     Attributes:
-      dtype: of all outs; all lses are float32.
+      dtype: the dtype of all outs; all lses are float32.
       head_dim: L. parts: N, the number of partial results.
       unroll: rows that a thread has in flight at once.
     """

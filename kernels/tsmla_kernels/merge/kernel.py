@@ -1,7 +1,8 @@
-"""merge_attention_states in one launch: partial attention results over disjoint keys to one result, perhaps in place.
+"""merge_attention_states in one launch: it merges partial attention results over disjoint keys into one result, perhaps
+in place.
 
 As in the cache kernels, every row is moved once: a thread owns 16 bytes of columns and walks down the rows, with a few
-rows of all partial results in flight. cache_ops/DESIGN.md says what that costs.
+rows of all partial results in flight. cache_ops/DESIGN.md gives the cost.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class MergeAttentionStates:
             rows.append(first_row + u * tiling.rows)
             values.append([load(self.dtype, row_address(partial, row, column), tiling.vector) for partial in outs])
             partial_lses.append([partial[row] for partial in lses])
-        # In place, one thread of a row overwrites the lse that all threads of the row have to read first.
+        # In place, one thread of a row overwrites the lse that all threads of the row must read first.
         cute.arch.sync_threads()
         for u in cutlass.range_constexpr(unroll):
             weights, merged_lse = self.weights(partial_lses[u])
@@ -76,18 +77,19 @@ class MergeAttentionStates:
                     lse[rows[u]] = merged_lse
 
     def weights(self, lses):
-        """The weight of each partial result in a row, and the merged lse; 0 and -inf where none of them saw a key, NaN
-        where an lse is. An lse of +inf says that no key was seen, too: FlashAttention and FlashMLA write it."""
+        """The weight of each partial result in a row, and the merged lse. They are 0 and -inf if no partial result saw
+        a key, and NaN if an lse is NaN. An lse of +inf says that no key was seen, too: FlashAttention and FlashMLA
+        write it."""
         lses = [cutlass.select_(lse == Float32.inf, -Float32.inf, lse) for lse in lses]
         maximum = lses[0]
         for lse in lses[1:]:
             maximum = cute.arch.fmax(maximum, lse)
         no_keys = maximum == -Float32.inf
         maximum = cutlass.select_(no_keys, Float32(0.0), maximum)  # avoids inf - inf
-        # Not exp(lse - merged): rounding the merged lse would cost 1e-4 of a weight at an lse of 3000.
+        # exp(lse - merged) is not used: rounding the merged lse would cost 1e-4 of a weight at an lse of 3000.
         terms = [cute.math.exp2((lse - maximum) * LOG2_E, fastmath=True) for lse in lses]
         total = cutlass.select_(no_keys, Float32(1.0), sum(terms[1:], terms[0]))
         inverse = Float32(1.0) / total
-        # fmax ignores NaN, so no_keys may hide one. The sum is -inf, or that NaN.
+        # fmax ignores NaN, so no_keys may hide a NaN. The sum is -inf, or this NaN.
         merged = cutlass.select_(no_keys, sum(lses[1:], lses[0]), maximum + cute.math.log(total))
         return [term * inverse for term in terms], merged

@@ -9,8 +9,8 @@ from tsmla_kernels.options import merge_spec
 
 
 def merge_operands(config: MergeConfig) -> tuple[Operand, ...]:
-    """Rows of the partial results may be wider than L; only their first columns are read. The result may be written
-    over the first partial result, if the caller no longer needs that."""
+    """The operands. Rows of the partial results may be wider than L; only their first columns are read. The result may
+    be written over the first partial result, if the caller no longer needs it."""
     parts = range(config.parts)
     return (
         *(Operand(f"out_{i}", config.dtype, (None, None)) for i in parts),
