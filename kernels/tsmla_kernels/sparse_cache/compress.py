@@ -1,8 +1,8 @@
-"""compress_write_kv_cache: V4's compressor, the norm, rope and quantisation of its entries, their write into the cache
-and the new state, in one launch. DESIGN.md beside this says why it looks as it does.
+"""compress_write_kv_cache in one launch: V4's compressor, the norm, rope and quantisation of its entries, their write
+into the cache, and the new state. DESIGN.md in this folder gives the reasons.
 
-A CTA pools one entry, or a cluster does where the window is long. The first of a request pools those entries that
-reach back into the state, one after the other, and writes the state behind them: no CTA reads what another one writes.
+A CTA pools one entry; if the window is long, a cluster does. The first CTA of a request pools, one after the other, the
+entries that reach back into the state, and then writes the state. So no CTA reads what another one writes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CompressWriteKvCache:
 
         @cute.struct
         class Storage:
-            """greatest, total, pooled: Sums of the CTA's parts. merged: those of the cluster's CTAs, in the first CTA.
+            """greatest, total, pooled: Sums of the CTA's parts. merged: Sums of the cluster's CTAs, in the first CTA.
             squares: sums of the warps of a row."""
 
             greatest: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
@@ -94,7 +94,7 @@ class CompressWriteKvCache:
         request = Request(index, token, start, length, arrays.state_slots[index])
         first_entry = start // config.ratio
         count = length // config.ratio - first_entry  # entries that the request's new tokens complete
-        # The first `series` entries may reach back into the state: one CTA pools them in turn.
+        # The first `series` entries may reach back into the state, so one CTA pools them in turn.
         turns = Int32(0)
         if number == 0:
             turns = cutlass.min(count, config.series)
@@ -117,7 +117,7 @@ class CompressWriteKvCache:
                 values = self.normed(self.combined(sums, count, place), weights, place, squares)
                 if place.part == 0:
                     self.write(arrays, target, place, values)
-            # Before another entry takes the same shared memory.
+            # All threads meet before another entry uses the same shared memory.
             if const_expr(config.cluster > 1 and config.series > 1):
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
@@ -128,7 +128,8 @@ class CompressWriteKvCache:
 
     @cute.jit
     def owner(self, cu_seqlens_q: cute.Tensor, num_requests: Int32, block: Int32, lane: Int32):
-        """(request, number) of the CTA: each request has a CTA, and one more for every `ratio` tokens. All lanes."""
+        """(request, number) of the CTA: each request has a CTA, and one more for every `ratio` tokens. All lanes call
+        it."""
         count = Int32(0)
         for i in cutlass.range(cute.ceil_div(num_requests, 32), unroll=1):
             request = i * 32 + lane
@@ -148,7 +149,8 @@ class CompressWriteKvCache:
         place: Place,
         parts: Sums,
     ):
-        """The Sums of a thread's channels over its part of the entry's window, into shared memory."""
+        """Compute the Sums of a thread's channels over its part of the entry's window, and store them to shared
+        memory."""
         config = self.config
         rows = config.cta_rows // config.parts
         first = place.rank * config.cta_rows + place.part * rows
@@ -172,7 +174,7 @@ class CompressWriteKvCache:
                 new = greatest[i]
                 for score in scores:
                     new = cutlass.max(new, score)
-                # Where no token has been seen yet the weights are exp2(-inf) = 0.
+                # If no token has been seen yet, the weights are exp2(-inf) = 0.
                 anchor = Float32(0.0)
                 if new > -INFINITY:
                     anchor = new
@@ -188,7 +190,7 @@ class CompressWriteKvCache:
             cute.autovec_copy(values, self.channels_of(target, place.part, place))
 
     def source(self, arrays: CompressArrays, request: Request, place: Place) -> Source:
-        """Where a thread reads the rows of a request's windows."""
+        """The addresses from which a thread reads the rows of a request's windows."""
         ring, column = arrays.new_state.shape[1], Int64(place.channel * 4)
         state = cutlass.min(cutlass.max(request.state, 0), arrays.new_state.shape[0] - 1)
         row_bytes = 8 * self.config.width
@@ -203,8 +205,9 @@ class CompressWriteKvCache:
 
     @cute.jit
     def window_row(self, source: Source, position: Int32, ring_row: Int32, row: Int32):
-        """kv and biased score of a thread's channels of a window's row: of a new token, or from the state's row
-        `ring_row`, which may be one round ahead. Tokens before the sequence began have kv 0 and score -inf."""
+        """Load kv and the biased score of a thread's channels in a row of the window: from a new token, or from the
+        state's row `ring_row`, which may be one round ahead. Tokens before the beginning of the sequence have kv 0 and
+        score -inf."""
         config = self.config
         series, row_bytes = 0, 8 * config.width
         if const_expr(config.series > 1):
@@ -228,24 +231,24 @@ class CompressWriteKvCache:
         return kv, score
 
     def channels_of(self, target: cute.Tensor, slot, place):
-        """A thread's channels of a slot in shared memory."""
+        """A thread's channels of a slot: a view of shared memory."""
         at = target.iterator + (slot * self.config.channels + place.channel)
         return cute.make_tensor(at.align(16), cute.make_layout(LANE_CHANNELS))
 
     def slot_of(self, target: cute.Tensor, slot, place):
-        """A thread's channels of a slot, in registers."""
+        """A thread's channels of a slot, loaded into registers."""
         registers = cute.make_rmem_tensor((LANE_CHANNELS,), Float32)
         cute.autovec_copy(self.channels_of(target, slot, place), registers)
         return registers
 
     def merged_sums(self, merged: cute.Tensor) -> Sums:
-        """The Sums of the cluster's CTAs, as hand_over left them."""
+        """The Sums of the cluster's CTAs, which hand_over has written."""
         count = self.config.cluster * self.config.channels
         return Sums(*(cute.make_tensor(merged.iterator + i * count, cute.make_layout(count)) for i in range(3)))
 
     @cute.jit
     def combined(self, sums: Sums, count: cutlass.Constexpr[int], place: Place):
-        """The Sums of a thread's channels over `count` slots, in registers."""
+        """Compute the Sums of a thread's channels over `count` slots, in registers."""
         greatest, total, pooled = (cute.make_rmem_tensor((LANE_CHANNELS,), Float32) for _ in range(3))
         greatest.fill(-INFINITY)
         total.fill(0.0)
@@ -257,7 +260,7 @@ class CompressWriteKvCache:
         for slot in cutlass.range(count, unroll=1):
             tops, totals, sums_of = (self.slot_of(target, slot, place) for target in sums)
             for i in cutlass.range_constexpr(LANE_CHANNELS):
-                # A slot without a seen token has -inf, and so has all before it: a weight of 0.
+                # A slot without a seen token has -inf, and so have all slots before it: their weight is 0.
                 weight = Float32(0.0)
                 if tops[i] > -INFINITY:
                     weight = exp2((tops[i] - greatest[i]) * LOG2_E)
@@ -267,7 +270,7 @@ class CompressWriteKvCache:
 
     @cute.jit
     def hand_over(self, parts: Sums, merged: cute.Tensor, place: Place):
-        """The CTA's Sums into the first CTA's shared memory."""
+        """Write the CTA's Sums into the first CTA's shared memory."""
         config = self.config
         if place.part == 0:
             sums = self.combined(parts, config.parts, place)
@@ -281,7 +284,7 @@ class CompressWriteKvCache:
 
     @cute.jit
     def norm_weights(self, arrays: CompressArrays, place: Place):
-        """A thread's weights of the norm."""
+        """Load a thread's weights of the norm."""
         dtype = DTYPES[self.config.weight_dtype]
         address = arrays.norm_weight.iterator.toint() + Int64(place.channel * (dtype.width // 8))
         return load(dtype, address, LANE_CHANNELS)
@@ -290,7 +293,8 @@ class CompressWriteKvCache:
     def normed(
         self, sums: Sums, weights: cute.Tensor, place: Place, squares: cute.Tensor
     ):
-        """A thread's channels of the entry, pooled and normed. All threads of the CTA, each part's the same."""
+        """Compute a thread's channels of the entry, pooled and normed. All threads of the CTA call it; every part gets
+        the same values."""
         config = self.config
         values = cute.make_rmem_tensor((LANE_CHANNELS,), Float32)
         square = Float32(0.0)
@@ -315,7 +319,7 @@ class CompressWriteKvCache:
     def target(
         self, arrays: CompressArrays, request: Request, entry: Int32, place: Place
     ):
-        """Where an entry goes."""
+        """Find the place to which an entry is written."""
         config = self.config
         page_size = config.page_size if const_expr(config.cache == "v4") else arrays.new_cache.shape[1]
         width = arrays.block_tables.shape[1]
@@ -337,7 +341,7 @@ class CompressWriteKvCache:
     def write(
         self, arrays: CompressArrays, target: Target, place: Place, values: cute.Tensor
     ):
-        """Rotate an entry's channels, quantise them and write them into the entry's slot. Whole warps."""
+        """Rotate an entry's channels, quantise them and write them into the entry's slot. Whole warps call it."""
         config = self.config
         if place.channel >= config.channels - config.rope_dim:
             for i in cutlass.range_constexpr(2):
@@ -399,10 +403,10 @@ class CompressWriteKvCache:
 
     @cute.jit
     def keep(self, arrays: CompressArrays, request: Request, thread: Int32):
-        """Write the request's last new tokens into its ring, the scores with their bias. All threads of the cluster."""
+        """Write the request's last new tokens into its ring, with biased scores. All threads of the cluster call it."""
         config = self.config
         ring = arrays.new_state.shape[1]
-        vectors = 2 * config.width // LANE_CHANNELS  # of a row of the state
+        vectors = 2 * config.width // LANE_CHANNELS  # vectors of a row of the state
         first = cutlass.max(request.start, request.length - ring)
         rows = request.length - first
         base = Int64(request.state) * Int64(ring)

@@ -15,7 +15,7 @@ WEIGHTS = ("bfloat16", "float16", "float32")
 LANE_CHANNELS = 4
 """Neighbouring channels that a thread pools: 16 bytes of a row."""
 MAX_THREADS = 256
-MOST_KEPT = 1 << 32  # float32 that a request's ring gets; a thread copies four at once, and counts in int32
+MOST_KEPT = 1 << 32  # most float32 that a request's ring gets; a thread copies four at once and counts in int32
 MAX_CLUSTER = 4
 ROWS_AT_ONCE = 4
 """Rows of a window that a thread has in flight."""
@@ -23,17 +23,17 @@ ROWS_AT_ONCE = 4
 
 @dataclasses.dataclass(frozen=True)
 class CompressWriteConfig:
-    """What an object of compress_write_kv_cache is compiled for. Tokens, requests, states, their ring, pages and the
-    page size of a cache of three axes are dynamic.
+    """The static facts that an object of compress_write_kv_cache is compiled for. Tokens, requests, states, their ring,
+    pages and the page size of a cache of three axes are dynamic.
 
     Attributes:
-      ratio: tokens an entry. series: 2 where an entry pools two windows, else 1. channels: C.
+      ratio: tokens per entry. series: 2 if an entry pools two windows, else 1. channels: C.
       cache: "v4" (packed pages of two axes), "indexer" (packed keys), or the dtype of a plain cache.
-      weight_dtype: of the norm's weights.
-      rope_dim: rotated channels, the last.
-      eps: of the norm.
+      weight_dtype: the dtype of the norm's weights.
+      rope_dim: how many channels, the last ones, are rotated.
+      eps: the norm's epsilon.
       page_size: rows of a "v4" page; 0 otherwise.
-      cluster: CTAs that share a window. parts: parts of a CTA's rows, each pooled by threads of its own.
+      cluster: CTAs that share a window. parts: parts of a CTA's rows, each pooled by other threads.
     """
 
     ratio: int
@@ -64,7 +64,7 @@ class CompressWriteConfig:
 
     @property
     def cta_rows(self) -> int:
-        """Rows of a window that a CTA pools."""
+        """How many rows of a window a CTA pools."""
         return self.window // self.cluster
 
     @property
@@ -73,7 +73,7 @@ class CompressWriteConfig:
 
     @property
     def merged(self) -> int:
-        """CTAs whose sums the first of a cluster merges."""
+        """How many CTAs' sums the first CTA of a cluster merges."""
         return self.cluster if self.cluster > 1 else 0
 
     @property
@@ -112,7 +112,7 @@ def compress_write_config(spec: CompressWriteSpec) -> CompressWriteConfig:
     """The configuration that serves `spec`."""
     compress = spec.compress
     lanes = compress.channels // LANE_CHANNELS
-    # As many threads as leave ROWS_AT_ONCE rows for each, in one CTA if they fit.
+    # There are as many threads as leave ROWS_AT_ONCE rows for each, in one CTA if they fit.
     shares = max(compress.window // ROWS_AT_ONCE, 1)
     parts = min(shares, max(MAX_THREADS // lanes, 1))
     return CompressWriteConfig(

@@ -9,7 +9,8 @@ from cutlass import Int32, Int64
 
 
 class CompressArrays(NamedTuple):
-    """The operands behind cache, state and state_positions, which are not read under these names.
+    """The operands after cache, state and state_positions. These three are read as new_cache, new_state and
+    new_positions.
 
     Attributes:
       kv_score: [T, 2 W]. ape: [ratio, W]. state_slots, seq_lens: [B]. cu_seqlens_q: [B + 1].
@@ -32,7 +33,8 @@ class CompressArrays(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request: its index, its first new token, that token's position, its length with the new tokens, its state."""
+    """A request: its index, its first new token, that token's position, its length with the new tokens, and its
+    state."""
 
     index: Int32
     token: Int32
@@ -42,12 +44,13 @@ class Request(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a thread reads the rows of a request's windows.
+    """The addresses from which a thread reads the rows of a request's windows.
 
     Attributes:
       new, old, bias: addresses of its first channel in the first new token, in the first row of the state's ring, and
         in the first row of ape.
-      start: position of the request's first new token. token: a new token's index less its position.
+      start: position of the request's first new token. token: the difference between a new token's index and its
+        position.
       ring: rows of the ring.
     """
 
@@ -60,8 +63,8 @@ class Source(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of each channel over some rows of a window: the greatest score, the sum of the weights, the weighted sum of
-    kv. Tensors in shared memory [slots, C], or in registers."""
+    """Sums of each channel over some rows of a window: the greatest score, the sum of the weights, and the weighted sum
+    of kv. They are tensors in shared memory [slots, C], or in registers."""
 
     greatest: cute.Tensor
     total: cute.Tensor
@@ -69,8 +72,8 @@ class Sums(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where an entry goes, loaded before it is pooled: its page (-1 for none), its row there, and the cos and sin of a
-    thread's channels."""
+    """The place to which an entry is written, loaded before the entry is pooled: its page (-1 for no page), its row
+    there, and the cos and sin of a thread's channels."""
 
     page: Int32
     offset: Int32
@@ -86,7 +89,8 @@ class Quantised(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a thread is: its CTA of the cluster, its part of the CTA's rows, its lane of a row, its first channel."""
+    """A thread's place: its CTA in the cluster, its part of the CTA's rows, its lane in a row, and its first
+    channel."""
 
     rank: Int32
     part: Int32

@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 INPUTS = ("bfloat16", "float16", "float32")
 WARPS = 4
 LANE_VALUES = 8
-"""Values of an indexer row that a lane holds: half a warp holds a row of 128."""
+"""How many values of an indexer row a lane has: half a warp has a row of 128."""
 FEW_ROWS = 1 << 14
-"""Rows of queries, up to which a launch's time is that of one row."""
+"""Up to this many rows of queries, a launch takes as long as for one row."""
 FEW_ROWS_WARPS = 16
-"""Warps of a CTA for so few rows: there, starting CTAs counts."""
+"""Warps of a CTA for so few rows, because starting CTAs takes time."""
 ROW_LANES = INDEXER.head_dim // LANE_VALUES
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedWriteConfig:
-    """What an object of write_packed_kv_cache is compiled for.
+    """The static facts that an object of write_packed_kv_cache is compiled for.
 
     Attributes:
-      in_dtype: of latent and k_rope.
+      in_dtype: the dtype of latent and k_rope.
       rotates: whether k_rope is rotated before it is written.
-      rope_interleave: whether the members of a rotated pair are neighbours in k_rope, and not in different halves.
+      rope_interleave: whether the members of a rotated pair are neighbours in k_rope, instead of being in different
+        halves.
       rope_layout: "interleaved" or "halves": the same for the rotated values.
-      slot_dtype: of slot_mapping, "int32" or "int64".
+      slot_dtype: the dtype of slot_mapping, "int32" or "int64".
     """
 
     in_dtype: str
@@ -46,13 +47,13 @@ class PackedWriteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class IndexerWriteConfig:
-    """What an object of write_indexer_cache is compiled for.
+    """The static facts that an object of write_indexer_cache is compiled for.
 
     Attributes:
-      in_dtype: of the keys.
-      rope_dim: rotated columns of a key; 0 for none. rope_offset: the first of them.
-      rope_layout: "interleaved" or "halves": where the members of a pair are, before and after.
-      slot_dtype: of slot_mapping, "int32" or "int64".
+      in_dtype: the dtype of the keys.
+      rope_dim: how many columns of a key are rotated; may be 0. rope_offset: the first of these columns.
+      rope_layout: "interleaved" or "halves": where the members of a pair are, before and after the rotation.
+      slot_dtype: the dtype of slot_mapping, "int32" or "int64".
     """
 
     in_dtype: str
@@ -64,10 +65,10 @@ class IndexerWriteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class IndexerQuantizeConfig:
-    """What an object of indexer_quantize is compiled for.
+    """The static facts that an object of indexer_quantize is compiled for.
 
     Attributes:
-      in_dtype: of q. weights_dtype: of the head weights.
+      in_dtype: the dtype of q. weights_dtype: the dtype of the head weights.
       num_heads: Hi.
       rope_dim, rope_offset, rope_layout: as in IndexerWriteConfig.
       unroll: rows that half a warp has in flight at once. warps: warps of a CTA.
@@ -84,7 +85,7 @@ class IndexerQuantizeConfig:
 
     @property
     def warp_rows(self) -> int:
-        """Neighbouring rows of q that a warp has."""
+        """How many neighbouring rows of q a warp has."""
         return 2 * self.unroll
 
     @property
@@ -114,7 +115,7 @@ def indexer_write_reasons(spec: IndexerWriteSpec) -> list[str]:
         return ["k_cache holds floats; the kernel writes the packed layout of uint8"]
     reasons = _dtype_reasons("k", spec.in_dtype) + _width_reasons(spec.cache.head_dim, spec.rotation)
     if not isinstance(spec.cache.page_size, int) or spec.cache.page_size % 2:
-        # A page of Z * 132 bytes begins at a multiple of 8, as a lane's values are stored.
+        # A page of Z * 132 bytes must begin at a multiple of 8, because a lane stores 8 bytes at once.
         reasons.append(f"page_size (Z) is {spec.cache.page_size}; the kernel takes even page sizes")
     return reasons
 

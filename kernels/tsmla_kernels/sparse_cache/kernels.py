@@ -1,8 +1,8 @@
-"""Kernels that write V3.2's packed rows and the indexer's keys, and quantise its queries: rope, quantisation and the
-write in one launch. DESIGN.md beside this says why they look as they do.
+"""The kernels that write V3.2's packed rows and the indexer's keys, and that quantise the indexer's queries. One launch
+does rope, quantisation and the write. DESIGN.md in this folder gives the reasons.
 
-A warp has a packed row, half a warp a row of the indexer's: a maximum is found by shuffles, and nothing waits for
-another warp.
+A warp has a packed row, or half a warp a row of the indexer's. Shuffles find a row's maximum, and a warp never waits
+for another warp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tsmla_kernels.sparse_cache.values import RowRotation, ask, greatest_bits, p
 
 THREADS = 32 * WARPS
 LATENT_VALUES = V32_PACKED.latent_dim // 32
-"""Latent values of a lane."""
+"""How many latent values a lane has."""
 GROUP_LANES = V32_PACKED.group // LATENT_VALUES
 SCALES_AT = V32_PACKED.latent_dim
 ROPE_AT = SCALES_AT + 4 * V32_PACKED.num_scales
@@ -82,7 +82,7 @@ class WritePackedKvCache:
         if const_expr(self.config.rotates):
             angle = [load(Float32, row_address(table, token, lane * 4), 1)[0] for table in (cos, sin)]
             turned = pair[0] * angle[0] - pair[1] * angle[1], pair[1] * angle[0] + pair[0] * angle[1]
-            # Rounded to the inputs' dtype, as an unfused rotation would before it is packed.
+            # Rounded to the inputs' dtype, as an unfused rotation would do before the packing.
             pair = [value.to(self.in_dtype).to(Float32) for value in turned]
 
         bits = greatest_bits(values, LATENT_VALUES)
@@ -98,7 +98,7 @@ class WritePackedKvCache:
 
     @cute.jit
     def pair(self, address: Int64, index: Int32):
-        """The members, in float32, of one pair of the rope vector at `address`."""
+        """The two members, in float32, of one pair of the rope vector at `address`."""
         size = self.in_dtype.width // 8
         if const_expr(self.config.rope_interleave):
             both = load(self.in_dtype, address + Int64(index * (2 * size)), 2)
@@ -109,7 +109,7 @@ class WritePackedKvCache:
 
     @cute.jit
     def store_pair(self, address: Int64, index: Int32, pair: list[Float32]):
-        """Write the members of a pair to the rope part of a row."""
+        """Write the two members of a pair to the rope part of a row."""
         if const_expr(self.config.rope_layout == "interleaved"):
             both = cute.make_rmem_tensor((2,), BFloat16)
             for i in cutlass.range_constexpr(2):
@@ -121,7 +121,7 @@ class WritePackedKvCache:
 
 
 class IndexerRows:
-    """Rows of the indexer's 128 values in half a warp. A lane is that of the row, 0 to 15."""
+    """Rows of the indexer's 128 values in half a warp. A lane's number is the one in its row, 0 to 15."""
 
     def __init__(self, config: IndexerWriteConfig | IndexerQuantizeConfig) -> None:
         self.config: Any = config
@@ -130,7 +130,7 @@ class IndexerRows:
 
     @cute.jit
     def values_of(self, array: cute.Tensor, row: Int32, columns: list[Int32]):
-        """A lane's values of a row, as the array has them. `columns` are RowRotation's."""
+        """A lane's values of a row, in the array's dtype. `columns` are the result of RowRotation.columns."""
         values = cute.make_rmem_tensor((LANE_VALUES,), self.in_dtype)
         count = LANE_VALUES // len(columns)
         for i in cutlass.range_constexpr(len(columns)):
@@ -151,7 +151,8 @@ class IndexerRows:
 
     @cute.jit
     def quantized(self, values: cute.Tensor, floor: cutlass.Constexpr[float]):
-        """The lane's values over the row's power-of-two scale, and the exponent of that. All lanes of the warp."""
+        """The lane's values divided by the row's power-of-two scale, and the scale's exponent. All lanes of the warp
+        call it."""
         bits = greatest_bits(values, LANE_VALUES)
         for step in cutlass.range_constexpr(ROW_LANES.bit_length() - 1):
             bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
@@ -247,7 +248,7 @@ class IndexerQuantize(IndexerRows):
         rotates, one_token = config.rope_dim > 0, config.num_heads % config.warp_rows == 0
         rows, held, factors, angles = [], [], [], []
         for u in cutlass.range_constexpr(config.unroll):
-            # A row beyond the last is the last once more: it is written again with the same values.
+            # A row past the last one is replaced by the last one, which is written again with the same values.
             row = cutlass.min(first + 2 * u + (thread >> 4) % 2, num_rows - 1)
             rows.append(row)
             held.append(self.values_of(q, row, columns))

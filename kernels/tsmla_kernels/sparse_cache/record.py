@@ -16,12 +16,13 @@ from tsmla_kernels.sparse_cache import config as packed_config
 
 
 def _angles(given: bool) -> tuple[Operand, ...]:
-    """cos and sin [T, R / 2], or wider rows."""
+    """The operands cos and sin [T, R / 2], or wider rows."""
     return (Operand("cos", "float32", (None, None)), Operand("sin", "float32", (None, None))) if given else ()
 
 
 def packed_write_operands(config: packed_config.PackedWriteConfig) -> tuple[Operand, ...]:
-    """latent, k_rope, cos and sin may be wider than their columns; only the first are read."""
+    """The operands. Rows of latent, k_rope, cos and sin may be wider than their columns; only the first columns are
+    read."""
     cache = (None, None, V32_PACKED.row_bytes)
     return (
         Operand("kv_cache", "uint8", cache, wide=True),
@@ -34,7 +35,7 @@ def packed_write_operands(config: packed_config.PackedWriteConfig) -> tuple[Oper
 
 
 def indexer_write_operands(config: packed_config.IndexerWriteConfig) -> tuple[Operand, ...]:
-    """k, cos and sin may be wider than their columns; only the first are read."""
+    """The operands. Rows of k, cos and sin may be wider than their columns; only the first columns are read."""
     cache = (None, None, INDEXER.row_bytes)
     return (
         Operand("k_cache", "uint8", cache, wide=True),
@@ -46,7 +47,7 @@ def indexer_write_operands(config: packed_config.IndexerWriteConfig) -> tuple[Op
 
 
 def indexer_quantize_operands(config: packed_config.IndexerQuantizeConfig) -> tuple[Operand, ...]:
-    """N = T * Hi rows of q and weights; q, cos and sin may be wider than their columns."""
+    """The operands, for N = T * Hi rows of q and weights. Rows of q, cos and sin may be wider than their columns."""
     return (
         Operand("q", config.in_dtype, (None, None)),
         Operand("weights", config.weights_dtype, (None,), align=4),
@@ -57,7 +58,7 @@ def indexer_quantize_operands(config: packed_config.IndexerQuantizeConfig) -> tu
 
 
 def compress_write_operands(config: compress_config.CompressWriteConfig) -> tuple[Operand, ...]:
-    """kv_score and the state's rows hold kv and scores side by side."""
+    """The operands. Rows of kv_score and of the state have kv and scores side by side."""
     row = 2 * config.width
     cache: tuple[int | None, ...] = (None, None, config.channels)
     dtype = config.cache

@@ -26,7 +26,7 @@ def float_bits(value: float) -> int:
 
 
 def greatest_bits(values, count):
-    """The bits of the greatest magnitude among `count` float32 registers; as integers they ascend with the magnitudes,
+    """The bits of the greatest magnitude among `count` float32 registers. As integers, bits ascend with the magnitudes,
     and a NaN is above all numbers."""
     bits = Uint32(0)
     for i in range(count):
@@ -46,13 +46,13 @@ def scale_exponent(bits: Uint32, floor: cutlass.Constexpr[float]):
 
 
 def power_of_two(exponent):
-    """2^exponent of a normal number."""
+    """2^exponent, if it is a normal number."""
     return ((exponent + BIAS) << MANTISSA_BITS).bitcast(Float32)
 
 
 def ask(dtype: str, address: Int64) -> Float32:
-    """A value at an address of global memory, in float32, loaded here: the compiler moves a plain load to its first
-    use, behind other waits."""
+    """Load a value at an address of global memory, as float32, at this place. A plain load would be moved by the
+    compiler to its first use, behind other waits."""
     kind = f"b{DTYPES[dtype].width}"
     widen = {
         "bfloat16": "cvt.u32.u16 t, h; shl.b32 t, t, 16; mov.b32 {$w0}, t;",
@@ -77,9 +77,10 @@ def rotated_pair(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Fl
 
 
 class RowRotation:
-    """Rope on some columns of rows of 128 that half a warp holds, LANE_VALUES columns a lane: neighbours, or, where the
-    members of a pair lie in halves of what is rotated, some of the first half and those that belong to them. `config`
-    has rope_dim, rope_offset and rope_layout."""
+    """Rope on some columns of rows of 128 that half a warp holds, with LANE_VALUES columns per lane. These are
+    neighbours, unless the members of a pair lie in different halves of the rotated columns: then half of them are of
+    the first half, and the others are their partners in the second half. `config` has rope_dim, rope_offset and
+    rope_layout."""
 
     def __init__(self, config: IndexerWriteConfig | IndexerQuantizeConfig) -> None:
         self.dim, self.offset = config.rope_dim, config.rope_offset
@@ -92,7 +93,8 @@ class RowRotation:
 
     @cute.jit
     def columns(self, lane: Int32):
-        """The first of each group of neighbouring columns that a lane holds: one group, or two halves of one."""
+        """The first column of each group of neighbouring columns that a lane has: one group, or two groups of half the
+        size."""
         first = lane * LANE_VALUES
         if const_expr(not self.halves):
             return (first,)
@@ -112,7 +114,7 @@ class RowRotation:
 
     @cute.jit
     def rotate(self, values: cute.Tensor, angles: list[cute.Tensor], lane: Int32):
-        """Rotate the lane's float32 values in place; `lane` is that of the row."""
+        """Rotate the lane's float32 values in place; `lane` is the lane's number in the row."""
         cos, sin = angles
         if self.inside(lane):
             for i in cutlass.range_constexpr(LANE_VALUES // 2):
