@@ -1,4 +1,5 @@
-"""What select_topk writes: positions or slots, their scores, and entries that are sorted by value first."""
+"""The writing of select_topk's results: positions or slots, their scores, and entries that are sorted by value
+first."""
 
 from __future__ import annotations
 

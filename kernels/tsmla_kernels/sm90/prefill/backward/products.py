@@ -357,8 +357,8 @@ class Consumer:
 
     @cute.jit
     def zero_queries(self, shared: Shared, stage: Stage, rows: Int32, t: ThreadIndex):
-        """Zero the rows of Q and dO past a request's queries, as zero_keys does past its keys. Both warpgroups write the
-        same zeros, and each reads only after its own zeros."""
+        """Zero the rows of Q and dO past a request's queries, as zero_keys does past its keys. Both warpgroups write
+        the same zeros, and each reads only after its own zeros."""
         q, dout = self.traits.q, self.traits.dout
         self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
         dout_index = self.dout_stage(stage).index
