@@ -1,4 +1,5 @@
-"""What the `tsmla` commands of both distributions share. Imports no kernels, so that `tsmla --help` is quick."""
+"""The common parts of the `tsmla` commands of both distributions. Imports no kernels, so that `tsmla --help` is
+quick."""
 
 from __future__ import annotations
 

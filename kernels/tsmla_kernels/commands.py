@@ -105,14 +105,15 @@ def run_compile(args: argparse.Namespace) -> int:
 
 
 def _of_configs(args: argparse.Namespace) -> list[Wanted]:
-    """What every --config names, for one architecture."""
+    """The objects that every --config names, for one architecture."""
     arch = args.arch or os.environ.get("CUTE_DSL_ARCH") or next(iter(KERNELS.values())).archs[0]
     kernels = _kernels(args.kernel, arch)
     return [Wanted(kernel, config, arch) for text in args.config for kernel, config in configs(text, kernels)]
 
 
 def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
-    """What the lines of --list name; `illegal` receives what is wrong with those that name nothing of this version."""
+    """The objects that the lines of --list name. Lines that name no object of this version add their error to
+    `illegal`."""
     kernels, found = _kernels(args.kernel, args.arch), []
     lines = read_text("--list", args.list).splitlines()
     if not lines:
@@ -129,7 +130,7 @@ def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
 
 
 def _named() -> dict[str, Kernel | Chain]:
-    """What --kernel may name."""
+    """The kernels and chains that --kernel may name, by name."""
     return {**KERNELS, **CHAINS}
 
 
@@ -138,7 +139,8 @@ def _presets(kernels: Sequence[Kernel | Chain]) -> list[str]:
 
 
 def _kernels(names: Sequence[str] | None, arch: str | None) -> list[Kernel | Chain]:
-    """Those of --kernel, or all, that can be compiled for an architecture; ValueError if none can."""
+    """The kernels of --kernel, or all, that can be compiled for an architecture; raises ValueError if there are
+    none."""
     named = [_named()[name] for name in names or _named()]
     kernels = [kernel for kernel in named if arch is None or arch in kernel.archs]
     if not kernels:
@@ -254,7 +256,7 @@ def _compile_one(kernel: Kernel, config: Config, arch: str) -> _Outcome:
 
 
 def _resources_of(compiled: CompiledObject) -> str:
-    """What who changes a kernel looks at first: registers of each device function, local memory, serialised WGMMA."""
+    """A summary for those who change a kernel: registers of each device function, local memory, serialised WGMMA."""
     report = resource_report(compiled)
     registers = " and ".join(str(function.registers) for function in report.kernels)
     local = max((function.stack_bytes for function in report.kernels), default=0)

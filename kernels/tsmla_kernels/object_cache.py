@@ -70,11 +70,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` did.
+    """The result of `prune`.
 
     Attributes:
       removed: the entries that are gone.
-      kept: those that should be and could not be removed, each with the reason.
+      kept: the entries that should have been removed but could not be, each with the reason.
     """
 
     removed: list[Entry]

@@ -1,4 +1,4 @@
-"""What the dense attention operations accept and return: mla_decode, mla_prefill and merge_attention_states.
+"""The arguments and results of the dense attention operations: mla_decode, mla_prefill and merge_attention_states.
 
 Imports neither jax nor torch. Axes: B requests, S query tokens a request, T tokens over all requests, H query heads, L
 latent width, R rope width, D = L + R, P pages, Z page size (tokens a page), M block-table width (pages a request at

@@ -1,4 +1,5 @@
-"""What the operations on the paged cache accept and return: write_kv_cache, rope_write_kv_cache and gather_kv_cache.
+"""The arguments and results of the operations on the paged cache: write_kv_cache, rope_write_kv_cache and
+gather_kv_cache.
 
 Imports neither jax nor torch. Axes: T tokens, H query heads, L latent width, R rope width, D = L + R, P pages, Z page
 size (tokens a page), B requests, M block-table width.

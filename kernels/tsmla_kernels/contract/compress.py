@@ -1,4 +1,4 @@
-"""What compress_write_kv_cache accepts and returns. Imports neither jax nor torch; axes as in contract.sparse."""
+"""The arguments and results of compress_write_kv_cache. Imports neither jax nor torch; axes as in contract.sparse."""
 
 from __future__ import annotations
 

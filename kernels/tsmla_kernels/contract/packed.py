@@ -1,5 +1,5 @@
-"""What writing the packed caches and quantising for them accept and return: write_packed_kv_cache, write_indexer_cache
-and indexer_quantize.
+"""The arguments and results of writing the packed caches and of quantising for them: write_packed_kv_cache,
+write_indexer_cache and indexer_quantize.
 
 Imports neither jax nor torch. Axes: T tokens, Hi indexer heads, Di indexer width, R rope width, P pages, Z page size.
 """

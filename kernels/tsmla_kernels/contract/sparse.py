@@ -1,4 +1,5 @@
-"""What the sparse operations accept and return: sparse_mla, indexer_logits, select_topk, indexer_topk and compress_kv.
+"""The arguments and results of the sparse operations: sparse_mla, indexer_logits, select_topk, indexer_topk and
+compress_kv.
 
 Imports neither jax nor torch. Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K
 selected entries a token, P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels
