@@ -1,1 +1,2 @@
-"""Writing the packed caches of V3.2 and V4, and what is quantised with them: kernels and configurations."""
+"""The kernels that write the packed caches of V3.2 and V4 and quantise the indexer's queries, and their
+configurations."""

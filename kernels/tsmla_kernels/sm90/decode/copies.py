@@ -98,7 +98,7 @@ class Copier:
     @cute.jit
     def request_only_q(self, batch: Int32, copies: Copies) -> Int32:
         """Request the Q of a batch of one request while its length is being loaded: for any length, a cluster that gets
-        a piece begins with these rows. Returns whether that was done; `begin` must know."""
+        a piece begins with these rows. Returns whether Q has been requested, which `begin` takes."""
         requested = Int32(0)
         if const_expr(self.q_known_early):
             if batch == 1:
@@ -176,7 +176,7 @@ class Copier:
     @cute.jit
     def produce(self, index: Int32, copies: Copies, requested: Int32 | int = 0):
         """Fill the free stage `index` with the next of these: rows of Q, a block of keys, or the end of the work.
-        requested: whether it has already been requested.
+        requested: whether its copy has already been requested.
 
         The copying warp's state lies in shared memory: O takes its registers.
         """

@@ -199,8 +199,7 @@ class MlaDecode:
                 else:
                     self.registers.set(self.registers.values)
                     self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
-                # Idle warps must not signal: `combine` would launch immediately and take a part of the SM while it
-                # waits.
+                # Idle warps must not signal: `combine` would launch immediately and occupy the SM while it waits.
                 cute.arch.griddepcontrol_launch_dependents()
         else:
             if group == 0:

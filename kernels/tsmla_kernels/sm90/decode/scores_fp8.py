@@ -115,7 +115,7 @@ class ScoresFp8(Scores):
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        # Masked blocks have a separate loop: jumping over the mask would cost every other block 20 cycles.
+        # Masked blocks have a separate loop: jumping over the mask would cost each unmasked block 20 cycles.
         unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), blocks.begin), blocks.end)
         for masked in cutlass.range_constexpr(2):
             first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)

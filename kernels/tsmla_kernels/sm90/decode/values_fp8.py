@@ -70,7 +70,7 @@ class ValuesFp8:
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The first latent of a tile, in the order in which results are stored."""
+        """The column in the results of a tile's first latent."""
         return first_tile * 16
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
@@ -176,7 +176,8 @@ class ValuesFp8:
 
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
-        """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
+        """The swizzle permutes the four tiles of 16 bytes in 64 bytes; two warps share these if a warp has only two
+        tiles."""
         # The swizzle permutes four tiles of 16 bytes; two warps share these if a warp has only two tiles.
         return here ^ (tile << 4)
 
@@ -199,7 +200,7 @@ class ValuesFp8:
         """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
         fragment = narrow[None, g % AHEAD]
         address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
-        # A word has two keys of two neighbouring latents.
+        # A word has the values of two neighbouring latents for two keys.
         fragment[0], fragment[1], fragment[2], fragment[3] = load_transposed(address)
 
     @cute.jit

@@ -454,7 +454,7 @@ class Combine:
             first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.partial_is_lane_order):
-                # In 32 columns: group lane % 4, and in this group the pair lane // 4 % 4.
+                # Of 32 columns a lane has pair lane // 4 % 4 of group lane % 4.
                 column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):

@@ -12,8 +12,8 @@ from tsmla_kernels.sm90.latent.ring import Ring
 
 
 class ScoreMma(NamedTuple):
-    """The MMA of Q K^T of a block. If only some of Q's columns are in registers: the MMA of the columns in shared
-    memory too."""
+    """The MMA of Q K^T of a block. If only a part of Q's columns is in registers, `shared` is the MMA of the other
+    columns, which are in shared memory."""
 
     main: cute.TiledMma
     shared: cute.TiledMma | None = None

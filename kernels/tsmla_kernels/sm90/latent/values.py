@@ -129,7 +129,7 @@ class Values(Protocol):
         """The first tile of 16 latents of a warp of value warpgroup `half`."""
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """The offset in a stage of this lane's first values."""
+        """The column in the results of a tile's first latent."""
 
     def first_latent(self, first_tile: Int32) -> Int32:
         """The first latent of a tile, in the order in which results are stored."""

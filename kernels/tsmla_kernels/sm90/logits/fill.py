@@ -1,4 +1,4 @@
-"""The warps next to the producer's in indexer_logits. They write -inf into the columns that a token does not see. With
+"""The warps of indexer_logits next to the producer. They write -inf into the columns that a token does not see. With
 config.writes_rows they also write how many keys each row sees, and its request."""
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Gemms:
 
     @cute.jit
     def start_turns(self, group: Int32) -> None:
-        """Give the first warpgroup its first turn. The last warpgroup does it."""
+        """Give the first warpgroup its first turn; the last warpgroup does this."""
         if const_expr(not self.traits.fp8):
             if group == self.traits.groups - 1:
                 cute.arch.barrier_arrive(barrier_id=Barrier.TURN, number_of_threads=TURN_THREADS)

@@ -106,7 +106,7 @@ class Barrier(IntEnum):
     `sync_threads`."""
 
     TURN = 1  # 256 threads: warpgroup g waits until the other warpgroup, which has issued its products, arrives
-    V_ZEROED = 3  # 128 threads: warpgroup g, after it has zeroed V's rows past the request's end
+    V_ZEROED = 3  # 128 threads: those of warpgroup g meet after they have zeroed V's rows past the request's end
 
 
 class Operands(NamedTuple):

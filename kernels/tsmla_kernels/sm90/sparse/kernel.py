@@ -198,7 +198,7 @@ class SparseMla:
             else:
                 self.registers.set(self.registers.values)
                 self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule)
-            # Idle warps must not signal: `combine` would launch immediately and take a part of the SM while it waits.
+            # Idle warps must not signal: `combine` would launch immediately and occupy the SM while it waits.
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit

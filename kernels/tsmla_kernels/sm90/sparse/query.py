@@ -18,7 +18,11 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SparseQuery:
-    """Q in place. If bf16 numbers exceed f16's range, Q is read once more from global memory."""
+    """Q in place. If bf16 numbers exceed f16's range, Q is read once more from global memory.
+
+    Attributes:
+      copy: converts Q to f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
+      tiles: groups of 64 columns. depth, p_rows, q_dtype: as in QueryCopy."""
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
         self.depth, self.p_rows, self.q_dtype = config.head_dim, ring.p_rows, ring.q_dtype

@@ -132,7 +132,7 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     rows, columns = spec.num_tokens, spec.num_columns
     if not isinstance(rows, int):
         rows = MANY_ROWS
-    # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no multiprocessor idle.
+    # cluster, warps, held, most_chunks: a CTA holds the whole row if that leaves no multiprocessor idle.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
     elif columns <= 1 << 15:

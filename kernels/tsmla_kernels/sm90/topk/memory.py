@@ -63,7 +63,8 @@ class Shared(NamedTuple):
       results: words of Result. totals: words of Total.
       warp_above, warp_inside: for each warp, how many of its columns are above the deciding bin and in it.
       candidates: entries of the CTA's columns in the deciding bin. candidate_warps: the warp of each.
-      cluster_candidates: those of all CTAs of the cluster. candidate_ranks: how many of them are greater than each.
+      cluster_candidates: the candidates of all CTAs of the cluster. candidate_ranks: for each of these, how many are
+        greater.
       entries: the selected columns as entries, to be sorted.
     """
 

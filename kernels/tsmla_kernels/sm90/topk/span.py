@@ -24,8 +24,8 @@ class Span(NamedTuple):
     Attributes:
       address: the address of the row's first vector. lead: columns of that vector before the row's first. behind: the
         element at which the row's columns end, counted from `address`.
-      begin: the CTA's first vector. full: vectors that lie in the array as a whole.
-      chunks: chunks of each CTA. held: those of them in shared memory, every `stride`th.
+      begin: the CTA's first vector. full: how many vectors lie wholly in the array.
+      chunks: chunks of each CTA. held: how many of these are in shared memory: every `stride`th.
     """
 
     address: Int64

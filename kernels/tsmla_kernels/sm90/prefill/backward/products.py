@@ -302,7 +302,7 @@ class Consumer:
 
     @cute.jit
     def mask(self, s: cute.Tensor, diagonal: Int32, keys: Int32, t: ThreadIndex):
-        """Set masked scores to -inf: those of queries that do not see a key, and of keys past the request's end."""
+        """Set scores to -inf for queries that do not see a key, and for keys past the request's end."""
         for i in cutlass.range_constexpr(2):
             key = t.group * GROUP_KEYS + t.row + 8 * i
             first_seeing = key + diagonal - (t.lane % 4) * 2

@@ -24,7 +24,8 @@ UNROLL = 4
 
 
 def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
-    """`count` elements of a dense tensor in global memory from element `offset` on, a multiple of 16 bytes."""
+    """`count` elements of a dense tensor in global memory, from element `offset` on. Their address is a multiple of
+    16."""
     address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
     pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(count))
