@@ -33,7 +33,7 @@ class CompressWriteConfig:
       rope_dim: how many channels, the last ones, are rotated.
       eps: the norm's epsilon.
       page_size: rows of a "v4" page; 0 otherwise.
-      cluster: CTAs that share a window. parts: parts of a CTA's rows, each pooled by other threads.
+      cluster: CTAs that share a window. parts: parts of a CTA's rows, each pooled by its own threads.
     """
 
     ratio: int

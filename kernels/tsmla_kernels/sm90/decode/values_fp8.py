@@ -176,9 +176,8 @@ class ValuesFp8:
 
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
-        """The swizzle permutes the four tiles of 16 bytes in 64 bytes; two warps share these if a warp has only two
-        tiles."""
-        # The swizzle permutes four tiles of 16 bytes; two warps share these if a warp has only two tiles.
+        """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
+        # The swizzle permutes four tiles of 16 bytes, 64 bytes in all. If a warp has only two tiles, two warps share them.
         return here ^ (tile << 4)
 
     @cute.jit

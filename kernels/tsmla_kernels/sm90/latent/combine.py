@@ -242,7 +242,7 @@ class Combine:
         tile_octets = rows * (self.latent // 8)
         size = Int32(0)
         if count > 0:
-            size = (divide(tile_octets - 1, part.slices) + 8) & -8  # in eights: 128 bytes of a line
+            size = (divide(tile_octets - 1, part.slices) + 8) & -8  # a multiple of eight: 128 bytes of a line
         begin = part.index * size
         size = cutlass.min(part.taken * size, tile_octets - begin)
         if part.members > 1:

@@ -74,7 +74,8 @@ class OutRows(NamedTuple):
     Attributes:
       inverse, kept: the rows' factors are column `kept` of `inverse`. factors: the factors in registers, if they are
         there.
-      first_latent, lane: the lane's first latent, and its number in the warp."""
+      first_latent, lane: the lane's first latent, and its number in the warp.
+    """
 
     inverse: cute.Tensor
     kept: Int32
@@ -129,10 +130,10 @@ class Values(Protocol):
         """The first tile of 16 latents of a warp of value warpgroup `half`."""
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """The column in the results of a tile's first latent."""
+        """The offset in a stage of this lane's first values."""
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The first latent of a tile, in the order in which results are stored."""
+        """The column in the results of a tile's first latent."""
 
     def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until the next piece has been described; `index` is its first stage."""

@@ -17,7 +17,7 @@ from tsmla_kernels.sm90.warp import store_matrices
 P_SCALE_BITS = 5
 E4M3_MAX = 448.0
 # fp8 packs a lane's 16 values of 32 keys into 4 words.
-WORD_OFFSETS = (0, 2, 8, 10)  # offsets in the 16 of the words' first values
+WORD_OFFSETS = (0, 2, 8, 10)  # offsets of the words' first values among the 16
 VALUE_OFFSETS = (0, 1, 4, 5)  # offsets of a word's values from its first one
 
 

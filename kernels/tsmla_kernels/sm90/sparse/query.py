@@ -22,7 +22,8 @@ class SparseQuery:
 
     Attributes:
       copy: converts Q to f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
-      tiles: groups of 64 columns. depth, p_rows, q_dtype: as in QueryCopy."""
+      tiles: groups of 64 columns. depth, p_rows, q_dtype: as in QueryCopy.
+    """
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
         self.depth, self.p_rows, self.q_dtype = config.head_dim, ring.p_rows, ring.q_dtype

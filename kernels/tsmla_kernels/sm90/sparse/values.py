@@ -163,8 +163,8 @@ class SparseValues:
 
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """A word has the values of two neighbouring latents for two keys."""
-        # A word has two keys of two neighbouring latents.
+        """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
+        # A word has the values of two neighbouring latents for two keys.
         self.load(here + (g // 2 * 16 + (g % 2) * (32 * self.pitch)), narrow[None, g % AHEAD])
 
     def load(self, address: Int32, fragment: cute.Tensor) -> None:
