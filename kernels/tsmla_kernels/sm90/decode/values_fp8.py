@@ -177,7 +177,7 @@ class ValuesFp8:
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
         """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
-        # The swizzle permutes four tiles of 16 bytes, 64 bytes in all. If a warp has only two tiles, two warps share them.
+        # The swizzle permutes four tiles of 16 bytes. If a warp has only two tiles, two warps share them.
         return here ^ (tile << 4)
 
     @cute.jit
