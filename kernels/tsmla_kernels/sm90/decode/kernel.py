@@ -73,7 +73,7 @@ class MlaDecode:
             self.values = ValuesFewRows(config, stages, self.walk, self.copier)
         else:
             self.threads = 384
-            self.registers = Registers(168, 184, 160, 160)  # 384 threads start with as many registers as 184 + 2 x 160
+            self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is 3 x 168
             self.scores = Scores16bit(config, stages)
             self.values = Values16bit(config, stages, self.walk, self.copier)
 

@@ -149,5 +149,5 @@ class ScoresFp8(Scores):
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
-        """Finish the rows."""
+        """Finish the rows of a piece: see Softmax.finish."""
         self.softmax.finish(held.running, held.place, piece, number, held.results)

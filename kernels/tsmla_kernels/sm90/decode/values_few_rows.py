@@ -47,7 +47,7 @@ class ValuesFewRows(ValuesFp8):
         return uniform(half * (self.half * self.block * self.ring.itemsize))
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
-        """The number of a warp's first 16 latents."""
+        """The first tile of 16 latents of a warp."""
         return half * (self.half // 16) + warp
 
     @cute.jit

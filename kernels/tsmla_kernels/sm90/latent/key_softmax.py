@@ -42,8 +42,8 @@ class KeyScores(Protocol):
     """Registers of a lane that has scores as keys by rows.
 
     Attributes:
-      exchanged: scratch of the warpgroup. p_words: P as it is stored. running: the lane's maxima and sums. place: the
-        thread's place.
+      exchanged: scratch of the warpgroup. p_words: P in the words that are stored. running: the lane's maxima and sums.
+        place: the thread's place.
     """
 
     exchanged: Exchange

@@ -24,7 +24,7 @@ class Piece(IntEnum):
     FEWEST_KEYS = 3  # in the same place with visible_lens: the fewest keys that a token of the row tile sees
     ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
     ROW = 5  # the same row, counted in q and out
-    VALID_ROWS = 6  # how many of this CTA's 64 rows
+    VALID_ROWS = 6  # how many of this CTA's 64 rows the row tile has
     SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
     Q_STAGES = 9  # stages of the ring that Q takes
@@ -52,7 +52,7 @@ class ScheduleState(IntEnum):
     REQUEST = 0
     TILE = 1  # row tile of the request
     TILE_START = 2  # where the tile begins on its line
-    BEGIN = 3  # the share's begin on the line
+    BEGIN = 3  # where the share begins on the line
     END = 4
     KIND = 5  # a ScheduleKind
     PIECE_OF_TILE = 6  # next piece of the tile when batch_invariant; -1: the first one that begins in the share

@@ -145,7 +145,7 @@ class QueryCopy:
                 ranges.pop()
         for begin, end in ranges:
             natural = begin == self.natural_from
-            # Every thread has as many groups, and the first threads have one more.
+            # All threads have equally many groups, except that the first threads may have one more.
             each = (end - begin) // threads
             batched = each - each % AT_ONCE
             if const_expr(batched > 0):

@@ -66,7 +66,7 @@ class ScoreWalk(Generic[Held]):
 
     @cute.jit
     def run(self, held: Held, shared: Shared):
-        """Warpgroup 0: take Q once a piece; then Q K^T, softmax and P for every block of keys."""
+        """Warpgroup 0: take Q once per piece; then do Q K^T, softmax and P for every block of keys."""
         index, phase, number = Int32(0), Int32(0), Int32(0)
         running = Int32(1)
         while running == 1:

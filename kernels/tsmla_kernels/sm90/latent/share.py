@@ -25,7 +25,7 @@ LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks may leav
 MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
 MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word
-ALL_KEYS = (1 << 31) - 1  # a length of at least any request's
+ALL_KEYS = (1 << 31) - 1  # a length that no request exceeds
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 # The words of a ScheduleState. A cluster's sorted requests, one byte each, start in its last word.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
@@ -270,7 +270,7 @@ class BatchShare:
                     if cut_blocks <= length + cutlass.min(slack, 8):
                         kind, length, equal_cost = Int32(ScheduleKind.CUT), cut_blocks, cuts * cut_blocks
                 if kind == ScheduleKind.LINE and batch <= 32:
-                    # The most by which a share may grow to avoid two pieces in one cluster.
+                    # The greatest length of a share, if that avoids two pieces in one cluster.
                     most = length + cutlass.min(quotient(length, 32) if const_expr(self.few_rows) else slack, 3)
                     if self.count_pieces(measure.tiles, blocks, most, batch) <= clusters:
                         least = cutlass.max(length - OVERHEAD - 1, self.min_share)

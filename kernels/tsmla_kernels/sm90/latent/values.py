@@ -256,8 +256,9 @@ class WideValues:
     def read_on(
         self, n: cutlass.Constexpr[int], reading: Reading, narrow: cute.Tensor, read_values: ReadValues
     ):  # fmt: skip
-        """Read another fragment after half n if n is the last half of a fragment, in its place. The new fragment is
-        this block's next one, or one of the next block's first ones, once the next block's keys have arrived."""
+        """After half n, if it is the last half of a fragment, read another fragment in that fragment's place. The new
+        one is this block's next fragment, or one of the next block's first ones, once the next block's keys have
+        arrived."""
         g, groups = n // 2, 2 * self.m_tiles
         if const_expr(n % 2 == 1):
             if const_expr(g + AHEAD < groups):
@@ -304,7 +305,7 @@ class WideValues:
         """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out, by `store_rows`."""
         lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
-        # Eight lanes' neighbouring latents fill a sector.
+        # The neighbouring latents of eight lanes fill a sector of memory.
         row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * self.neighbours
         if slot < 0:
             target = element(

@@ -70,7 +70,7 @@ class Attention:
 
     @cute.jit
     def run(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> None:
-        """Compute warpgroup `group`'s rows of all tiles of this CTA."""
+        """Run compute warpgroup `group`: attention of its rows of all tiles of this CTA."""
         wg = self.set_up(shared, mma, scales, results, group)
         cute.arch.mbarrier_wait(shared.q.full + group, 0)
         blocks = uniform(shared.tiles[Tile.BLOCKS, 0])

@@ -105,7 +105,7 @@ class Barrier(IntEnum):
     """Named barriers of 16-bit kernels. Each is the first of two ids: compute warpgroup g uses id + g. Id 0 is
     `sync_threads`."""
 
-    TURN = 1  # 256 threads: warpgroup g waits until the other warpgroup, which has issued its products, arrives
+    TURN = 1  # 256 threads: warpgroup g waits for the other one, which arrives when it has issued its products
     V_ZEROED = 3  # 128 threads: those of warpgroup g meet after they have zeroed V's rows past the request's end
 
 

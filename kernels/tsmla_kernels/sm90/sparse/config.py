@@ -43,7 +43,7 @@ class SparseConfig:
     Attributes:
       dtype: q's dtype: "bfloat16", "float16" or, over V3.2 and plain rows of e4m3, "float8_e4m3fn".
       num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
-      layout: of the caches' rows: "v32", "v4" or "plain".
+      layout: the layout of the caches' rows: "v32", "v4" or "plain".
       kv_dtype: the dtype of plain rows: e4m3, "bfloat16" or "float16".
       page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if a slot's number is its row's
         number and every slot of a page has a row.
@@ -191,7 +191,7 @@ class SparseConfig:
         """A piece is described this many pieces before the value warpgroups reach it.
 
         A piece of one block takes one stage, and a gathering warp reads the description of the piece behind the last
-        stage that it could fill: that is the next one but `stages`. Rings of less than four stages would need fewer.
+        stage that it could fill: `stages` pieces after the next one. Rings of less than four stages would need fewer.
         """
         return max(self.stages, 4) + 2
 

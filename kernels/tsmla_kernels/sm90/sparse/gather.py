@@ -20,7 +20,7 @@ LINE = 128  # bytes
 
 
 class Row(NamedTuple):
-    """A row of a cache: 1 if its slot exists, its address, and the address of a V4 row's scales."""
+    """A row of a cache: whether its slot exists (1 or 0), its address, and the address of a V4 row's scales."""
 
     exists: Int32
     address: Int64

@@ -18,7 +18,7 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SparseQuery:
-    """Q in place. If bf16 numbers exceed f16's range, Q is read once more from global memory.
+    """Q at its place in shared memory. If bf16 numbers exceed f16's range, Q is read once more from global memory.
 
     Attributes:
       copy: converts Q to f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
@@ -101,7 +101,7 @@ def chunk_64(row, chunk):
 
 
 class Fp8Query(SparseQuery):
-    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. A copy in bf16 follows of the columns that are
+    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. After these lies a bf16 copy of the columns that are
     multiplied by bf16 keys."""
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:

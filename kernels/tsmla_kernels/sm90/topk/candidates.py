@@ -39,8 +39,8 @@ class Candidates:
 
     @cute.jit
     def merge(self, shared: Shared, place: Place):
-        """Gather the cluster's candidates, and store where the CTA's results begin before candidates are selected:
-        behind the columns above the bin of the CTAs before this one."""
+        """Gather the cluster's candidates. Total.BASE becomes the number of columns above the bin in the CTAs before
+        this one: the CTA's results begin there, until candidates are selected."""
         counts = self.cluster.totals(shared, place, Total.INSIDE)
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, place.lane)
         if place.thread == 0:

@@ -214,7 +214,7 @@ class ExactSearch:
     @cute.jit
     def classify(self, row: Row, shared: Shared, place: Place, keys: KeyRange, copied: Int32):
         """Count the columns above and inside the range `keys`. List the columns inside or, if they are many, find the
-        bounds of their keys. Returns how many chunks were copied so far; the cluster has met."""
+        bounds of their keys. Returns how many chunks were copied so far, after the cluster has met."""
         for i in cutlass.range(place.thread, self.config.listed, self.config.threads, unroll=1):
             shared.candidate_ranks[i] = Int32(0)
         few = shared.results[Result.INSIDE] <= self.config.listed

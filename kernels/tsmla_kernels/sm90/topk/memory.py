@@ -1,6 +1,6 @@
 """Records of select_topk: shared memory, its words, and the bundles that device functions pass on."""
 
-# Without postponed annotations: cute.struct reads the sizes of Storage from them.
+# Annotations are not postponed, because cute.struct reads the sizes of Storage from them.
 import enum
 from typing import Any, NamedTuple
 
@@ -30,10 +30,10 @@ class Result(enum.IntEnum):
 
 
 class Total(enum.IntEnum):
-    """Words of a CTA's shared memory about its own columns, which the cluster's other CTAs read.
+    """Words of a CTA's shared memory about its own columns. The cluster's other CTAs read all of them but BASE.
 
     ABOVE: columns above the deciding bin. INSIDE: columns in it. LEAST, GREATEST: bounds of the keys in it. BASE:
-    selected columns of the CTAs before this one, which only this CTA reads.
+    selected columns of the CTAs before this one.
     """
 
     ABOVE = 0
@@ -58,8 +58,8 @@ class Shared(NamedTuple):
       marks: a byte for each vector of the CTA's share: four bits for columns above the bin or selected, and four for
         columns that are equal.
       kept_counts: for each thread, how many columns it keeps.
-      sample: counts of the sampled columns. kept: counts of the kept columns; the same memory where the whole row is
-        sampled.
+      sample: counts of the sampled columns. kept: counts of the kept columns; the same memory as `sample` if the whole
+        row is sampled.
       results: words of Result. totals: words of Total.
       warp_above, warp_inside: for each warp, how many of its columns are above the deciding bin and in it.
       candidates: entries of the CTA's columns in the deciding bin. candidate_warps: the warp of each.

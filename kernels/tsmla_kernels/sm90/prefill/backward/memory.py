@@ -159,7 +159,7 @@ class Accumulators(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The logits' scale, also times log2(e), and the output's scale."""
+    """The logits' scale, the same scale times log2(e), and the output's scale."""
 
     logits: Float32
     logits_log2: Float32

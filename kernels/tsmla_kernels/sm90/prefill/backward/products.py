@@ -3,7 +3,7 @@
     S = K Q^T, P = exp2(S scale - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
 
 Each warpgroup has half of a tile's keys: P and dS stay in its registers as operands of dV and dK. dQ sums over all
-keys, so dS goes through shared memory too, and each warpgroup computes half of dQ's columns, one step behind.
+keys, so dS is also stored to shared memory, and each warpgroup computes half of dQ's columns, one step behind.
 """
 
 from __future__ import annotations
