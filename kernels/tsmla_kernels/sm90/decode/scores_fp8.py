@@ -91,7 +91,10 @@ class ScoresFp8(Scores):
         return Taken(index, phase, held.scale)
 
     def words_of_rows(self) -> cute.Layout:
-        """The words of p_rows rows of Q: (word of four, thread, turn). A tile of 64 columns has 64 rows of 64 bytes."""
+        """The layout of the words of p_rows rows of Q: (one of four words, thread, turn).
+
+        A tile of 64 columns has 64 rows of 64 bytes.
+        """
         rows, tile = self.config.p_rows, ROWS * 64 // 4
         if rows == ROWS:
             return cute.make_layout((4, 128, self.depth // 32), stride=(1, 4, 512))

@@ -205,7 +205,7 @@ class PieceWalk:
                 tile += 1
                 piece_of_tile = Int32(-1)
                 if tile >= tiles:
-                    tile_start -= (tile - tiles) * tile_cost  # a request without queries takes no room on the line
+                    tile_start -= (tile - tiles) * tile_cost  # a request without queries has no length on the line
                     tile = Int32(0)
                     r += 1
                 if const_expr(self.batch.may_sort_requests):

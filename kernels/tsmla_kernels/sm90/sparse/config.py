@@ -144,8 +144,7 @@ class SparseConfig:
 
     @property
     def scales_offset(self) -> int:
-        """The offset of scales in a stage: of the first row's f32 scales for V3.2, and of the table of f16 behind P for
-        V4."""
+        """The offset in a stage of the first row's f32 scales (V3.2), or of the table of f16 scales behind P (V4)."""
         return V32_PACKED.latent_dim if self.layout == "v32" else self.keys_bytes + self.p_bytes
 
     @property

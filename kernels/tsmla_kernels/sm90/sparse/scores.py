@@ -204,7 +204,7 @@ class SparseScores:
             # All four warps have read the previous Q: they have met since their last product.
             if held.place.warp == 0:
                 self.query.request(piece, query)
-        scale = held.scales[0] * LOG2_E  # loaded here, because loads take time
+        scale = held.scales[0] * LOG2_E  # loaded before the waits below, to overlap them
         if const_expr(self.config.layout == "plain"):
             scale = scale * held.scales[1]
         sync_softmax()  # before the maxima that finish_piece has read are overwritten

@@ -48,7 +48,7 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim(self, tile: Int32, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Describe tile number `tile` of the plan in a slot. Returns the position in the plan at which it was found."""
+        """Write the description of the plan's tile `tile` into a slot. Returns the position of its request in the plan."""
         lane = cute.arch.lane_idx()
         plan = schedule.plan
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
