@@ -273,7 +273,7 @@ class RopeWriteKvCache:
         return [[value.to(Float32) for value in side] for side in sides]
 
     def rounded(self, values):
-        """Round these numbers to the inputs' dtype, in registers."""
+        """Round `values` to the inputs' dtype. The results are in registers."""
         registers = cute.make_rmem_tensor((len(values),), self.in_dtype)
         for i, value in enumerate(values):
             registers[i] = value.to(self.in_dtype)

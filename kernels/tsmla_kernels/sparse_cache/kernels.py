@@ -1,7 +1,7 @@
 """The kernels that write V3.2's packed rows and the indexer's keys, and that quantise the indexer's queries. One launch
 does rope, quantisation and the write. DESIGN.md in this folder gives the reasons.
 
-A warp has a packed row, or half a warp a row of the indexer's. Shuffles find a row's maximum, and a warp never waits
+A warp works on a packed row, and half a warp on an indexer row. Shuffles find a row's maximum, and a warp never waits
 for another warp.
 """
 

@@ -46,7 +46,7 @@ def scale_exponent(bits: Uint32, floor: cutlass.Constexpr[float]):
 
 
 def power_of_two(exponent):
-    """2^exponent, if it is a normal number."""
+    """2^exponent. This must be a normal number of float32."""
     return ((exponent + BIAS) << MANTISSA_BITS).bitcast(Float32)
 
 

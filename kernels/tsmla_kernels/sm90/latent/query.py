@@ -132,7 +132,7 @@ class QueryCopy:
         barrier separates reading from writing: one thread alone reads a group, writes it and, past the tile's end,
         zeroes it.
         """
-        t = kept(t)  # behind a shuffle, so that no address is kept from piece to piece
+        t = kept(t)  # so that addresses are computed again for each piece, and need no registers between pieces
         number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         source = self.source.row(sources, number, MOVE)
         row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))

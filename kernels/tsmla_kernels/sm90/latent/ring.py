@@ -184,7 +184,7 @@ class Ring:
             cute.arch.mbarrier_arrive(ready + index)
 
     def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
-        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. This is no branch: at a branch the
+        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. The code has no branch: at a branch the
         compiler would separate the WGMMAs before it from those after it, which would then begin late."""
         cute.arch.inline_ptx(
             "{ .reg .pred holds; setp.ne.s32 holds, {$r0}, 0; @holds mbarrier.arrive.shared::cta.b64 _, [{$r1}]; }",

@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.latent.memory import (
 from tsmla_kernels.sm90.latent.shape import OVERHEAD, LatentShape
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
-LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks may leave no cluster idle
+LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks must leave no cluster idle
 MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
 MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word

@@ -10,8 +10,8 @@ from tsmla_kernels.sm90.logits.config import HEAD_DIM, LogitsConfig, logits_conf
 
 def logits_operands(config: LogitsConfig) -> tuple[Operand, ...]:
     """The operands, for T query tokens and B requests; B is T if requests have one token each. row_lens and
-    row_requests have an entry for each of the T rows, and before these an entry for each row of the call that comes
-    before the launch's rows."""
+    row_requests have an entry for each row of the call up to the launch's last row; the last T entries are for the
+    launch's rows."""
     requests = (Operand("cu_seqlens_q", "int32", (None,), align=4),) if config.ragged else ()
     by_products = ("row_lens", "row_requests") if config.writes_rows else ()
     width, dtype = (HEAD_DIM + 4, "uint8") if config.packed else (HEAD_DIM, FP8)

@@ -71,7 +71,7 @@ class Gatherer:
                 self.wait_for_first_pieces()
             piece, b_begin, b_end = self.ring.described(number, gather.pieces)
             if b_begin == b_end:
-                # The consumers see the end in the same description.
+                # No blocks: this is the end. The consumers read the same description.
                 if number == 0:
                     self.wait_for_first_pieces()
                 cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)

@@ -79,7 +79,7 @@ class SparseValues:
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """The byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 32)."""
+        """The byte offset in a stage of tile `first_tile` of key number `lane`."""
         return lane * self.pitch + first_tile * 16
 
     def first_latent(self, first_tile: Int32) -> Int32:

@@ -48,7 +48,7 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim(self, tile: Int32, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Write the description of the plan's tile `tile` into a slot. Returns the position of its request in the plan."""
+        """Write the description of tile `tile` into a slot. Returns the position of its request in the plan."""
         lane = cute.arch.lane_idx()
         plan = schedule.plan
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
