@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import uniform
 
-EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the last block's P V is released
+EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the previous block's P V may begin
 
 
 class Queries(NamedTuple):
@@ -159,9 +159,10 @@ class Scores16bit(Scores):
             mma_qk_shared.set(Field.ACCUMULATE, True)
             for k in cutlass.range_constexpr(steps):
                 if const_expr(k == steps - EARLY_STEPS):
-                    # The tensor cores take turns: P V of the previous block runs during this block's softmax. It is
-                    # released before the end of Q K^T by as much time as its warps take to wake up. If it were released
-                    # earlier, steps of Q K^T would wait for whole instructions of P V, which take eight times as long.
+                    # The tensor cores take turns: P V of the previous block runs during this block's softmax. Its
+                    # warps are signalled before the end of Q K^T, by as much time as they take to wake up. With an
+                    # earlier signal, steps of Q K^T would wait for whole instructions of P V, which take eight
+                    # times as long.
                     self.ring.signal_if(stored, shared.ready, previous)
                 if const_expr(k < steps - self.shared_steps):
                     cute.gemm(mma_qk, acc, held.q.registers[None, None, k], t_k[None, None, k], acc)

@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import quotient
 
-EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the last block's P V is released
+EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the previous block's P V may begin
 
 
 class Queries(NamedTuple):
@@ -131,7 +131,7 @@ class ScoresFp8(Scores):
                 mma_qk.set(Field.ACCUMULATE, False)
                 for k in cutlass.range_constexpr(steps):
                     if const_expr(k == steps - EARLY_STEPS):
-                        # Release the previous block's P V, as in Scores16bit.
+                        # Let the value warps begin the previous block's P V, as in Scores16bit.
                         self.ring.signal_if(stored, shared.ready, previous)
                     cute.gemm(mma_qk, acc, held.q.shared[None, None, k], t_k[None, None, k], acc)
                     mma_qk.set(Field.ACCUMULATE, True)

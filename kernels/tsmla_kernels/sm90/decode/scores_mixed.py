@@ -44,7 +44,7 @@ from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
-EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the last block's P V is released
+EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the previous block's P V may begin
 KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has in registers or is loading, as fp8
 KEYS_WIDE = 4  # halves of fragments that a warp has in registers as f16
 
@@ -219,7 +219,7 @@ class ScoresMixed(Scores):
                 if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
                     self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
                 if const_expr(n == steps - EARLY_STEPS):
-                    # Release the previous block's P V, as in Scores16bit.
+                    # Let the value warps begin the previous block's P V, as in Scores16bit.
                     self.ring.signal_if(stored, shared.ready, previous)
                 warpgroup.fence()
                 a = cute.make_tensor(

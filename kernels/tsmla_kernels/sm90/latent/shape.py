@@ -75,7 +75,7 @@ class LatentShape:
 
     @property
     def max_tiles(self) -> int:
-        """Row tiles of the longest query."""
+        """How many row tiles the longest query has."""
         return -(-self.max_q_len * self.num_heads // self.tile_rows)
 
 

@@ -48,7 +48,7 @@ from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
-EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the last block's P V is released
+EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block's P V may begin
 # Fragments of K (16 keys, 32 bytes) that a warp has in registers or is loading, in the cache's dtype. WGMMA reads a
 # row's last four fragments, of bf16, from these registers, so none of the four may overwrite another.
 KEYS_AHEAD = 4
@@ -295,7 +295,8 @@ class SparseScores:
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address` into `acc`. In between, release the previous block's P V."""
+        """Issue K Q^T of the stage at `address` into `acc`. Before its end, let the value warps begin the
+        previous block's P V."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         a_shape = mma_qk.get_slice(held.place.thread).partition_shape_A((self.block, 16))
         here = address + held.k_offset
@@ -321,7 +322,7 @@ class SparseScores:
             if const_expr(step.half != 0 and step.fragment + KEYS_AHEAD < len(self.fragments)):
                 self.read_keys(here, step.fragment + KEYS_AHEAD, narrow)
             if const_expr(n == len(self.steps) - EARLY_STEPS):
-                # Release the previous block's P V, as in Scores16bit.
+                # Let the value warps begin the previous block's P V, as in Scores16bit.
                 self.ring.signal_if(stored, shared.ready, previous)
             warpgroup.fence()
             if const_expr(step.half is None and self.config.bf16_columns):
@@ -342,7 +343,7 @@ class SparseScores:
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
         """Add up the row sums over all keys. Write 1 / sum for the epilogue, and the rows' log-sum-exps."""
-        t = kept(held.place.thread)  # behind a shuffle, so that no row's address is kept from piece to piece
+        t = kept(held.place.thread)  # so that rows' addresses are computed again for each piece, and need no registers
         sinks = self.sinks_of(piece, t, held)  # before the sums, because loads take time
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:

@@ -80,12 +80,13 @@ class SparseScoresFp8(SparseScores):
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address` into `acc`. In between, release the previous block's P V."""
+        """Issue K Q^T of the stage at `address` into `acc`. Before its end, let the value warps begin the
+        previous block's P V."""
         here, scales, last = address + held.k_offset, address + held.scales_offset, len(self.columns) - 1
         self.read_columns(here, 0, held.narrow)
         for n in cutlass.range_constexpr(last + 1):
             if const_expr(n == last):
-                # Release the previous block's P V, as in Scores16bit.
+                # Let the value warps begin the previous block's P V, as in Scores16bit.
                 self.ring.signal_if(stored, shared.ready, previous)
             self.issue(n, held)
             if const_expr(n < last):
@@ -115,7 +116,7 @@ class SparseScoresFp8(SparseScores):
 
     @cute.jit
     def issue(self, n: cutlass.Constexpr[int], held: Held):
-        """Issue the products of columns n."""
+        """Issue the products of the columns numbered n (entry n of `columns`)."""
         columns, first, last = self.columns[n], n == 0, n + 1 == len(self.columns)
         into = held.part if const_expr(self.scaled and not last) else held.acc
         if const_expr(columns.bf16):

@@ -213,7 +213,7 @@ class SparseValues:
 
     @cute.jit
     def narrow_to_wide(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
-        """Convert step n of V^T to f16: 16 keys of a tile of latents of 16 bits."""
+        """Convert step n of V^T, 16 keys of a tile of latents, from the cache's 16-bit dtype to f16."""
         words = cute.recast_tensor(wide[None, n % WIDE], Int32)
         for i in cutlass.range_constexpr(4):
             words[i] = as_f16(narrow[i, n % AHEAD], self.config.kv_dtype)

@@ -56,7 +56,8 @@ class Candidates:
 
     @cute.jit
     def total_above(self, shared: Shared, place: Place, above: Int32):
-        """Add the thread's columns above the bin to the CTA's total, if the CTA is in a cluster."""
+        """Add `above`, how many of the thread's columns are above the bin, to the CTA's total. A CTA without a cluster
+        has no total."""
         if const_expr(self.config.cluster > 1):
             above = cute.arch.warp_redux_sync(above, "add")
             if place.lane == 0:
