@@ -60,7 +60,7 @@ class DealtWalk:
 
     @cute.jit
     def balances(self, rounds: Int32, schedule: Schedule):
-        """Whether the busiest CTA's rounds take at most a thirty-second, or OVERHEAD, more than the mean."""
+        """Whether the busiest CTA's rounds take at most 1/32 or OVERHEAD more than the mean, whichever is greater."""
         lane, ctas = cute.arch.lane_idx(), schedule.num_clusters
         last = schedule.seq_lens.shape[0] - 1
         most, total = Int32(0), Int32(0)

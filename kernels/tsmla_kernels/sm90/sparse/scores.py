@@ -73,7 +73,7 @@ class SparseScores:
         self.config, self.stages, self.pitch = config, stages, config.pitch
         self.ring = ring = stages.ring
         self.block, self.depth = ring.block, config.head_dim
-        self.sums_later = False  # a piece may take one stage: softmax warps may get PIECE_BARRIERS pieces ahead
+        self.sums_later = False  # with pieces of one stage, softmax warps may be PIECE_BARRIERS pieces ahead
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
         self.query = SparseQuery(config, ring)
