@@ -16,6 +16,7 @@ from tsmla_kernels.contract.cache import ROPE_LAYOUTS
 from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, IndexerCacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
+from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.rules import FP8, SLOTS
 from tsmla_kernels.contract.sparse import (
     TOPK_ORDERS,
@@ -75,6 +76,7 @@ _PACKED = {**_TOPK, "rope_offset": "0"}
 _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
 _LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
 _INDEXER_TOPK = {**_LOGITS, "index_n_heads": "", "ragged": "true", "return_slots": "true", "return_scores": "false"}
+_PRODUCT = {**_TOPK, "in_features": "7168", "out_features": "7168", "num_groups": "256"}
 _SPARSE = {
     **_TOPK,
     "layout": "v32",
@@ -225,6 +227,25 @@ def _logits_spec(values: Mapping[str, str]) -> IndexerLogitsSpec:
     cache = IndexerCacheSpec(1, page_size, head_dim, _parsed(values, "packed", bool))
     cache_dtype = "uint8" if cache.packed else FP8
     return _spec(IndexerLogitsSpec, values, cache=cache, q_dtype=FP8, weights_dtype="float32", cache_dtype=cache_dtype)
+
+
+def product_spec(options: Mapping[str, str]) -> ProductSpec:
+    """The spec of block_scaled_matmul: num_tokens rows times a weight [out_features, in_features]. `dtype` is that of
+    the rows, and of the result; the result is bfloat16 where that is fp8."""
+    return _product_spec(options, grouped=False)
+
+
+def grouped_product_spec(options: Mapping[str, str]) -> ProductSpec:
+    """The spec of grouped_block_scaled_matmul, with those options: num_tokens rows in all, of num_groups groups."""
+    return _product_spec(options, grouped=True)
+
+
+def _product_spec(options: Mapping[str, str], *, grouped: bool) -> ProductSpec:
+    values = _filled_in(options, _PRODUCT)
+    names = ("num_tokens", "in_features", "out_features", "num_groups")
+    rows, terms, columns, groups = (_parsed(values, name, int) for name in names)
+    out_dtype = contract.attention_out_dtype(values["dtype"])
+    return ProductSpec(rows, terms, columns, groups if grouped else None, out_dtype, values["dtype"])
 
 
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:

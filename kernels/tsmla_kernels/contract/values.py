@@ -13,6 +13,7 @@ import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
 from tsmla_kernels.contract.compress import CompressWriteSpec
+from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
 
 
@@ -237,6 +238,14 @@ def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
     if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > num_tokens:
         raise ValueError(
             f"cu_seqlens_q: got {offsets.tolist()}; legal: from 0, never decreasing, to at most {num_tokens}"
+        )
+
+
+def grouped_product(spec: ProductSpec, cu_rows: np.ndarray) -> None:
+    """cu_rows ascends from 0 and ends inside of x's rows."""
+    if cu_rows[0] != 0 or (np.diff(cu_rows) < 0).any() or cu_rows[-1] > spec.num_rows:
+        raise ValueError(
+            f"cu_rows: got {cu_rows.tolist()}; legal: from 0, never decreasing, to at most {spec.num_rows}, x's rows"
         )
 
 

@@ -1,0 +1,1 @@
+"""Products of e4m3 activations and weights with scales for blocks, for Hopper."""

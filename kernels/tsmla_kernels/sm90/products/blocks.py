@@ -1,0 +1,273 @@
+"""The products of a stage's block of terms, in three forms.
+
+WeightBlocks and TokenBlocks multiply e4m3 by e4m3; the weights' rows or the tokens are M of the WGMMA. WideBlocks
+multiplies activations of 16 bits by weights that are widened in registers, which is exact.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+
+from tsmla_kernels.sm90.products.config import BLOCK, GROUP_ROWS, ProductConfig
+from tsmla_kernels.sm90.products.memory import layout_atom
+from tsmla_kernels.sm90.warp import DTYPES, quotient, uniform
+
+EARLY_TOKENS = 64
+"""Tokens whose scales are read while their product runs."""
+AHEAD = 2
+"""Steps of 16 terms whose weights a lane holds as e4m3."""
+WIDE = 4
+"""Steps of 16 terms whose weights a lane holds in 16 bits: as many products are in flight."""
+
+
+class Quantized:
+    """What both forms of e4m3 by e4m3 have in common. A scale of the stage is a token's times a weight's."""
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config = config
+
+    def mma(self) -> cute.TiledMma:
+        """A tiled MMA of a block."""
+        k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.columns)
+        return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), shape)
+
+    def held(self) -> tuple[cute.Tensor, ...]:
+        """Registers that a lane keeps from block to block."""
+        return ()
+
+    @cute.jit
+    def issue(
+        self, mma: cutlass.Constexpr, acc: cute.Tensor, rows: Int32, columns: Int32, thread: Int32
+    ) -> None:  # fmt: skip
+        """Issue the product of the rows and the columns at these addresses."""
+        thr = mma.first.get_slice(thread)
+        a = mma.first.make_fragment_A(thr.partition_A(operand(uniform(rows), GROUP_ROWS, Float8E4M3FN)))
+        b = mma.first.make_fragment_B(thr.partition_B(operand(uniform(columns), self.config.columns, Float8E4M3FN)))
+        warpgroup.fence()
+        cute.gemm(mma.first, acc, a[None, None, 0], b[None, None, 0], acc)
+        for step in cutlass.range_constexpr(1, BLOCK // 32):
+            cute.gemm(mma.more, acc, a[None, None, step], b[None, None, step], acc)
+        warpgroup.commit_group()
+
+
+class WeightBlocks:
+    """Device functions where M are weight rows: few tokens cost little. wave_scales: bytes from wave to wave."""
+
+    wave_scales = 0
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config, self.products = config, Quantized(config)
+        self.mma, self.held = self.products.mma, self.products.held
+
+    def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
+        """Where the lane's scales lie in those of a stage, in bytes: of two tokens of every eight."""
+        block = scale_block(self.config, column, group)
+        return block * (self.config.block_scales * 4) + thread % 4 * 8
+
+    @cute.jit
+    def multiply(
+        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, acc: cute.Tensor, held: cutlass.Constexpr,
+        index: Int32, at: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """Issue a wave's product in stage `index`. `at` is (warpgroup, wave, thread)."""
+        config = self.config
+        group, wave, thread = at
+        rows = shared.weight.toint() + index * (config.rows * BLOCK)
+        rows += (group * config.waves + wave) * (GROUP_ROWS * BLOCK)
+        self.products.issue(mma, acc, rows, shared.x.toint() + index * (config.tokens * BLOCK), thread)
+
+    @cute.jit
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cutlass.Constexpr) -> None:
+        """Wait for the product, and add it to a wave's `sums` times the lane's scales, which lie at `scales`. Then
+        arrive on `empty`, if that is not None: the warp does not read the stage any more."""
+        config = self.config
+        # Of many tokens the scales of the first ones alone: registers are scarce while a product runs.
+        early = min(config.tokens, EARLY_TOKENS)
+        factors = self.factors(scales, range(early))
+        warpgroup.wait_group(0)
+        self.add_some(sums, acc, factors, 0)
+        if const_expr(early < config.tokens):
+            factors = self.factors(scales, range(early, config.tokens))
+            self.add_some(sums, acc, factors, early // 2)
+        release(empty)
+
+    def factors(self, scales: Int32, tokens: range) -> cute.Tensor:
+        """The scales of the lane's tokens among these."""
+        found = cute.make_rmem_tensor((len(tokens) // 4,), Float32)
+        for i in range(len(tokens) // 8):
+            address = scales + 4 * tokens.start + 32 * i
+            pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)
+            pair = cute.make_tensor(found.iterator + 2 * i, cute.make_layout(2))
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+        return found
+
+    def add_some(self, sums: cute.Tensor, acc: cute.Tensor, factors: cute.Tensor, first: int) -> None:
+        """Add products times their factors to the sums, from value `first` on."""
+        for i in range(2 * cute.size(factors)):
+            sums[first + i] = sums[first + i] + acc[first + i] * factors[2 * (i // 4) + i % 2]
+
+
+class TokenBlocks:
+    """Device functions where M are tokens: a lane has two scales. wave_scales: bytes from wave to wave."""
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config, self.products = config, Quantized(config)
+        self.mma, self.held = self.products.mma, self.products.held
+        self.wave_scales = config.block_scales * 4
+
+    def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
+        """Where the lane's scales lie in those of a stage, in bytes: of a token, and eight further of another."""
+        return (group * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4) * 4
+
+    @cute.jit
+    def multiply(
+        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, acc: cute.Tensor, held: cutlass.Constexpr,
+        index: Int32, at: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """Issue a wave's product in stage `index`. `at` is (warpgroup, wave, thread)."""
+        config = self.config
+        group, wave, thread = at
+        rows = shared.x.toint() + index * (config.tokens * BLOCK) + group * (GROUP_ROWS * BLOCK)
+        columns = shared.weight.toint() + index * (config.rows * BLOCK) + wave * (BLOCK * BLOCK)
+        self.products.issue(mma, acc, rows, columns, thread)
+
+    @cute.jit
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cutlass.Constexpr) -> None:
+        """Wait for the product, and add it to a wave's `sums` as in WeightBlocks."""
+        factors = [load_scale(scales + row * 32) for row in range(2)]
+        warpgroup.wait_group(0)
+        release(empty)
+        for i in cutlass.range_constexpr(BLOCK // 2):
+            sums[i] = sums[i] + acc[i] * factors[i // 2 % 2]
+
+
+class WideBlocks:
+    """Device functions for x of 16 bits: weights are WGMMA's operand in registers, widened there. wave_scales: bytes
+    from wave to wave."""
+
+    wave_scales = 0
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.x_dtype]
+
+    def mma(self) -> cute.TiledMma:
+        """A tiled MMA of a block."""
+        k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.tokens)
+        return sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM
+        )
+
+    def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
+        """Where the weights' scale lies in those of a stage, in bytes."""
+        return scale_block(self.config, column, group) * 4
+
+    def held(self) -> tuple[cute.Tensor, ...]:
+        """Registers for a lane's weights: of a step of 16 terms four pairs, as e4m3 and in 16 bits."""
+        return cute.make_rmem_tensor((4, AHEAD), Int32), cute.make_rmem_tensor((4, WIDE), Int32)
+
+    @cute.jit
+    def multiply(
+        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, acc: cute.Tensor, held: cutlass.Constexpr,
+        index: Int32, at: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """Issue a wave's product in stage `index`. `at` is (warpgroup, wave, thread)."""
+        config = self.config
+        group, wave, thread = at
+        narrow, wide = held
+        thr = mma.first.get_slice(thread)
+        half_bytes = config.tokens * BLOCK
+        x = shared.x.toint() + index * (2 * half_bytes)
+        halves = [
+            mma.first.make_fragment_B(
+                thr.partition_B(operand(uniform(x + half * half_bytes), config.tokens, self.dtype))
+            )
+            for half in range(2)
+        ]  # fmt: skip
+        mine = (group * config.waves + wave) * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4  # and eight further
+        here = shared.weight.toint() + index * (config.rows * BLOCK) + mine * BLOCK
+        here += ((mine % 8) * 16) ^ (thread % 4 * 2)
+        shape = thr.partition_shape_A((GROUP_ROWS, 16))
+        for step in cutlass.range_constexpr(AHEAD):
+            self.read(here, step, narrow)
+        for step in cutlass.range_constexpr(BLOCK // 16):
+            if const_expr(step >= WIDE):
+                warpgroup.wait_group(WIDE - 1)
+            for i in cutlass.range_constexpr(4):
+                wide[i, step % WIDE] = widened(narrow[i, step % AHEAD], self.config.x_dtype)
+            if const_expr(step + AHEAD < BLOCK // 16):
+                self.read(here, step + AHEAD, narrow)
+            pairs = cute.recast_tensor(wide[None, step % WIDE], self.dtype)
+            weight = cute.make_tensor(pairs.iterator, cute.make_layout(shape))
+            warpgroup.fence()
+            kind = mma.first if step == 0 else mma.more
+            cute.gemm(kind, acc, weight[None, None, 0], halves[step // 4][None, None, step % 4], acc)
+            warpgroup.commit_group()
+
+    def read(self, here: Int32, step: int, narrow: cute.Tensor) -> None:
+        """Read the lane's weights of step `step`: of terms 2q and 2q + 1, and eight further, of both rows."""
+        address = here ^ (step * 16)
+        for i in range(4):
+            narrow[i, step % AHEAD] = load_pair(address + (i % 2) * (8 * BLOCK) + (i // 2) * 8)
+
+    @cute.jit
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cutlass.Constexpr) -> None:
+        """Wait for the product, and add it to a wave's `sums` as in WeightBlocks, but all have the weights' scale."""
+        scale = load_scale(scales)
+        warpgroup.wait_group(0)
+        release(empty)
+        for i in cutlass.range_constexpr(self.config.tokens // 2):
+            sums[i] = sums[i] + acc[i] * scale
+
+
+@cute.jit
+def release(barrier: cutlass.Constexpr) -> None:
+    """Arrive on `barrier`, if there is one, once for the calling warp."""
+    if const_expr(barrier is not None):
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+
+def scale_block(config: ProductConfig, column: Int32, group: Int32) -> Int32:
+    """Which of the blocks of scales of tile `column` the weight rows of a warpgroup have."""
+    first = column * config.rows
+    return quotient(first + group * (config.waves * GROUP_ROWS), BLOCK) - quotient(first, BLOCK)
+
+
+def load_scale(address: Int32) -> Float32:
+    """A scale in shared memory."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+def load_pair(address: Int32) -> Int32:
+    """Two bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h; ld.shared.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def widened(pair: Int32, dtype: str) -> Int32:
+    """Two numbers of e4m3 in 16 bits, exactly."""
+    halves = "{ .reg .b16 h; cvt.u16.u32 h, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, h; }"
+    if dtype == "bfloat16":  # there is no such instruction: by way of float32
+        halves = (
+            "{ .reg .b16 h, l, u; .reg .b32 p; .reg .f32 a, b; cvt.u16.u32 h, {$r0}; cvt.rn.f16x2.e4m3x2 p, h;"
+            " mov.b32 {l, u}, p; cvt.f32.f16 a, l; cvt.f32.f16 b, u; cvt.rn.bf16x2.f32 {$w0}, b, a; }"
+        )
+    return cute.arch.inline_ptx(halves, write_only_types=[Int32], read_only_args=[pair])
+
+
+def operand(address: Int32, rows: int, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """`rows` rows of 128 bytes of a stage from `address` on, as a WGMMA operand."""
+    layout = cute.tile_to_shape(layout_atom(dtype), (rows, BLOCK * 8 // dtype.width), (0, 1))
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)

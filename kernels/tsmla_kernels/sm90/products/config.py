@@ -1,0 +1,216 @@
+"""Which kernel of block-scaled products serves a call: static configurations. Imports no cutlass.
+
+Rows, columns, terms and groups are dynamic: one object serves every matrix. `product_config` picks the tile and how
+CTAs share the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.products import ProductSpec
+
+BLOCK = 128
+"""Terms and weight rows that share a scale; terms that are loaded at once."""
+GROUP_ROWS = 64
+"""Weight rows of a WGMMA."""
+PAIR_BYTES = 115_712
+"""Shared memory of each of two CTAs on a multiprocessor."""
+FIXED_BLOCKS = 4
+"""Blocks of terms that could be summed in the time in which a CTA starts, and stores a tile."""
+LEAST_CTAS, LEAST_WIDE_CTAS = 48, 100
+"""CTAs that read weights as fast as memory allows: with fewer tiles their sums are split. Widening takes more."""
+LARGE_MEAN = 128
+"""Rows of a group that a tile of 192 still holds where groups are of chance."""
+_TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
+"""Of a block of terms in a tile, by (groups, waves), as measured."""
+X_DTYPES = (FP8, "bfloat16", "float16")
+_FIXED_BYTES = 2048
+"""Of shared memory: barriers and alignment."""
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """What an object of block_scaled_matmul or grouped_block_scaled_matmul is compiled for. All else is dynamic.
+
+    Attributes:
+      out_dtype: of the result.
+      x_dtype: of the activations: e4m3 with scales, or bfloat16 or float16 without.
+      grouped: whether rows of x belong to groups, each with a weight of its own.
+      tokens: rows of x of a tile, a multiple of 8.
+      groups: math warpgroups.
+      waves: WGMMAs that each of them makes of a step of terms, one after the other.
+      tokens_first: whether M of a WGMMA are 64 tokens of the warpgroup's, and N 128 weight rows; otherwise M are 64
+        weight rows of the warpgroup's, and N all tokens.
+      splits: CTAs of a cluster that each sum a part of the terms of one tile; the first adds up what they have.
+      ctas: CTAs that a multiprocessor holds at a time.
+      num_sms: multiprocessors of the GPU.
+    """
+
+    out_dtype: str = "bfloat16"
+    x_dtype: str = FP8
+    grouped: bool = False
+    tokens: int = 128
+    groups: int = 2
+    waves: int = 2
+    tokens_first: bool = False
+    splits: int = 1
+    ctas: int = 1
+    num_sms: int = 132
+
+    @property
+    def wide(self) -> bool:
+        """Whether x has 16 bits, and weights are widened."""
+        return self.x_dtype != FP8
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return BLOCK * self.waves if self.tokens_first else self.groups * GROUP_ROWS * self.waves
+
+    @property
+    def columns(self) -> int:
+        """N of a WGMMA."""
+        return BLOCK if self.tokens_first else self.tokens
+
+    @property
+    def threads(self) -> int:
+        """Of the math warpgroups."""
+        return 128 * self.groups
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA computes several tiles: not where its cluster shares one tile's sum."""
+        return self.splits == 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread of a math warpgroup, and of the other warps."""
+        if self.groups == 3:
+            return 160, 32
+        return (232, 40) if self.ctas == 1 else (96, 40)
+
+    @property
+    def scale_blocks(self) -> int:
+        """Blocks of 128 weight rows, with scales of their own, that a tile may reach into."""
+        return -(-self.rows // BLOCK)
+
+    @property
+    def block_scales(self) -> int:
+        """Scales of a stage for each of them: of every token, or the weights' own."""
+        return 1 if self.wide else self.tokens
+
+    @property
+    def scale_words(self) -> int:
+        """Scales of a stage, in whole 16 bytes."""
+        return -(-self.scale_blocks * self.block_scales // 4) * 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a block of terms of weights and of x."""
+        return (self.rows + self.tokens * (1 + self.wide)) * BLOCK
+
+    @property
+    def pass_columns(self) -> int:
+        """Columns of 16 tokens that a warp stages at a time, if tokens are first."""
+        return 64 // (self.groups - 1)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of 16 columns that a warp stages at a time, if weights are."""
+        return min(max(self.tokens, 16), 64 // (self.groups - 1))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of a warp, for its results on their way to memory."""
+        return 2 * 16 * (self.pass_columns if self.tokens_first else self.stored_tokens)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the sums that a CTA of a cluster hands to the first one."""
+        return 4 * self.rows * self.tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the sums of the cluster's other CTAs fit where the stages are."""
+        return (self.splits - 1) * self.partial_bytes <= self.stages * self.stage_bytes
+
+    @property
+    def stages(self) -> int:
+        """Blocks of terms in shared memory."""
+        left = (SMEM_BYTES if self.ctas == 1 else PAIR_BYTES) - _FIXED_BYTES
+        left -= self.threads // 32 * self.staging_bytes
+        return min(left // (self.stage_bytes + 4 * self.scale_words), 12)
+
+
+def product_reasons(spec: ProductSpec) -> list[str]:
+    """Why the kernel cannot run this call; empty if it can."""
+    kernel, reasons = "the sm_90 kernel of block-scaled products", []
+    if spec.x_dtype not in X_DTYPES:
+        reasons.append(f"x's dtype is {spec.x_dtype}; {kernel} takes {', '.join(X_DTYPES)}")
+    for letter, size, multiple in (("K", spec.num_terms, 16), ("N", spec.num_columns, 8)):
+        if not isinstance(size, int):
+            reasons.append(f"{letter} is symbolic; {kernel} takes a static one")
+        elif size % multiple:
+            reasons.append(f"{letter} is {size}; {kernel} takes a multiple of {multiple}")
+    return reasons
+
+
+def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
+    """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors; any of its dtypes serves every
+    call, and the best one depends on the rows. A symbolic number of rows or groups is taken to be large."""
+    rows, groups = spec.num_rows, spec.num_groups
+    config = ProductConfig(spec.out_dtype, spec.x_dtype, groups is not None, num_sms=num_sms)
+    if groups is not None:
+        known = isinstance(rows, int) and isinstance(groups, int)
+        return _grouped(config, -(-rows // groups) if known else LARGE_MEAN)
+    return _dense(config, spec, rows if isinstance(rows, int) else 4096)
+
+
+def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
+    """For `mean` rows a group on average. Reading the weights takes most of the time, so that a tile holds all rows of
+    most groups: those of a second one are read again, from L2."""
+    if mean <= 2:
+        return replace(config, tokens=16, waves=1, ctas=2)
+    if mean <= 40:
+        return replace(config, tokens=64, waves=1)
+    if config.wide:
+        return config
+    config = replace(config, tokens_first=True)
+    if mean <= 80:
+        return replace(config, waves=1)
+    return config if mean >= 4 * LARGE_MEAN else replace(config, tokens=192, groups=3, waves=1)
+
+
+def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig:
+    blocks = -(-spec.num_terms // BLOCK)
+    if rows <= 64:
+        tokens = next(tokens for tokens in (8, 16, 32, 64) if rows <= tokens)
+        candidates = [replace(config, tokens=tokens, waves=1, ctas=2 if tokens <= 32 else 1)]
+        if tokens == 64 and not config.wide:
+            candidates.append(replace(candidates[0], groups=3))
+    elif config.wide:
+        candidates = [replace(config, waves=1), config]
+    else:
+        config = replace(config, tokens_first=True)
+        candidates = [replace(config, waves=1), config, replace(config, tokens=192, groups=3, waves=1)]
+
+    def time(config: ProductConfig) -> float:
+        """In proportion to the busiest CTA's, but for what it starts and ends with: a fixed number of blocks."""
+        tiles = _tiles(config, rows, spec.num_columns)
+        rounds = -(-tiles // (config.num_sms * config.ctas))
+        return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves), 1.0)
+
+    best = min(reversed(candidates), key=time)
+    least = LEAST_WIDE_CTAS if config.wide else LEAST_CTAS
+    tiles = _tiles(best, rows, spec.num_columns)
+    split = (replace(best, splits=splits) for splits in (8, 4, 2) if splits <= blocks and tiles * splits < 2 * least)
+    return next((config for config in split if config.has_room and tiles < least), best)
+
+
+def _tiles(config: ProductConfig, rows: int, columns: int) -> int:
+    return -(-rows // config.tokens) * -(-columns // config.rows)

@@ -1,0 +1,186 @@
+"""The warps that fill the stages: one has TMA copy weights and x, the others load their scales."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
+from tsmla_kernels.sm90.products.memory import Tile, Tma, TmaCopy, layout_atom, wait_busily
+from tsmla_kernels.sm90.products.tiles import Tiles
+from tsmla_kernels.sm90.warp import DTYPES, advance, quotient
+
+SCALE_WARPS = 3
+EVICT_FIRST, EVICT_NORMAL, EVICT_LAST = 0x12F0000000000000, 0x1000000000000000, 0x14F0000000000000  # L2's policies
+
+
+class Copies:
+    """Device functions of these warps. scales_of_lane: of x, in one block."""
+
+    def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
+        self.config, self.tiles = config, tiles
+        self.x_dtype = DTYPES[config.x_dtype]
+        self.x_boxes = 1 + config.wide  # of 128 bytes of terms
+        self.scales_of_lane = 0 if config.wide else -(-config.tokens // 32)
+        read_once = config.grouped or config.tokens < 128
+        self.weight_policy = EVICT_FIRST if read_once else EVICT_NORMAL
+
+    @cute.jit
+    def tensor_maps(self, arrays: cutlass.Constexpr) -> Tma:
+        """The TMA loads: weights as (row, term, group), x as (row, term). Terms past the last one are read as 0."""
+        config, weight, x = self.config, arrays.weight, arrays.x
+        # TMA wants pitches of 16 bytes, which the host has checked.
+        pitch = cute.assume(x.stride[0], divby=16)
+        groups, stride = 1, pitch
+        if const_expr(config.grouped):
+            groups, stride = weight.shape[0], cute.assume(weight.stride[0], divby=16)
+        rows = arrays.out.shape[1]
+        weights = cute.make_tensor(
+            weight.iterator, cute.make_layout((rows, x.shape[1], groups), stride=(pitch, 1, stride))
+        )
+        tokens = cute.make_tensor(x.iterator, cute.make_layout(x.shape, stride=(pitch, 1)))
+        weight_box, x_box = (config.rows, BLOCK), (config.tokens, BLOCK // self.x_boxes)
+        weight_layout, x_layout = self.box_layout(Float8E4M3FN, weight_box), self.box_layout(self.x_dtype, x_box)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return Tma(
+            TmaCopy(*cpasync.make_tiled_tma_atom(load, weights, weight_layout, weight_box)),
+            TmaCopy(*cpasync.make_tiled_tma_atom(load, tokens, x_layout, x_box)),
+        )
+
+    def box_layout(self, dtype: type[cutlass.Numeric], box: tuple[int, int]) -> cute.ComposedLayout:
+        return cute.tile_to_shape(layout_atom(dtype), box, (0, 1))
+
+    # ---- weights and x
+
+    @cute.jit
+    def run(
+        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
+    ) -> None:  # fmt: skip
+        """The producer warp: copy the blocks of all tiles of this CTA."""
+        index, phase = Int32(0), Int32(1)
+        item = place.cluster
+        tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
+        while tile.group >= 0:
+            for b in cutlass.range(tile.begin, tile.end, unroll=1):
+                wait_busily(shared.empty + index, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + index, self.config.stage_bytes)
+                self.copy_x(tma.x, shared, index, tile, b)
+                self.copy_weights(tma.weight, shared, index, tile, b)
+                index, phase = advance(index, phase, self.config.stages)
+            item += place.clusters
+            tile, walk = self.tiles.find(item, walk, arrays, place)
+
+    @cute.jit
+    def copy_x(self, copy: cutlass.Constexpr, shared: cutlass.Constexpr, index: Int32, tile: Tile, b: Int32) -> None:
+        """Copy block `b` of the tile's rows of x. Rows of the next group come with them, and rows past the end as 0."""
+        rows, terms = self.config.tokens, BLOCK // self.x_boxes
+        boxes = self.boxes_at(shared.x, self.x_dtype, rows, self.x_boxes)
+        for i in cutlass.range_constexpr(self.x_boxes):
+            first = (tile.row, b * BLOCK + i * terms)
+            box = cute.local_tile(cute.domain_offset(first, copy.tensor), (rows, terms), (0, 0))
+            target, source = cpasync.tma_partition(
+                copy.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(box, 0, 2)
+            )
+            full = shared.full + index
+            cute.copy(copy.atom, source, target[None, i, index], tma_bar_ptr=full, cache_policy=Int64(EVICT_LAST))
+
+    @cute.jit
+    def copy_weights(
+        self, copy: cutlass.Constexpr, shared: cutlass.Constexpr, index: Int32, tile: Tile, b: Int32
+    ) -> None:  # fmt: skip
+        """Copy block `b` of the tile's weight rows."""
+        boxes = self.boxes_at(shared.weight, Float8E4M3FN, self.config.rows, 1)
+        tiled = cute.local_tile(copy.tensor, (self.config.rows, BLOCK), (None, None, None))
+        target, source = cpasync.tma_partition(
+            copy.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(tiled, 0, 2)
+        )
+        cute.copy(
+            copy.atom,
+            source[None, tile.column, b, tile.group],
+            target[None, 0, index],
+            tma_bar_ptr=shared.full + index,
+            cache_policy=Int64(self.weight_policy),
+        )
+
+    def boxes_at(self, memory: cute.Pointer, dtype: type[cutlass.Numeric], rows: int, boxes: int) -> cute.Tensor:
+        """The boxes of all stages, of rows of 128 bytes: (row, term, box, stage)."""
+        terms = BLOCK * 8 // dtype.width
+        return cute.make_tensor(
+            cute.recast_ptr(memory, layout_atom(dtype).inner, dtype=dtype),
+            cute.make_layout(
+                ((8, rows // 8), terms, boxes, self.config.stages),
+                stride=((terms, 8 * terms), 1, rows * terms, boxes * rows * terms),
+            ),
+        )
+
+    # ---- scales
+
+    @cute.jit
+    def run_scales(
+        self, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, turn: Int32
+    ) -> None:  # fmt: skip
+        """Scale warp `turn`: load the scales of each SCALE_WARPS-th block of all tiles of this CTA, its next one while
+        it waits. A block takes less time than a load."""
+        config = self.config
+        index, phase, ahead = turn, Int32(1), turn  # blocks of other warps before this one's next
+        item = place.cluster
+        values = cute.make_rmem_tensor((self.scales_of_lane + config.scale_blocks,), Float32)
+        tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
+        while tile.group >= 0:
+            b = tile.begin + ahead
+            if b < tile.end:
+                self.load_scales(arrays, tile, b, values)
+            while b < tile.end:
+                wait_busily(shared.empty + index, phase)
+                self.store_scales(shared, index, values)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.full + index)
+                index += SCALE_WARPS
+                if index >= config.stages:
+                    index -= config.stages
+                    phase ^= 1
+                b += SCALE_WARPS
+                if b < tile.end:
+                    self.load_scales(arrays, tile, b, values)
+            ahead = b - tile.end
+            item += place.clusters
+            tile, walk = self.tiles.find(item, walk, arrays, place)
+
+    @cute.jit
+    def load_scales(self, arrays: cutlass.Constexpr, tile: Tile, b: Int32, values: cute.Tensor) -> None:
+        """A lane's scales of block `b`: of each 32nd token, then of the tile's weight rows, 128 by 128. Rows of other
+        groups get 0."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(self.scales_of_lane):
+            scale = Float32(0.0)
+            if lane + 32 * i < cutlass.min(tile.rows, config.tokens):
+                scale = arrays.x_scales[tile.row + lane + 32 * i, b]
+            values[i] = scale
+        last = quotient(Int32(arrays.out.shape[1]) + (BLOCK - 1), BLOCK) - 1
+        for i in cutlass.range_constexpr(config.scale_blocks):
+            row = cutlass.min(quotient(tile.column * config.rows, BLOCK) + i, last)
+            if const_expr(config.grouped):
+                values[self.scales_of_lane + i] = arrays.weight_scales[tile.group, row, b]
+            else:
+                values[self.scales_of_lane + i] = arrays.weight_scales[row, b]
+
+    @cute.jit
+    def store_scales(self, shared: cutlass.Constexpr, index: Int32, values: cute.Tensor) -> None:
+        """Put the scales of a block into stage `index`: of each block of weight rows, the products with the tokens'."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        first = shared.scales + index * config.scale_words
+        for block in cutlass.range_constexpr(config.scale_blocks):
+            scales = cute.make_tensor(first + block * config.block_scales, cute.make_layout(config.block_scales))
+            scale = values[self.scales_of_lane + block]
+            if const_expr(config.wide):
+                if lane == 0:
+                    scales[0] = scale
+            for i in cutlass.range_constexpr(self.scales_of_lane):
+                if config.tokens % 32 == 0 or lane < config.tokens:
+                    scales[lane + 32 * i] = values[i] * scale

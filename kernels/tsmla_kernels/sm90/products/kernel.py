@@ -1,0 +1,103 @@
+"""Products of e4m3 activations and weights with block scales in one launch, dense or grouped, for Hopper.
+
+DESIGN.md beside this says why it looks as it does. out = x W^T is computed as W x^T: the weights' rows are M of the
+WGMMAs, x's rows are N. Warpgroups of a CTA:
+
+  0 to groups - 1   math: products (blocks.py), their float32 sums every 128 terms, and the results (sums.py)
+  the last          first warp: TMA copies of weights and x; the others: their scales (copies.py)
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from tsmla_kernels.sm90.products.config import ProductConfig
+from tsmla_kernels.sm90.products.copies import SCALE_WARPS, Copies
+from tsmla_kernels.sm90.products.memory import Arrays, Mma, Place, Tma, make_storage, shared_memory
+from tsmla_kernels.sm90.products.sums import Sums, meet_cluster
+from tsmla_kernels.sm90.products.tiles import Tiles
+from tsmla_kernels.sm90.warp import quotient, remainder
+
+
+class BlockScaledMatmul:
+    """block_scaled_matmul, or grouped_block_scaled_matmul: `config` is static, all sizes are dynamic.
+
+    Operands of the launcher: x [R, K] in config.x_dtype, weight [N, K] or [E, N, K] e4m3, x_scales [R, K / 128] f32 (of
+    e4m3), weight_scales [N / 128, K / 128] or [E, N / 128, K / 128] f32, cu_rows [E + 1] i32 (with config.grouped),
+    out [R, N].
+    """
+
+    def __init__(self, config: ProductConfig) -> None:
+        if config.stages < SCALE_WARPS:
+            raise ValueError(f"{config} leaves {config.stages} stages of shared memory; {SCALE_WARPS} are needed")
+        if not config.has_room:
+            raise ValueError(f"{config} has more sums than its stages have room for")
+        self.config = config
+        self.copy_warp = config.threads // 32
+        self.storage = make_storage(config)
+        self.tiles = Tiles(config)
+        self.copies, self.sums = Copies(config, self.tiles), Sums(config, self.tiles)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
+        config = self.config
+        given = (True, True, not config.wide, True, config.grouped, True)
+        operand = iter(operands)
+        arrays = Arrays._make([next(operand) if const_expr(has) else None for has in given])
+        clusters = Int32(config.num_sms * config.ctas // config.splits)
+        if const_expr(not config.grouped):
+            tiles = self.tiles.below(Int32(arrays.x.shape[0])) * self.tiles.columns(arrays)
+            clusters = cutlass.max(cutlass.min(tiles, clusters) if const_expr(config.persistent) else tiles, 1)
+        self.multiply(self.copies.tensor_maps(arrays), arrays, self.sums.mma()).launch(
+            grid=[clusters * config.splits, 1, 1],
+            block=[config.threads + 128, 1, 1],
+            cluster=[config.splits, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=config.ctas,
+            preferred_smem_carveout=100,  # in percent; the DSL would ask a GPU for it
+        )
+
+    @cute.kernel
+    def multiply(self, tma: Tma, arrays: Arrays, mma: Mma):
+        """One CTA: set up the barriers, then give each warp its role."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        shared = shared_memory(utils.SmemAllocator().allocate(self.storage))
+        if warp == self.copy_warp:
+            for copy in tma:
+                cpasync.prefetch_descriptor(copy.atom)
+        if warp == 0:
+            self.init_barriers(shared)
+        cute.arch.mbarrier_init_fence()
+        block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        place = Place(quotient(block, config.splits), remainder(block, config.splits), quotient(grid, config.splits))
+        if const_expr(config.splits > 1):
+            meet_cluster()
+        else:
+            cute.arch.sync_threads()
+        if group == config.groups:
+            cute.arch.setmaxregister_decrease(config.registers[1])
+            if warp == self.copy_warp:
+                self.copies.run(tma, arrays, shared, place)
+            else:
+                self.copies.run_scales(arrays, shared, place, warp - self.copy_warp - 1)
+            if const_expr(config.splits > 1):
+                for _ in cutlass.range_constexpr(2):  # as the math warps do, before and after they hand on their sums
+                    meet_cluster()
+        else:
+            cute.arch.setmaxregister_increase(config.registers[0])
+            self.sums.run(arrays, shared, mma, place, group)
+
+    @cute.jit
+    def init_barriers(self, shared: cutlass.Constexpr):
+        """Initialise the barriers, a stage a lane, with the number of arrivals that complete a phase."""
+        lane = cute.arch.lane_idx()
+        if lane < self.config.stages:
+            cute.arch.mbarrier_init(shared.full + lane, 2)
+            cute.arch.mbarrier_init(shared.empty + lane, self.copy_warp)

@@ -1,0 +1,132 @@
+"""Records of the block-scaled products' kernel, by name, and its shared memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.products.config import ProductConfig
+from tsmla_kernels.sm90.storage import checked_storage
+from tsmla_kernels.sm90.warp import DTYPES
+
+
+class Arrays(NamedTuple):
+    """The arrays of a launch, in its order: x [R, K], and weight [N, K] or [E, N, K] of e4m3; x_scales [R, K / 128], or
+    None if x has 16 bits, and weight_scales [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32; cu_rows
+    [E + 1] int32, or None without groups; out [R, N]."""
+
+    x: cute.Tensor
+    weight: cute.Tensor
+    x_scales: cute.Tensor | None
+    weight_scales: cute.Tensor
+    cu_rows: cute.Tensor | None
+    out: cute.Tensor
+
+
+class TmaCopy(NamedTuple):
+    """A TMA load: its copy atom and the global tensor that the atom reads."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Tma(NamedTuple):
+    """The TMA loads of the weights and of x."""
+
+    weight: TmaCopy
+    x: TmaCopy
+
+
+class Mma(NamedTuple):
+    """The tiled MMAs of a block: its first step, and those that add to it."""
+
+    first: cute.TiledMma
+    more: cute.TiledMma
+
+
+class Shared(NamedTuple):
+    """A CTA's shared memory: stages of weights, x and their scales with a `full` and an `empty` barrier each, and the
+    results that the warps are about to store."""
+
+    weight: cute.Pointer
+    x: cute.Pointer
+    scales: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+    staging: cute.Pointer
+
+
+class Place(NamedTuple):
+    """Where a CTA stands: its cluster's number, its rank in it, and the number of clusters."""
+
+    cluster: Int32
+    rank: Int32
+    clusters: Int32
+
+
+class Tile(NamedTuple):
+    """A tile of the result.
+
+    Attributes:
+      group: whose rows of x these are: its weight. -1: there are no more tiles.
+      row: the first row of x. rows: up to the group's last one.
+      column: the tile's number along the weight's rows.
+      begin, end: blocks of terms that this CTA sums.
+    """
+
+    group: Int32
+    row: Int32
+    rows: Int32
+    column: Int32
+    begin: Int32
+    end: Int32
+
+
+class Walk(NamedTuple):
+    """How far a warp has looked through the groups: the first one of 32, and the tiles of those before it."""
+
+    group: Int32
+    tiles: Int32
+
+
+def layout_atom(dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+    """The swizzled layout of weights and x in shared memory: rows of 128 bytes."""
+    return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
+
+
+def make_storage(config: ProductConfig) -> Any:
+    """The struct of a CTA's shared memory. Raises ValueError if it exceeds Hopper's."""
+
+    def words(kind: Any, count: int, align: int) -> Any:
+        return cute.struct.Align[cute.struct.MemRange[kind, count], align]
+
+    stages = config.stages
+    fields = {
+        "full": cute.struct.MemRange[Int64, stages],
+        "empty": cute.struct.MemRange[Int64, stages],
+        "scales": words(Float32, stages * config.scale_words, 128),
+        "staging": words(Int32, config.threads // 32 * config.staging_bytes // 4, 128),
+        # The stages lie together: a split sum's parts take their place.
+        "weight": words(Float8E4M3FN, stages * config.rows * 128, 1024),
+        "x": words(DTYPES[config.x_dtype], stages * config.tokens * 128, 1024),
+    }
+    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), config)
+
+
+def shared_memory(storage: Any) -> Shared:
+    """Views of the allocated `storage`."""
+    return Shared(**{name: getattr(storage, name).data_ptr() for name in Shared._fields})
+
+
+def wait_busily(barrier: cute.Pointer, phase: Int32) -> None:
+    """Wait for a phase of an mbarrier without the pauses between two tries that mbarrier_wait makes."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @p bra DONE;"
+        " bra AGAIN; DONE: }",
+        read_only_args=[barrier.toint(), phase],
+    )

@@ -1,0 +1,48 @@
+"""block_scaled_matmul and grouped_block_scaled_matmul on Hopper: operands and records."""
+
+from __future__ import annotations
+
+from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.options import grouped_product_spec, product_spec
+from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.products.config import ProductConfig, product_config, product_reasons
+
+
+def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
+    """All sizes are read at the launch; K is a multiple of 16 and N of 8."""
+    stack = (None,) if config.grouped else ()
+    x_scales = () if config.wide else (Operand("x_scales", "float32", (None, None), align=4),)
+    offsets = (Operand("cu_rows", "int32", (None,), align=4),) if config.grouped else ()
+    return (
+        Operand("x", config.x_dtype, (None, None)),
+        Operand("weight", FP8, (*stack, None, None)),
+        *x_scales,
+        Operand("weight_scales", "float32", (*stack, None, None), align=4),
+        *offsets,
+        Operand("out", config.out_dtype, (None, None), output=True),
+    )
+
+
+BLOCK_SCALED_MATMUL = Kernel(
+    name="block_scaled_matmul",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.products.kernel:BlockScaledMatmul",
+    config=ProductConfig,
+    operands=product_operands,
+    spec_from_options=product_spec,
+    reasons=product_reasons,
+    config_for=product_config,
+    presets=(),
+)
+
+GROUPED_BLOCK_SCALED_MATMUL = Kernel(
+    name="grouped_block_scaled_matmul",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.products.kernel:BlockScaledMatmul",
+    config=ProductConfig,
+    operands=product_operands,
+    spec_from_options=grouped_product_spec,
+    reasons=product_reasons,
+    config_for=product_config,
+    presets=(),
+)

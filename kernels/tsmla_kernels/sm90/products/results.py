@@ -1,0 +1,148 @@
+"""Storing a tile's sums, by way of the warp's part of shared memory: so that lanes write 16 bytes of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from tsmla_kernels.sm90.products.config import BLOCK, GROUP_ROWS, ProductConfig
+from tsmla_kernels.sm90.products.memory import Tile
+from tsmla_kernels.sm90.warp import DTYPES, store_matrices, store_transposed
+
+
+class Results:
+    """Device functions that store what a lane has, as `Sums` says."""
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config = config
+        self.out_dtype = DTYPES[config.out_dtype]
+        self.values = config.columns // 2
+
+    @cute.jit
+    def store(
+        self, out: cute.Tensor, shared: cutlass.Constexpr, sums: cute.Tensor, tile: Tile, at: cutlass.Constexpr
+    ) -> None:  # fmt: skip
+        """Store the tile's sums. `at` is (warpgroup, warp of it, lane)."""
+        config = self.config
+        group, warp, lane = at
+        for wave in cutlass.range_constexpr(config.waves):
+            staging = shared.staging.toint() + (group * 4 + warp) * config.staging_bytes
+            if const_expr(config.tokens_first):
+                token, column = group * GROUP_ROWS + warp * 16, tile.column * config.rows + wave * BLOCK
+                if const_expr(config.out_dtype == "float32"):
+                    self.store_word_rows(out, sums[None, wave], tile, column, (token, lane))
+                else:
+                    self.store_half_rows(out, sums[None, wave], tile, column, (token, staging, lane))
+            else:
+                column = tile.column * config.rows + (group * config.waves + wave) * GROUP_ROWS + warp * 16
+                if const_expr(config.out_dtype == "float32"):
+                    self.store_words(out, sums[None, wave], tile, column, lane)
+                else:
+                    self.store_halves(out, sums[None, wave], tile, column, (staging, lane))
+
+    @cute.jit
+    def store_words(self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, lane: Int32) -> None:
+        """Store 32-bit results of weights first: of a token, eight lanes have neighbouring columns."""
+        columns = Int32(out.shape[1])
+        for i in cutlass.range_constexpr(self.values):
+            token, mine = 8 * (i // 4) + (lane % 4) * 2 + i % 2, column + lane // 4 + 8 * (i // 2 % 2)
+            if token < tile.rows and mine < columns:
+                address = out.iterator.toint() + (Int64(tile.row + token) * Int64(columns) + Int64(mine)) * 4
+                pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = sums[i]
+
+    @cute.jit
+    def store_halves(
+        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, at: cutlass.Constexpr
+    ) -> None:  # fmt: skip
+        """Store 16-bit results of weights first, transposed in the warp's part of shared memory: 16 columns of a token
+        are 32 bytes."""
+        config = self.config
+        staging, lane = at
+        columns = Int32(out.shape[1])
+        mine = column + lane % 2 * 8
+        target = staging + ((lane // 16) * 8 + lane % 8) * 32 + (lane // 8 % 2) * 16
+        for first in cutlass.range_constexpr(0, config.tokens, config.stored_tokens):
+            for i in cutlass.range_constexpr(config.stored_tokens // 16):
+                words = self.packed(sums, (first + 16 * i) // 2)
+                store_transposed(target + i * 512, *(words[j] for j in range(4)))
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(config.stored_tokens // 16):
+                token = first + 16 * i + lane // 2
+                four = self.take(staging + i * 512 + lane * 16)
+                if token < cutlass.min(tile.rows, config.tokens) and mine < columns:
+                    self.put(out, tile.row + token, mine, four)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def packed(self, sums: cute.Tensor, first: cutlass.Constexpr[int]) -> cute.Tensor:
+        """The lane's values of 16 tokens from value `first` on, as words of two tokens: [row of two, eight tokens].
+        Of a tile with eight tokens the others are 0."""
+        halves = cute.make_rmem_tensor((8,), self.out_dtype)
+        for i in cutlass.range_constexpr(8):
+            value = Float32(0.0)
+            if const_expr(first + i < self.values):
+                value = sums[first + i]
+            halves[i] = value.to(self.out_dtype)
+        return cute.recast_tensor(halves, Int32)
+
+    @cute.jit
+    def store_word_rows(
+        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, at: cutlass.Constexpr
+    ) -> None:  # fmt: skip
+        """Store 32-bit results of tokens first. `at` is (the warp's first token, lane)."""
+        first, lane = at
+        columns = Int32(out.shape[1])
+        for i in cutlass.range_constexpr(0, self.values, 2):
+            token, mine = first + lane // 4 + 8 * (i // 2 % 2), column + 8 * (i // 4) + lane % 4 * 2
+            if token < tile.rows and mine < columns:
+                address = out.iterator.toint() + (Int64(tile.row + token) * Int64(columns) + Int64(mine)) * 4
+                there = cute.make_tensor(
+                    cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=8), cute.make_layout(2)
+                )
+                pair = cute.make_rmem_tensor((2,), Float32)
+                pair[0], pair[1] = sums[i], sums[i + 1]
+                cute.autovec_copy(pair, there)
+
+    @cute.jit
+    def store_half_rows(
+        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, at: cutlass.Constexpr
+    ) -> None:  # fmt: skip
+        """Store 16-bit results of tokens first. `at` is (the warp's first token, its staging, lane)."""
+        first, staging, lane = at
+        columns = Int32(out.shape[1])
+        width = self.config.pass_columns
+        chunks = width // 8  # of 16 bytes, of a row; they lie in an order that differs from row to row
+        for done in cutlass.range_constexpr(0, BLOCK, width):
+            for i in cutlass.range_constexpr(width // 16):
+                words = self.packed(sums, (done + 16 * i) // 2)
+                row, chunk = lane % 16, 2 * i + lane // 16
+                store_matrices(staging + self.chunk_place(row, chunk, chunks), *(words[j] for j in range(4)))
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(chunks // 2):
+                row, chunk = i * (32 // chunks) + lane // chunks, lane % chunks
+                four = self.take(staging + self.chunk_place(row, chunk, chunks))
+                mine = column + done + chunk * 8
+                if first + row < tile.rows and mine < columns:
+                    self.put(out, tile.row + first + row, mine, four)
+            cute.arch.sync_warp()
+
+    def chunk_place(self, row: Int32, chunk: Int32, chunks: int) -> Int32:
+        """Where 16 bytes of a row lie in the warp's staging: eight rows' are in different banks."""
+        return (row * chunks + (chunk ^ (row // (8 // chunks) % chunks))) * 16
+
+    def take(self, address: Int32) -> cute.Tensor:
+        """Four words of shared memory."""
+        four = cute.make_rmem_tensor((4,), Int32)
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
+        return four
+
+    def put(self, out: cute.Tensor, row: Any, column: Any, four: cute.Tensor) -> None:
+        """Write eight 16-bit results of a row."""
+        address = out.iterator.toint() + (Int64(row) * Int64(out.shape[1]) + Int64(column)) * 2
+        there = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
+        cute.autovec_copy(four, cute.make_tensor(there, cute.make_layout(4)))

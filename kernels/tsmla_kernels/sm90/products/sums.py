@@ -1,0 +1,114 @@
+"""The math warpgroups: their products (blocks.py), summed in float32 every 128 terms, and stored (results.py)."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu.warpgroup import Field
+
+from tsmla_kernels.sm90.products.blocks import TokenBlocks, WeightBlocks, WideBlocks
+from tsmla_kernels.sm90.products.config import GROUP_ROWS, ProductConfig
+from tsmla_kernels.sm90.products.memory import Mma, wait_busily
+from tsmla_kernels.sm90.products.results import Results
+from tsmla_kernels.sm90.products.tiles import Tiles
+from tsmla_kernels.sm90.warp import advance, kept, uniform
+
+
+class Sums:
+    """Device functions of the math warpgroups.
+
+    A lane has two rows, r and r + 8, of the 64 that a warpgroup multiplies, and of every eight columns two: values in
+    the order [column of two, row of two, eight columns]. Rows are the weight's and columns tokens, or the other way.
+    """
+
+    def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
+        self.config, self.tiles = config, tiles
+        self.values = config.columns // 2  # of a lane, of each wave
+        self.results = Results(config)
+        kind = WideBlocks if config.wide else TokenBlocks if config.tokens_first else WeightBlocks
+        self.blocks: WideBlocks | TokenBlocks | WeightBlocks = kind(config)
+
+    def mma(self) -> Mma:
+        """The tiled MMAs of a block."""
+        return Mma(self.blocks.mma(), self.blocks.mma())
+
+    @cute.jit
+    def run(
+        self, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, mma: cutlass.Constexpr, place: cutlass.Constexpr,
+        group: Int32,
+    ) -> None:  # fmt: skip
+        """Math warpgroup `group`'s rows of all tiles of this CTA."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0] % 128
+        lane = kept(thread % 32)
+        mma.first.set(Field.ACCUMULATE, False)
+        mma.more.set(Field.ACCUMULATE, True)
+        acc = cute.make_rmem_tensor(
+            mma.first.get_slice(thread).partition_shape_C((GROUP_ROWS, config.columns)), Float32
+        )
+        sums = cute.make_rmem_tensor((self.values, config.waves), Float32)
+        held = self.blocks.held()
+        index, phase = Int32(0), Int32(0)
+        item = place.cluster
+        tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
+        while tile.group >= 0:
+            sums.fill(0.0)
+            scales = shared.scales.toint() + self.blocks.scale_offset(tile.column, group, thread)
+            for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
+                wait_busily(shared.full + index, phase)
+                for wave in cutlass.range_constexpr(config.waves):
+                    self.blocks.multiply(shared, mma, acc, held, index, (group, wave, thread))
+                    factors = scales + index * (config.scale_words * 4) + wave * self.blocks.wave_scales
+                    last = shared.empty + index if const_expr(wave == config.waves - 1) else None
+                    self.blocks.add(sums[None, wave], acc, factors, last)
+                index, phase = advance(index, phase, config.stages)
+            if const_expr(config.splits > 1):
+                self.meet(shared, sums, place, group * 128 + thread)
+            if config.splits == 1 or place.rank == 0:
+                self.results.store(arrays.out, shared, sums, tile, (group, thread // 32, lane))
+            item += place.clusters
+            tile, walk = self.tiles.find(item, walk, arrays, place)
+
+    # ---- parts of a sum
+
+    @cute.jit
+    def meet(
+        self, shared: cutlass.Constexpr, sums: cute.Tensor, place: cutlass.Constexpr, thread: Int32
+    ) -> None:  # fmt: skip
+        """Hand this CTA's sums to the cluster's first one, which adds them in the CTAs' order. They take the place of
+        its stages, once no CTA of the cluster needs these."""
+        config = self.config
+        partial = shared.weight.toint() + thread * 16
+        meet_cluster()
+        count = self.values * config.waves
+        flat = cute.make_tensor(sums.iterator, cute.make_layout(count))
+        if place.rank > 0:
+            target = partial + (place.rank - 1) * config.partial_bytes
+            for i in cutlass.range_constexpr(count // 4):
+                store_first(target + i * (config.threads * 16), *(flat[4 * i + j] for j in range(4)))
+        meet_cluster()
+        if place.rank == 0:
+            for rank in cutlass.range_constexpr(config.splits - 1):
+                for i in cutlass.range_constexpr(count // 4):
+                    offset = rank * config.partial_bytes + i * (config.threads * 16)
+                    pointer = cute.make_ptr(Float32, partial + offset, cute.AddressSpace.smem, assumed_align=16)
+                    four = cute.make_rmem_tensor((4,), Float32)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
+                    for j in cutlass.range_constexpr(4):
+                        flat[4 * i + j] = flat[4 * i + j] + four[j]
+
+
+def store_first(address: Int32, *values: Float32) -> None:
+    """Store four floats at this address of shared memory in the cluster's first CTA."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, 0;"
+        " st.shared::cluster.v4.f32 [a], {{$r1}, {$r2}, {$r3}, {$r4}}; }",
+        read_only_args=[address, *values],
+    )
+
+
+def meet_cluster() -> None:
+    """Wait for all threads of the cluster; what each wrote into shared memory is then seen by all."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()

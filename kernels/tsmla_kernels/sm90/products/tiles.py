@@ -1,0 +1,105 @@
+"""Which tiles a cluster computes, and in which order: every warp finds them for itself."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
+from tsmla_kernels.sm90.products.memory import Arrays, Tile, Walk
+from tsmla_kernels.sm90.warp import divide, quotient
+
+SECTION = 16
+"""Tiles below each other that are computed before the next ones: with as many beside each other in flight, what they
+read of x and of the weights is about the same, and both stay in L2."""
+
+
+class Tiles:
+    """Device functions that number the tiles: those of a group come together, sections of rows within it, columns
+    within a section. Rows behind the last group make a group of their own, without terms."""
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config = config
+
+    def below(self, rows: Int32) -> Int32:
+        """Tiles below each other that hold so many rows."""
+        return (rows + (self.config.tokens - 1)) // self.config.tokens
+
+    def columns(self, arrays: Arrays) -> Int32:
+        """Tiles along the weight's rows."""
+        return (Int32(arrays.out.shape[1]) + (self.config.rows - 1)) // self.config.rows
+
+    def blocks(self, arrays: Arrays) -> Int32:
+        """Blocks of terms."""
+        return quotient(Int32(arrays.x.shape[1]) + (BLOCK - 1), BLOCK)
+
+    def start(self) -> Walk:
+        return Walk(Int32(0), Int32(0))
+
+    @cute.jit
+    def find(self, item: Int32, walk: Walk, arrays: cutlass.Constexpr, place: cutlass.Constexpr) -> tuple[Tile, Walk]:
+        """Tile number `item` as this CTA computes it. Numbers ascend from call to call."""
+        total, columns, blocks = Int32(arrays.x.shape[0]), self.columns(arrays), self.blocks(arrays)
+        group, index, row, rows = Int32(0), item, Int32(0), total
+        if const_expr(self.config.grouped):
+            group, index, row, rows, walk = self.find_group(item, walk, arrays, columns)
+            if group == arrays.cu_rows.shape[0] - 1:
+                blocks = Int32(0)
+        elif item >= self.below(total) * columns:
+            group = Int32(-1)
+        tile = Tile(group, row, rows, Int32(0), Int32(0), Int32(0))
+        if group >= 0:
+            tile = self.within(tile, index, columns, blocks, place)
+        return tile, walk
+
+    @cute.jit
+    def within(
+        self, tile: Tile, index: Int32, columns: Int32, blocks: Int32, place: cutlass.Constexpr
+    ) -> Tile:  # fmt: skip
+        """Tile number `index` of the group whose rows are `tile`'s."""
+        config = self.config
+        section = divide(index, columns * SECTION)
+        rest = index - section * (columns * SECTION)
+        below = cutlass.min(self.below(tile.rows) - section * SECTION, SECTION)
+        column = divide(rest, below)
+        offset = (section * SECTION + rest - column * below) * config.tokens
+        begin, end = Int32(0), blocks
+        if const_expr(config.splits > 1):
+            begin, end = (quotient(blocks * (place.rank + i), config.splits) for i in range(2))
+        return Tile(tile.group, tile.row + offset, tile.rows - offset, column, begin, end)
+
+    @cute.jit
+    def find_group(
+        self, item: Int32, walk: Walk, arrays: cutlass.Constexpr, columns: Int32
+    ) -> tuple[Int32, Int32, Int32, Int32, Walk]:
+        """(group, number within the group, first row, rows, walk) of tile number `item`; group -1 behind the last."""
+        total, last = Int32(arrays.x.shape[0]), Int32(arrays.cu_rows.shape[0]) - 1
+        lane = cute.arch.lane_idx()
+        first, before = walk.group, walk.tiles
+        group, index, row, rows = Int32(-1), Int32(0), Int32(0), Int32(0)
+        searching = Int32(1)
+        while searching == 1:
+            begin, end = total, total
+            if first + lane <= last:
+                begin = cutlass.min(cutlass.max(arrays.cu_rows[first + lane], 0), total)
+            if first + lane < last:
+                end = cutlass.min(cutlass.max(arrays.cu_rows[first + lane + 1], begin), total)
+            tiles = self.below(end - begin) * columns
+            through = tiles
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
+                if lane >= 1 << step:
+                    through += other
+            skipped = cute.arch.popc(cute.arch.vote_ballot_sync(before + through <= item))
+            if skipped < 32:
+                searching = Int32(0)
+                group = first + skipped
+                row, rows = cute.arch.shuffle_sync(begin, skipped), cute.arch.shuffle_sync(end - begin, skipped)
+                index = item - before - cute.arch.shuffle_sync(through - tiles, skipped)
+            else:
+                before += cute.arch.shuffle_sync(through, 31)
+                first += 32
+                if first > last:
+                    searching = Int32(0)
+        return group, index, row, rows, Walk(first, before)

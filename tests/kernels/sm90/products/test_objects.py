@@ -1,0 +1,98 @@
+"""The kernel of block-scaled products as it is compiled, and which configurations serve which calls. Needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.kernels.object_checks import all_but_slow, check_compiled
+from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, KERNELS
+from tsmla_kernels.contract.products import ProductSpec
+from tsmla_kernels.sm90.constants import SMEM_BYTES
+from tsmla_kernels.sm90.products.config import PAIR_BYTES, ProductConfig, product_config, product_reasons
+
+ROWS = (1, 8, 9, 16, 32, 64, 100, 128, 129, 256, 512, 1024, 4096)
+MATRICES = ((2112, 7168), (24576, 1536), (7168, 16384), (36864, 7168), (7168, 18432), (32768, 512), (2048, 10944))
+
+
+def spec(rows: int, columns: int = 7168, terms: int = 16384, groups: int | None = None) -> ProductSpec:
+    return ProductSpec(rows, terms, columns, groups, "bfloat16")
+
+
+CONFIGS = {
+    "1 row": product_config(spec(1)),
+    "16 rows": product_config(spec(16)),
+    "64 rows": product_config(spec(64)),
+    "128 rows": product_config(spec(128)),
+    "4096 rows": product_config(spec(4096)),
+    "4096 rows of f32": product_config(dataclasses.replace(spec(4096), out_dtype="float32")),
+    "16 rows of bf16": product_config(dataclasses.replace(spec(16), x_dtype="bfloat16")),
+    "4096 rows of bf16": product_config(dataclasses.replace(spec(4096), x_dtype="bfloat16")),
+    "128 rows of f16 a group": product_config(dataclasses.replace(spec(32768, groups=256), x_dtype="float16")),
+    "1 row a group": product_config(spec(256, groups=256)),
+    "16 rows a group": product_config(spec(4096, groups=256)),
+    "128 rows a group": product_config(spec(32768, groups=256)),
+    "128 rows a group, f16": product_config(dataclasses.replace(spec(32768, groups=256), out_dtype="float16")),
+}
+FAST = ("16 rows", "128 rows a group")
+"""Compiled in every run of the tests. The others are slow tests."""
+
+
+@pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
+def test_everything_stays_in_registers(name: str) -> None:
+    config = CONFIGS[name]
+    check_compiled(GROUPED_BLOCK_SCALED_MATMUL if config.grouped else BLOCK_SCALED_MATMUL, config, kernels=1)
+
+
+def fits(config: ProductConfig) -> None:
+    """A CTA's memory holds at least three stages, and its threads have the registers that they ask for."""
+    limit = SMEM_BYTES if config.ctas == 1 else PAIR_BYTES
+    used = config.stages * (config.stage_bytes + 4 * config.scale_words) + config.threads // 32 * config.staging_bytes
+    assert config.stages >= 3 and used + 1024 <= limit and config.has_room
+    assert config.splits <= 8 and not (config.grouped and config.splits > 1)
+    assert config.tokens == 64 * config.groups if config.tokens_first else config.tokens % 8 == 0
+    assert config.rows <= 256 and config.tokens <= 256  # of a copy
+    math, others = config.registers
+    assert (config.groups * math + others) * 128 * config.ctas <= 65536
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_configuration_fits(rows: int, matrix: tuple[int, int]) -> None:
+    for dtype in ("float8_e4m3fn", "bfloat16"):
+        fits(product_config(dataclasses.replace(spec(rows, *matrix), x_dtype=dtype)))
+        fits(product_config(dataclasses.replace(spec(rows, *matrix, groups=64), x_dtype=dtype)))
+
+
+def test_a_split_sum_has_terms_in_each_part() -> None:
+    for rows in ROWS:
+        for columns, terms in (*MATRICES, (128, 128), (128, 512)):
+            config = product_config(spec(rows, columns, terms))
+            assert config.splits <= -(-terms // 128), (rows, columns, terms)
+
+
+def test_rows_of_unknown_number_have_a_configuration() -> None:
+    for groups in (None, 64):
+        fits(product_config(dataclasses.replace(spec(1), num_rows="t", num_groups=groups)))
+
+
+def test_reasons_name_what_is_not_taken() -> None:
+    assert product_reasons(spec(5)) == []
+    for change, reason in (
+        ({"x_dtype": "float32"}, "x's dtype is float32; the sm_90 kernel"),
+        ({"num_terms": 100}, "K is 100; the sm_90 kernel"),
+        ({"num_columns": 12}, "N is 12; the sm_90 kernel"),
+        ({"num_columns": "n"}, "N is symbolic"),
+    ):
+        assert product_reasons(dataclasses.replace(spec(5), **change))[0].startswith(reason)
+
+
+def test_options_describe_the_calls() -> None:
+    given = {"dtype": "float8_e4m3fn", "num_tokens": "16", "in_features": "16384", "out_features": "7168"}
+    assert KERNELS["block_scaled_matmul"].from_options(given) == CONFIGS["16 rows"]
+    given |= {"num_tokens": "32768", "num_groups": "256"}
+    assert KERNELS["grouped_block_scaled_matmul"].from_options(given) == CONFIGS["128 rows a group"]
+    assert KERNELS["block_scaled_matmul"].from_options({"dtype": "float16"}).x_dtype == "float16"
+    with pytest.raises(ValueError, match="N is 100"):
+        KERNELS["block_scaled_matmul"].from_options(given | {"out_features": "100"})
