@@ -14,17 +14,20 @@ from tsmla_kernels import __version__
 
 if TYPE_CHECKING:
     from tsmla_jax import nn, sparse
+    from tsmla_jax.ops.block_scaled_matmul.api import block_scaled_matmul
     from tsmla_jax.ops.compress_kv.api import compress_kv
     from tsmla_jax.ops.compress_write_kv_cache.api import compress_write_kv_cache
     from tsmla_jax.ops.device import export_disabled_checks, register_custom_calls
     from tsmla_jax.ops.explain import explain
     from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
+    from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
     from tsmla_jax.ops.indexer_logits.api import indexer_logits
     from tsmla_jax.ops.indexer_topk.api import indexer_topk
     from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
     from tsmla_jax.ops.mla_decode.api import mla_decode
     from tsmla_jax.ops.mla_prefill.api import mla_prefill
     from tsmla_jax.ops.mla_prefill_kv.api import mla_prefill_kv
+    from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
     from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
     from tsmla_jax.ops.select_topk.api import select_topk
     from tsmla_jax.ops.sparse_mla.api import sparse_mla
@@ -40,11 +43,13 @@ _PACKAGES = ("nn", "sparse")
 
 __all__ = [
     "__version__",
+    "block_scaled_matmul",
     "compress_kv",
     "compress_write_kv_cache",
     "explain",
     "export_disabled_checks",
     "gather_kv_cache",
+    "grouped_block_scaled_matmul",
     "indexer_logits",
     "indexer_topk",
     "merge_attention_states",
@@ -52,6 +57,7 @@ __all__ = [
     "mla_prefill",
     "mla_prefill_kv",
     "nn",
+    "quantize_blocks",
     "register_custom_calls",
     "rope_write_kv_cache",
     "select_topk",

@@ -57,6 +57,12 @@ def calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             {"ratio": 4, "overlap": False, "eps": 1e-6},
         ),
         "indexer_quantize": ((of(BF16, 5, 2, 128), of(BF16, 5, 2)), {}),
+        "block_scaled_matmul": ((of(FP8, 5, 256), of(FP8, 130, 256), of(F32, 5, 2), of(F32, 2, 2)), {}),
+        "grouped_block_scaled_matmul": (
+            (of(FP8, 5, 256), of(FP8, 3, 130, 256), of(F32, 5, 2), of(F32, 3, 2, 2), starts),
+            {},
+        ),
+        "quantize_blocks": ((of(BF16, 5, 130),), {}),
         "write_indexer_cache": ((of(U8, 3, 16, 132), of(BF16, 5, 128), slots), {}),
         "write_packed_kv_cache": ((of(U8, 3, 16, 656), of(BF16, 5, 512), of(BF16, 5, 64), slots), {}),
         "compress_kv": ((of(F32, 5, 2, 64), of(F32, 4, 64), state, lens, lens, starts), {"ratio": 4, "overlap": True}),

@@ -127,6 +127,9 @@ def usual_calls() -> tuple[UsualCall, ...]:
     state = CompressorState(of((8, 8, 2, 1024), f32), of((8, 8), i32))
     tokens, packed = of((64,), i32), of((512, 64, 656), jnp.uint8)
     index = of((64, 64, 128), fp8), of((64, 64), f32), of((512, 64, 132), jnp.uint8), of((64, 64), i32), tokens
+    product = of((64, 7168), fp8), of((2112, 7168), fp8), of((64, 56), f32), of((17, 56), f32)
+    stack = of((256, 4096, 7168), fp8), of((512, 56), f32), of((256, 32, 56), f32)
+    experts = of((512, 7168), fp8), *stack, of((257,), i32)
     return (
         usual("mla_decode", "bf16", of((8, 1, 128, 576), bf16), cache, **decode),
         usual("mla_decode", "bf16 queries, fp8 cache", of((8, 1, 128, 576), bf16), fp8_cache, **decode),
@@ -152,6 +155,9 @@ def usual_calls() -> tuple[UsualCall, ...]:
         usual("write_packed_kv_cache", "V3.2", packed, row, row_rope, slots, *angles),
         usual("write_indexer_cache", "V3.2", index[2], of((128, 128), bf16), slots, *angles),
         usual("indexer_quantize", "V3.2", of((128, 64, 128), bf16), of((128, 64), bf16), *angles),
+        usual("block_scaled_matmul", "V3", *product),
+        usual("grouped_block_scaled_matmul", "V3", *experts),
+        usual("quantize_blocks", "bf16", of((64, 7168), bf16)),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec, values
+from tsmla_kernels.contract.products import ProductSpec
 
 enabled = values.enabled
 
@@ -50,6 +51,11 @@ def cache_write(spec: CacheWriteSpec, slot_mapping: jax.Array) -> jax.Array:
 def cache_gather(spec: CacheGatherSpec, lens: jax.Array, starts: jax.Array, block_tables: jax.Array) -> jax.Array:
     """lens, behind the check that each range lies in its request's table, used pages exist and the rows fit."""
     return behind(partial(values.cache_gather, spec), lens, starts, block_tables)
+
+
+def grouped_product(spec: ProductSpec, cu_rows: jax.Array) -> jax.Array:
+    """cu_rows, behind the check that it ascends from 0 and ends inside of x's rows."""
+    return behind(partial(values.grouped_product, spec), cu_rows)
 
 
 def behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:

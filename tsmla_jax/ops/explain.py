@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tsmla_jax.ops.block_scaled_matmul import api as block_scaled_matmul
 from tsmla_jax.ops.compress_kv import api as compress_kv
 from tsmla_jax.ops.compress_write_kv_cache import api as compress_write_kv_cache
 from tsmla_jax.ops.gather_kv_cache import api as gather_kv_cache
+from tsmla_jax.ops.grouped_block_scaled_matmul import api as grouped_block_scaled_matmul
 from tsmla_jax.ops.indexer_logits import api as indexer_logits
 from tsmla_jax.ops.indexer_quantize import api as indexer_quantize
 from tsmla_jax.ops.indexer_topk import api as indexer_topk
@@ -16,6 +18,7 @@ from tsmla_jax.ops.mla_decode import api as mla_decode
 from tsmla_jax.ops.mla_prefill import api as mla_prefill
 from tsmla_jax.ops.mla_prefill_kv import api as mla_prefill_kv
 from tsmla_jax.ops.operation import Explanation
+from tsmla_jax.ops.quantize_blocks import api as quantize_blocks
 from tsmla_jax.ops.rope_write_kv_cache import api as rope_write_kv_cache
 from tsmla_jax.ops.select_topk import api as select_topk
 from tsmla_jax.ops.sparse_mla import api as sparse_mla
@@ -42,6 +45,9 @@ OPERATIONS = {
         indexer_quantize,
         write_indexer_cache,
         write_packed_kv_cache,
+        block_scaled_matmul,
+        grouped_block_scaled_matmul,
+        quantize_blocks,
     )
 }
 

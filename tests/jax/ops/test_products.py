@@ -1,0 +1,248 @@
+"""Products with block scales: their definition, the portable form, the kernel's call under jax's transformations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tests.emulator.decode import emulated
+from tests.jax.ops.programs import calls, collectives, ints, kernels, lower
+from tsmla_jax.ops import device
+from tsmla_jax.ops.block_scaled_matmul import cute
+from tsmla_jax.ops.grouped_block_scaled_matmul import cute as grouped_cute
+
+pytestmark = pytest.mark.usefixtures("cache_directory", "quick_compilation")
+
+ROWS, COLUMNS, TERMS, GROUPS = 12, 512, 336, 3
+FLOAT32 = {"out_dtype": "float32"}
+
+
+def operands(*groups: int, rows: int = ROWS, columns: int = COLUMNS, terms: int = TERMS) -> dict[str, Any]:
+    rng = np.random.default_rng(rows + terms)
+    blocks = -(-terms // 128)
+    return {
+        "x": jnp.asarray(rng.standard_normal((rows, terms)), jnp.float8_e4m3fn),
+        "weight": jnp.asarray(rng.standard_normal((*groups, columns, terms)), jnp.float8_e4m3fn),
+        "x_scales": jnp.asarray(rng.uniform(0.5, 2, (rows, blocks)), jnp.float32),
+        "weight_scales": jnp.asarray(rng.uniform(0.5, 2, (*groups, -(-columns // 128), blocks)), jnp.float32),
+    }
+
+
+def grouped(offsets: list[int], **sizes: int) -> dict[str, Any]:
+    return operands(len(offsets) - 1, **sizes) | {"cu_rows": ints(offsets)}
+
+
+def exact(x: Any, weight: Any, x_scales: Any, weight_scales: Any) -> np.ndarray:
+    """The product in float64."""
+    rows, columns = (np.asarray(values, np.float64) for values in (x, weight))
+    ours = np.repeat(x_scales, 128, 1)[:, : rows.shape[1]]
+    theirs = np.repeat(np.repeat(weight_scales, 128, 0)[: columns.shape[0]], 128, 1)[:, : columns.shape[1]]
+    return (rows * ours) @ (columns * theirs).T
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize(("rows", "columns", "terms"), [(12, 264, 336), (1, 8, 16), (5, 128, 384)])
+def test_a_product_of_any_size(name: str, rows: int, columns: int, terms: int) -> None:
+    given = operands(rows=rows, columns=columns, terms=terms)
+    out = tsmla_jax.block_scaled_matmul(**given, **FLOAT32, implementation=name)
+    np.testing.assert_allclose(out, exact(**given), rtol=1e-5, atol=1e-4)
+    rounded = tsmla_jax.block_scaled_matmul(**given, implementation=name)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(rounded), out, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("offsets", [[0, 0, 5, 9], [0, 0, 12, 12], [0, 0, 0, 0], [0, 12]])
+def test_groups_without_rows_with_all_and_rows_of_none(name: str, offsets: list[int]) -> None:
+    given = grouped(offsets, columns=136)
+    unused = np.arange(ROWS) >= offsets[-1]
+    given["x"] = jnp.where(unused[:, None], jnp.nan, given["x"].astype(jnp.float32)).astype(jnp.float8_e4m3fn)
+    given["x_scales"] = jnp.where(unused[:, None], jnp.nan, given["x_scales"])
+    out = tsmla_jax.grouped_block_scaled_matmul(**given, **FLOAT32, implementation=name)
+    want = np.zeros((ROWS, 136))
+    for group in range(len(offsets) - 1):
+        own = slice(offsets[group], offsets[group + 1])
+        parts = (given["x"][own], given["weight"][group], given["x_scales"][own], given["weight_scales"][group])
+        want[own] = exact(*parts)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_without_scales_meet_the_weights_as_they_are(name: str, dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    dense, stack = operands(), grouped([0, 0, 5, 9])
+    ones = np.ones((ROWS, 3), np.float32)
+    for function, given in (
+        (tsmla_jax.block_scaled_matmul, dense),
+        (tsmla_jax.grouped_block_scaled_matmul, stack),
+    ):
+        given["x"], given["x_scales"] = jnp.asarray(rng.standard_normal((ROWS, TERMS)), dtype), None
+        out = np.asarray(function(**given, **FLOAT32, implementation=name))
+        if given is dense:
+            want = exact(**dense | {"x_scales": ones})
+        else:
+            want = np.zeros((ROWS, COLUMNS))
+            for group, own in enumerate((slice(0, 0), slice(0, 5), slice(5, 9))):
+                parts = (stack["x"][own], stack["weight"][group], ones[own], stack["weight_scales"][group])
+                want[own] = exact(*parts)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_quantised_blocks(power_of_two: bool) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 3, 300), np.float32)
+    x *= np.float32(10.0) ** np.arange(-9, 3, 3, np.float32)[:, None, None]
+    x[1, 1] = 0
+    x[2, 0, 5], x[2, 1, 200] = np.nan, np.inf
+    values, scales = tsmla_jax.quantize_blocks(x, power_of_two=power_of_two)
+    assert values.shape == x.shape and scales.shape == (4, 3, 3)
+    restored = np.float32(values) * np.repeat(scales, 128, -1)[..., :300]
+    sound = np.repeat(np.isfinite(scales), 128, -1)[..., :300]
+    assert (~sound).sum() == 256 and np.isnan(restored[~sound]).all()
+    amax = np.repeat(np.abs(np.pad(x, [(0, 0)] * 2 + [(0, 84)])).reshape(4, 3, 3, 128).max(-1), 128, -1)[..., :300]
+    assert (np.abs(restored - x)[sound] <= (amax * 2.0**-4)[sound]).all()
+    if power_of_two:
+        assert (np.frexp(np.asarray(scales)[np.isfinite(scales)])[0] == 0.5).all()
+    else:
+        np.testing.assert_allclose(np.float32(values)[sound].max(), 448)
+
+
+def test_one_custom_call_however_it_is_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    run = functools.partial(tsmla_jax.block_scaled_matmul, implementation="cute")
+    given = operands()
+    assert lower(run, **given).count(f"@{device.TARGET}(") == 1
+    rows = {name: jnp.stack([given[name]] * 3) for name in ("x", "x_scales")}
+    weights = {name: given[name] for name in ("weight", "weight_scales")}
+    mapped = jax.make_jaxpr(jax.vmap(lambda rows: run(**rows, **weights)))(rows)
+    assert calls(mapped) == 1 and mapped.out_avals[0].shape == (3, ROWS, COLUMNS)
+    both = jax.make_jaxpr(jax.vmap(run))(*(jnp.stack([given[name]] * 2) for name in given))
+    assert calls(both) == 1 and "scan" in str(both)  # one after another: each has its own weight
+    stack = grouped([0, 2, 2, 9])
+    run_grouped = functools.partial(tsmla_jax.grouped_block_scaled_matmul, implementation="cute")
+    assert lower(run_grouped, **stack).count(f"@{device.TARGET}(") == 1
+    for function, arrays in ((run, given), (run_grouped, stack)):
+        wide = arrays | {"x": arrays["x"].astype(jnp.bfloat16), "x_scales": None}
+        assert lower(function, **wide).count(f"@{device.TARGET}(") == 1
+        empty = arrays | {"x": arrays["x"][:0], "x_scales": arrays["x_scales"][:0]}
+        assert device.TARGET not in lower(function, **empty)
+
+
+def test_the_rows_decide_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    run = functools.partial(tsmla_jax.block_scaled_matmul, implementation="cute")
+    for rows, tokens in ((1, 8), (16, 16), (60, 64), (900, 128)):
+        ((_, config),) = kernels(jax.make_jaxpr(lambda given: run(**given))(operands(rows=rows)))
+        assert config.tokens == tokens
+
+
+@pytest.mark.parametrize("name", ["cute", "xla"])
+def test_a_derivative_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    for function, given in (
+        (tsmla_jax.block_scaled_matmul, operands()),
+        (tsmla_jax.grouped_block_scaled_matmul, grouped([0, 2, 2, 9])),
+    ):
+        rest = {key: x for key, x in given.items() if key != "x_scales"}
+
+        def total(scales: jax.Array, function: Any = function, rest: Any = rest) -> jax.Array:
+            return function(**rest, x_scales=scales, **FLOAT32, implementation=name).sum()
+
+        with pytest.raises(NotImplementedError, match=f"^{function.__name__} has no derivative .*'reference'"):
+            jax.make_jaxpr(jax.grad(total))(given["x_scales"])
+
+
+def test_the_definition_has_a_derivative() -> None:
+    given = operands(rows=2, columns=8, terms=16)
+    rest = {key: x for key, x in given.items() if key != "x_scales"}
+
+    def total(scales: jax.Array) -> jax.Array:
+        return tsmla_jax.block_scaled_matmul(**rest, x_scales=scales, **FLOAT32, implementation="reference").sum()
+
+    slope = jax.grad(total)(given["x_scales"])
+    np.testing.assert_allclose(slope[:, 0], exact(**given).sum(1) / given["x_scales"][:, 0], rtol=1e-4)
+
+
+def test_export_with_a_symbolic_number_of_rows() -> None:
+    rows = export.symbolic_shape("t")
+    for function, given in (
+        (tsmla_jax.block_scaled_matmul, operands()),
+        (tsmla_jax.grouped_block_scaled_matmul, grouped([0, 2, 2, 9])),
+    ):
+        shapes = {
+            name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]) if name.startswith("x") else x.shape, x.dtype)
+            for name, x in given.items()
+        }
+        run = functools.partial(function, implementation="xla")
+        exported = export.deserialize(export.export(jax.jit(lambda given, run=run: run(**given)))(shapes).serialize())
+        np.testing.assert_allclose(np.float32(exported.call(given)), np.float32(run(**given)), rtol=1e-2, atol=1e-2)
+
+
+def emulate(x: Any, weight: Any, *scales: Any, **_: object) -> list[jax.Array]:
+    function = tsmla_jax.block_scaled_matmul if weight.ndim == 2 else tsmla_jax.grouped_block_scaled_matmul
+    return [function(x, weight, *scales, implementation="reference")]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_and_columns_stay_where_they_are(kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("emulates the kernel on CPUs")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def placed(given: dict[str, Any], stack: tuple[Any, ...], rows: Any) -> dict[str, Any]:
+        specs = {"x": P(rows), "x_scales": P(rows), "cu_rows": P()}
+        return {
+            name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P(*stack, "model"))))
+            for name, x in given.items()
+        }
+
+    dense, stack = operands(), grouped([0, 2, 2, 9])
+    for transformable, function, given in (
+        (cute._transformable, tsmla_jax.block_scaled_matmul, placed(dense, (), "data")),
+        (grouped_cute._transformable, tsmla_jax.grouped_block_scaled_matmul, placed(stack, (None,), None)),
+    ):
+        run = jax.jit(functools.partial(function, implementation="cute"))
+        with emulated(transformable, by=emulate):
+            compiled = run.lower(**given).compile()
+            assert collectives(compiled) == []
+            got = compiled(**given)
+        assert got.sharding.spec[1] == "model"
+        want = function(**(dense if function is tsmla_jax.block_scaled_matmul else stack), implementation="reference")
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=1e-2, atol=1e-2)
+
+
+def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, stack = operands(), grouped([0, 2, 2, 9])
+    for change, text in (
+        ({"x": dense["x"].astype(jnp.bfloat16)}, r"x_scales: got an array with x of bfloat16; legal: None"),
+        ({"x_scales": None}, r"x_scales: got None; legal: float32 \[T, K/128\] with x of float8_e4m3fn"),
+        ({"x": ints([[1]])}, r"x: got dtype int32; legal: float8_e4m3fn, float16"),
+        ({"weight": dense["weight"][:, :128]}, r"weight: got shape \[512, 128\]; axis 1 must be 336 \(K, x's terms\)"),
+        ({"x_scales": dense["x_scales"][:, :2]}, r"x_scales: got shape \[12, 2\]; axis 1 must be 3 \(K / 128 rounded"),
+        ({"weight_scales": dense["weight_scales"][:3]}, r"weight_scales: got shape \[3, 3\]; axis 0 must be 4"),
+        ({"weight": stack["weight"]}, r"weight: got shape \[3, 512, 336\] of rank 3; legal: \[N, K\]"),
+        ({"out_dtype": "float8_e4m3fn"}, r"out_dtype: got 'float8_e4m3fn'; legal: 'float16'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            tsmla_jax.block_scaled_matmul(**dense | change)
+    with pytest.raises(ValueError, match=r"cu_rows: got shape \[2\]; axis 0 must be 4 \(E \+ 1"):
+        tsmla_jax.grouped_block_scaled_matmul(**stack | {"cu_rows": ints([0, 4])})
+    with pytest.raises(ValueError, match=r"x: got dtype int32; legal: float16"):
+        tsmla_jax.quantize_blocks(ints([[1]]))
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    with pytest.raises(ValueError, match=r"cu_rows: got \[0, 4, 2, 9\]; legal: from 0, never decreasing, .* 12"):
+        tsmla_jax.grouped_block_scaled_matmul(**stack | {"cu_rows": ints([0, 4, 2, 9])})
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    with pytest.raises(NotImplementedError, match=r"K is 20; the sm_90 kernel .* takes a multiple of 16"):
+        tsmla_jax.block_scaled_matmul(**operands(terms=20), implementation="cute")

@@ -1,0 +1,1 @@
+"""The operation block_scaled_matmul: api, reference, xla and cute."""

@@ -1,0 +1,81 @@
+"""block_scaled_matmul: the product of e4m3 activations and weights that have scales for blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from tsmla_jax.ops.inputs import describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_kernels.contract import products
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32
+
+
+def block_scaled_matmul(
+    x: Float[Array, "T K"],
+    weight: Float[Array, "N K"],
+    x_scales: Float32[Array, "T K/128"] | None,
+    weight_scales: Float32[Array, "N/128 K/128"],
+    *,
+    out_dtype: str = "bfloat16",
+    implementation: str | None = None,
+) -> Float[Array, "T N"]:
+    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128.
+
+    out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128]. Products
+    and their sums are float32. As fp8_gemm_nt in DeepGEMM and the linear layers of DeepSeek-V3's own inference code
+    (arXiv:2412.19437, section 3.3).
+
+    Args:
+      x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which then meet the weights as they
+        are.
+      weight: [N, K] float8_e4m3fn, as checkpoints hold it.
+      x_scales: [T, K / 128] float32: of each row and 128 terms; rounded up, where the last block is a part. None
+        unless x is float8_e4m3fn.
+      weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; `weight_scale_inv` in
+        checkpoints.
+      out_dtype: "bfloat16", "float16" or "float32".
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      [T, N] in out_dtype.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal. NotImplementedError: the named implementation can't run this
+      call, or, but for "reference", a derivative is asked for.
+    """
+    spec = OPERATION.spec(
+        x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales, out_dtype=out_dtype
+    )  # fmt: skip
+    chosen = OPERATION.select(spec, implementation)
+    x_scales = None if x_scales is None else jnp.asarray(x_scales)
+    arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, jnp.asarray(weight_scales))
+    out: Array = chosen.call(arrays, lambda: out_spec(arrays[0], arrays[1]), spec=spec)
+    return out
+
+
+def out_spec(x: jax.Array, weight: jax.Array) -> PartitionSpec:
+    """The spec of the product: rows as x's, columns as the weight's rows where they do not share a mesh axis."""
+    rows, columns = jax.typeof(x).sharding.spec[0], jax.typeof(weight).sharding.spec[-2]
+    return PartitionSpec(rows, None if columns == rows else columns)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.block_scaled_matmul import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.block_scaled_matmul, cute.why_not, device.why_not_by_default),
+        "xla": Implementation(xla.block_scaled_matmul),
+        "reference": Implementation(reference.block_scaled_matmul),
+    }
+
+
+OPERATION = Operation(block_scaled_matmul, partial(describe_call, products.product_spec), _implementations)

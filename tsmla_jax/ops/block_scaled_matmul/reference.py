@@ -1,0 +1,28 @@
+"""The definition of block_scaled_matmul: both operands as the numbers that they stand for, and one product."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsmla_kernels.contract.products import BLOCK, ProductSpec
+
+
+def block_scaled_matmul(
+    x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
+) -> jax.Array:
+    """out [T, N] as the public block_scaled_matmul documents it."""
+    rows, columns = widened(x, x_scales), widened(weight, spread(weight_scales, weight.shape[0], axis=0))
+    return jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST).astype(spec.out_dtype)
+
+
+def widened(values: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """Values [..., K] times their scales [..., K / 128], if they have any, in float32."""
+    wide = values.astype(jnp.float32)
+    return wide if scales is None else wide * spread(scales, values.shape[-1], axis=-1)
+
+
+def spread(scales: jax.Array, size: int, axis: int) -> jax.Array:
+    """The scale of each of `size` elements along an axis, of scales of 128."""
+    return lax.slice_in_dim(jnp.repeat(scales, BLOCK, axis=axis), 0, size, axis=axis % scales.ndim)

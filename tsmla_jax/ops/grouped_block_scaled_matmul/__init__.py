@@ -1,0 +1,1 @@
+"""The operation grouped_block_scaled_matmul: api, reference, xla and cute."""

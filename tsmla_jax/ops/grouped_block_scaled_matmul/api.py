@@ -1,0 +1,77 @@
+"""grouped_block_scaled_matmul: products of groups of rows, each with a weight of its own, as of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.block_scaled_matmul.api import out_spec
+from tsmla_jax.ops.inputs import describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_kernels.contract import products
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
+
+
+def grouped_block_scaled_matmul(
+    x: Float[Array, "T K"],
+    weight: Float[Array, "E N K"],
+    x_scales: Float32[Array, "T K/128"] | None,
+    weight_scales: Float32[Array, "E N/128 K/128"],
+    cu_rows: Int32[Array, " E+1"],
+    *,
+    out_dtype: str = "bfloat16",
+    implementation: str | None = None,
+) -> Float[Array, "T N"]:
+    """`block_scaled_matmul` of each group of rows with the group's own weight: of tokens sorted by expert.
+
+    As jax.lax.ragged_dot, and m_grouped_fp8_gemm_nt_contiguous in DeepGEMM, but groups need no padding.
+
+    Args:
+      x: [T, K], as of block_scaled_matmul; the rows of a group come together.
+      weight: [E, N, K] float8_e4m3fn.
+      x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
+      weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
+      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
+        none. It stays on the device.
+      out_dtype: "bfloat16", "float16" or "float32".
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      [T, N] in out_dtype. Rows from cu_rows[E] on are 0, whatever x holds there, NaN included.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also cu_rows that descend or end past T.
+      NotImplementedError: the named implementation can't run this call, or, but for "reference", a derivative is asked
+      for.
+    """
+    spec = OPERATION.spec(
+        x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales, cu_rows=cu_rows, out_dtype=out_dtype
+    )
+    chosen = OPERATION.select(spec, implementation)
+    cu_rows = checks.grouped_product(spec, jnp.asarray(cu_rows))
+    x_scales = None if x_scales is None else jnp.asarray(x_scales)
+    arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, jnp.asarray(weight_scales), cu_rows)
+    out: Array = chosen.call(arrays, lambda: out_spec(arrays[0], arrays[1]), spec=spec)
+    return out
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.grouped_block_scaled_matmul import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.grouped_block_scaled_matmul, cute.why_not, device.why_not_by_default),
+        "xla": Implementation(xla.grouped_block_scaled_matmul),
+        "reference": Implementation(reference.grouped_block_scaled_matmul),
+    }
+
+
+OPERATION = Operation(
+    grouped_block_scaled_matmul, partial(describe_call, products.grouped_product_spec), _implementations
+)

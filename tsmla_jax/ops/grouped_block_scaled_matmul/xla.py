@@ -1,0 +1,47 @@
+"""grouped_block_scaled_matmul in portable XLA: jax.lax.ragged_dot of block after block of terms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsmla_jax.ops.block_scaled_matmul.reference import spread
+from tsmla_jax.ops.block_scaled_matmul.xla import ALTERNATIVE, block_of, factors, whole_blocks
+from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.transforms import refuse_derivative
+from tsmla_kernels.contract.products import ProductSpec
+
+
+def grouped_block_scaled_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    x_scales: jax.Array | None,
+    weight_scales: jax.Array,
+    cu_rows: jax.Array,
+    *,
+    spec: ProductSpec,
+) -> jax.Array:
+    """out [T, N] as the public grouped_block_scaled_matmul documents it."""
+    row = jnp.arange(x.shape[0], dtype=jnp.int32)
+    used = (row < cu_rows[-1])[:, None]
+    group = jnp.clip(jnp.searchsorted(cu_rows, row, side="right") - 1, 0, weight.shape[0] - 1)
+    rows, columns = whole_blocks(jnp.where(used, x, jnp.zeros((), x.dtype))), whole_blocks(weight)
+
+    def step(b: jax.Array, total: jax.Array) -> jax.Array:
+        ours, theirs = (block_of(values, b).astype(narrow) for values in (rows, columns))
+        product = lax.ragged_dot(
+            ours, theirs.transpose(0, 2, 1), jnp.diff(cu_rows), precision, jnp.float32
+        )  # fmt: skip
+        scales = lax.dynamic_index_in_dim(weight_scales, b, axis=2, keepdims=False)[group]
+        product *= spread(scales, weight.shape[1], axis=1)
+        if x_scales is not None:
+            product *= lax.dynamic_slice_in_dim(x_scales, b, 1, axis=1)
+        return total + jnp.where(used, product, 0)
+
+    narrow, precision = factors(x)
+    operands = [array for array in (x, weight, x_scales, weight_scales, cu_rows) if array is not None]
+    start = carry(jnp.zeros((x.shape[0], weight.shape[1]), jnp.float32), *operands)
+    total = lax.fori_loop(0, weight_scales.shape[2], step, start)
+    refused: jax.Array = refuse_derivative(total, operands, "grouped_block_scaled_matmul", ALTERNATIVE)
+    return refused.astype(spec.out_dtype)

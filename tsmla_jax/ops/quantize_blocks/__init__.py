@@ -1,0 +1,1 @@
+"""The operation quantize_blocks: api, reference and xla."""
