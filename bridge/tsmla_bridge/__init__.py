@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tsmla_bridge.ops.mla_prefill import mla_prefill
     from tsmla_bridge.ops.mla_prefill_kv import mla_prefill_kv
     from tsmla_bridge.ops.packed_caches import indexer_quantize, write_indexer_cache, write_packed_kv_cache
+    from tsmla_bridge.ops.products import block_scaled_matmul, grouped_block_scaled_matmul, quantize_blocks
     from tsmla_bridge.ops.select_topk import select_topk
     from tsmla_bridge.ops.sparse_mla import sparse_mla
     from tsmla_bridge.runtime.workspace import (
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Workspace": "runtime.workspace",
+    "block_scaled_matmul": "ops.products",
     "compress_write_kv_cache": "ops.compress",
     "decode_workspace_size": "runtime.workspace",
     "gather_kv_cache": "ops.cache_ops",
+    "grouped_block_scaled_matmul": "ops.products",
     "indexer_quantize": "ops.packed_caches",
     "indexer_logits": "ops.indexer_logits",
     "indexer_topk": "ops.indexer_topk",
@@ -45,6 +48,7 @@ _MODULES = {
     "mla_decode": "ops.mla_decode",
     "mla_prefill": "ops.mla_prefill",
     "mla_prefill_kv": "ops.mla_prefill_kv",
+    "quantize_blocks": "ops.products",
     "select_topk": "ops.select_topk",
     "sparse_mla": "ops.sparse_mla",
     "sparse_workspace_size": "runtime.workspace",
@@ -59,9 +63,11 @@ _MODULES = {
 __all__ = [
     "Workspace",
     "__version__",
+    "block_scaled_matmul",
     "compress_write_kv_cache",
     "decode_workspace_size",
     "gather_kv_cache",
+    "grouped_block_scaled_matmul",
     "indexer_logits",
     "indexer_quantize",
     "indexer_topk",
@@ -73,6 +79,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prefill_kv",
+    "quantize_blocks",
     "select_topk",
     "sparse_mla",
     "sparse_workspace_size",

@@ -394,6 +394,39 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"{case} far below", tsmla_bridge.sparse_mla, far, options)
 
 
+def product_calls(generator: torch.Generator) -> Iterator[Call]:
+    """block_scaled_matmul and the grouped one: every kind of tile, rows and terms that fill no tile or block, groups
+    without rows and one with all, NaN behind the last group."""
+
+    def blocks(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tsmla_bridge.quantize_blocks(normal(generator, *shape, dtype=torch.float32))
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * 0.1 + 0.01
+
+    dtypes = itertools.cycle((torch.bfloat16, torch.float16, torch.float32))
+    for rows, columns, terms in ((1, 264, 272), (7, 136, 1296), (16, 520, 2064), (50, 136, 640), (100, 264, 400),
+                                 (300, 392, 400)):  # fmt: skip
+        (x, x_scales), (weight, _) = blocks(rows, terms), blocks(columns, terms)
+        weight_scales = scales(-(-columns // 128), -(-terms // 128))
+        tensors = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales}
+        name = f"{rows} rows, {columns} x {terms}"
+        yield Call(name, tsmla_bridge.block_scaled_matmul, tensors, {"out_dtype": next(dtypes)})
+        kept = {key: tensor for key, tensor in tensors.items() if key != "x_scales"}
+        wide = kept | {"x": normal(generator, rows, terms, dtype=torch.bfloat16 if rows % 2 else torch.float16)}
+        yield Call(f"wide {name}", tsmla_bridge.block_scaled_matmul, wide, {"x_scales": None})
+    for counts in ([0, 3, 0, 0, 9, 1], [20, 0, 45, 2], [0, 0, 150], [250, 0, 130], [n % 3 for n in range(70)]):
+        (x, x_scales), (weight, _) = blocks(sum(counts) + 5, 336), blocks(len(counts), 264, 336)
+        x.view(torch.uint8)[-5:], x_scales[-5:] = 0x7F, torch.nan
+        tensors = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": scales(len(counts), 3, 3)}
+        given = {**tensors, "cu_rows": offsets_of(counts)}
+        yield Call(f"groups of {counts}", tsmla_bridge.grouped_block_scaled_matmul, given, {"out_dtype": next(dtypes)})
+        kept = {key: tensor for key, tensor in given.items() if key != "x_scales"}
+        wide = kept | {"x": normal(generator, sum(counts) + 5, 336, dtype=torch.bfloat16)}
+        wide["x"][-5:] = torch.nan
+        yield Call(f"wide groups of {counts}", tsmla_bridge.grouped_block_scaled_matmul, wide, {"x_scales": None})
+
+
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "mla_decode": decode_calls,
     "mla_prefill": prefill_calls,
@@ -406,6 +439,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "packed_caches": packed_calls,
     "compress_write_kv_cache": compress_calls,
     "sparse_mla": sparse_calls,
+    "block_scaled_matmul": product_calls,
 }
 
 

@@ -14,6 +14,7 @@ from tsmla_bridge.ops import (
     mla_prefill,
     mla_prefill_kv,
     packed_caches,
+    products,
     select_topk,
     sparse_mla,
 )

@@ -1,0 +1,67 @@
+"""The definitions of products with block scales, and of quantising for them, on torch tensors. They mean what
+tsmla_jax's mean, and read no value on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tsmla_bridge.runtime.devices import in_own_precision
+from tsmla_bridge.runtime.tensors import DTYPES
+from tsmla_bridge.sparse_reference import quantize_pow2
+from tsmla_kernels.contract.products import BLOCK, LEAST_AMAX, ProductSpec, QuantizeBlocksSpec
+from tsmla_kernels.contract.rules import FP8_MAX
+
+
+@in_own_precision
+def block_scaled_matmul(
+    spec: ProductSpec,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor,
+) -> torch.Tensor:
+    """out [T, N] of block_scaled_matmul."""
+    rows = _widened(x, x_scales)
+    columns = _widened(weight, weight_scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]])
+    return (rows @ columns.T).to(DTYPES[spec.out_dtype])
+
+
+@in_own_precision
+def grouped_block_scaled_matmul(
+    spec: ProductSpec,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor,
+    cu_rows: torch.Tensor,
+) -> torch.Tensor:
+    """out [T, N] of grouped_block_scaled_matmul."""
+    dense = dataclasses.replace(spec, num_groups=None)
+    out = torch.zeros((x.shape[0], weight.shape[1]), dtype=DTYPES[spec.out_dtype], device=x.device)
+    row = torch.arange(x.shape[0], device=x.device)
+    for group in range(weight.shape[0]):
+        product = block_scaled_matmul(dense, x, weight[group], x_scales, weight_scales[group])
+        own = (row >= cu_rows[group]) & (row < cu_rows[group + 1])
+        out = torch.where(own[:, None], product, out)
+    return out
+
+
+def quantize_blocks(spec: QuantizeBlocksSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """values and scales of quantize_blocks."""
+    terms = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -terms % BLOCK))
+    blocks = padded.view(*x.shape[:-1], -1, BLOCK)
+    amax = blocks.abs().amax(-1)
+    scales = quantize_pow2(blocks, LEAST_AMAX)[1] if spec.power_of_two else amax.clamp(min=LEAST_AMAX) / FP8_MAX
+    scales = torch.where(amax.isfinite(), scales, torch.nan)
+    values = (blocks / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return values.view(padded.shape)[..., :terms].contiguous(), scales
+
+
+def _widened(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Values [..., K] times their scales [..., K / 128], if they have any, in float32."""
+    if scales is None:
+        return values.float()
+    return values.float() * scales.repeat_interleave(BLOCK, -1)[..., : values.shape[-1]]

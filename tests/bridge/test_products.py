@@ -1,0 +1,95 @@
+"""Products with block scales on torch tensors: against tsmla_jax, in the caller's memory, compiled, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import tsmla_bridge
+import tsmla_jax
+
+GENERATOR = torch.Generator().manual_seed(0)
+TERMS, COLUMNS, ROWS = 336, 264, 21
+
+
+def operands(*groups: int) -> dict[str, torch.Tensor]:
+    x, x_scales = tsmla_bridge.quantize_blocks(torch.randn(ROWS, TERMS, generator=GENERATOR))
+    weight, _ = tsmla_bridge.quantize_blocks(torch.randn(*groups, COLUMNS, TERMS, generator=GENERATOR))
+    weight_scales = (torch.rand(*groups, 3, 3, generator=GENERATOR) + 0.5) * 0.01
+    return {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales}
+
+
+DENSE = operands()
+GROUPED = operands(3) | {"cu_rows": torch.tensor([0, 0, 9, 17], dtype=torch.int32)}
+CALLS: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
+    "block_scaled_matmul": (tsmla_bridge.block_scaled_matmul, DENSE),
+    "grouped_block_scaled_matmul": (tsmla_bridge.grouped_block_scaled_matmul, GROUPED),
+}
+
+
+def as_jax(tensor: torch.Tensor) -> jax.Array:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return jax.lax.bitcast_convert_type(jnp.asarray(tensor.view(torch.uint8).numpy()), jnp.float8_e4m3fn)
+    return jnp.asarray(tensor.numpy())
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_it_means_what_jax_means(op: str) -> None:
+    function, given = CALLS[op]
+    want = getattr(tsmla_jax, op)(**{name: as_jax(x) for name, x in given.items()}, out_dtype="float32")
+    got = function(**given, out_dtype=torch.float32)
+    np.testing.assert_allclose(got.numpy(), np.asarray(want), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_blocks_are_quantised_as_in_jax(power_of_two: bool) -> None:
+    x = torch.randn(5, 300, generator=GENERATOR) * torch.logspace(-12, 6, 5)[:, None]
+    x[2], x[3, 7] = 0, torch.inf
+    values, scales = tsmla_bridge.quantize_blocks(x, power_of_two=power_of_two)
+    want, of_jax = tsmla_jax.quantize_blocks(x.numpy(), power_of_two=power_of_two)
+    np.testing.assert_allclose(scales.numpy(), np.asarray(of_jax), rtol=2e-7)
+    assert (values.view(torch.uint8) == torch.from_numpy(np.array(want).view(np.uint8))).float().mean() > 0.999
+    assert values.is_contiguous() and scales.shape == (5, 3)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_memory_of_the_caller_and_a_compiled_call(op: str) -> None:
+    function, given = CALLS[op]
+    want, out = function(**given), torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
+    assert function(**given, out=out) is out and torch.equal(out, want)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**given), want)
+    into = torch.zeros_like(out)
+    assert torch.equal(compiled(**given, out=into), want) and torch.equal(into, want)
+
+
+def test_rows_of_no_group_are_zero() -> None:
+    x = GROUPED["x"].clone()
+    x.view(torch.uint8)[17:] = 0x7F
+    out = tsmla_bridge.grouped_block_scaled_matmul(**GROUPED | {"x": x})
+    assert not out[17:].any() and out.isfinite().all()
+    nothing = {"x": x[:0], "x_scales": GROUPED["x_scales"][:0], "cu_rows": torch.zeros(4, dtype=torch.int32)}
+    assert tsmla_bridge.grouped_block_scaled_matmul(**GROUPED | nothing).shape == (0, COLUMNS)
+
+
+def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply: Any = tsmla_bridge.block_scaled_matmul
+    with pytest.raises(TypeError, match=r"out_dtype: got str; legal: a torch.dtype"):
+        multiply(**DENSE, out_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"out_dtype: got 'float64'; legal"):
+        multiply(**DENSE, out_dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"out: got float32"):
+        multiply(**DENSE, out=torch.empty(ROWS, COLUMNS))
+    with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
+        multiply(**DENSE, implementation="cute")
+    with pytest.raises(NotImplementedError, match="there is no kernel for it"):
+        tsmla_bridge.quantize_blocks(torch.ones(2, 128), implementation="cute")
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    wrong = GROUPED | {"cu_rows": torch.tensor([0, 9, 3, 17], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"cu_rows: got \[0, 9, 3, 17\]; legal: from 0, never decreasing"):
+        tsmla_bridge.grouped_block_scaled_matmul(**wrong)

@@ -1,0 +1,103 @@
+"""Products with block scales by their kernels, beside a float64 product of the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import tsmla_bridge
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+MATRICES = ((2112, 7168), (1536, 10944), (4096, 512))
+ROWS = (1, 8, 16, 33, 64, 128, 300)
+SKEWS = ([5, 0, 130, 1, 16, 200, 0, 33], [0, 0, 385, 0], [3] * 64)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Finite e4m3 of all magnitudes."""
+    bits = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    return (bits & 0xB7).view(torch.float8_e4m3fn)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, device=DEVICE) * 0.02 + 0.001
+
+
+def widened(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return values.double() * factors.repeat_interleave(128, -1)[..., : values.shape[-1]]
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, of_x: torch.Tensor, of_weight: torch.Tensor) -> torch.Tensor:
+    rows = of_weight.repeat_interleave(128, 0)[: weight.shape[0]]
+    return widened(x, of_x) @ widened(weight, rows).T
+
+
+def close(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    assert float((got.double() - want).norm() / want.norm()) < limit
+
+
+@pytest.mark.parametrize(("rows", "matrix"), itertools.product(ROWS, MATRICES))
+def test_dense(rows: int, matrix: tuple[int, int]) -> None:
+    columns, terms = matrix
+    operands = numbers(rows, terms), numbers(columns, terms), scales(rows, -(-terms // 128))
+    given = (*operands, scales(-(-columns // 128), -(-terms // 128)))
+    out = tsmla_bridge.block_scaled_matmul(*given, implementation="cute")
+    close(out, product(*given), 2.5e-3)
+    exact = tsmla_bridge.block_scaled_matmul(*given, out_dtype=torch.float32, implementation="cute")
+    close(exact, product(*given), 5e-4)  # of the tensor cores' sums over 128 terms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_of_16_bits_are_multiplied_exactly(rows: int, dtype: torch.dtype) -> None:
+    x, weight, of_weight = torch.randn(rows, 1488, device=DEVICE).to(dtype), numbers(520, 1488), scales(5, 12)
+    out = tsmla_bridge.block_scaled_matmul(x, weight, None, of_weight, out_dtype=torch.float32, implementation="cute")
+    close(out, product(x, weight, torch.ones(rows, 12, device=DEVICE), of_weight), 1e-6)
+
+
+@pytest.mark.parametrize("counts", SKEWS)
+def test_grouped(counts: list[int]) -> None:
+    rows, groups = sum(counts) + 9, len(counts)
+    x, of_x = numbers(rows, 1488), scales(rows, 12)
+    x.view(torch.uint8)[-9:], of_x[-9:] = 0x7F, torch.nan
+    weight, of_weight = numbers(groups, 520, 1488), scales(groups, 5, 12)
+    cu_rows = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    out = torch.full((rows, 520), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    arrays = (x, weight, of_x, of_weight, cu_rows)
+    got = tsmla_bridge.grouped_block_scaled_matmul(*arrays, out=out, implementation="cute")
+    assert got is out and not out[-9:].any()
+    ends = cu_rows.tolist()
+    for group, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if begin < end:
+            close(out[begin:end], product(x[begin:end], weight[group], of_x[begin:end], of_weight[group]), 2.5e-3)
+
+
+def test_a_stack_of_more_than_2_to_the_31_weights() -> None:
+    x, of_x, of_weight = numbers(40, 4096), scales(40, 32), scales(160, 32, 32)
+    weight, offsets = numbers(160, 4096, 4096), [0] * 100 + [7] * 59 + [7, 40]
+    cu_rows = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    out = tsmla_bridge.grouped_block_scaled_matmul(x, weight, of_x, of_weight, cu_rows, implementation="cute")
+    for group, rows in ((99, slice(0, 7)), (159, slice(7, 40))):
+        close(out[rows], product(x[rows], weight[group], of_x[rows], of_weight[group]), 2.5e-3)
+
+
+def test_counts_change_under_a_captured_graph() -> None:
+    x, of_x, weight, of_weight = numbers(64, 512), scales(64, 4), numbers(4, 256, 512), scales(4, 2, 4)
+    cu_rows = torch.tensor([0, 16, 32, 48, 64], dtype=torch.int32, device=DEVICE)
+    out = torch.empty(64, 256, dtype=torch.bfloat16, device=DEVICE)
+
+    def call() -> None:
+        tsmla_bridge.grouped_block_scaled_matmul(x, weight, of_x, of_weight, cu_rows, out=out, implementation="cute")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    cu_rows.copy_(torch.tensor([0, 0, 60, 60, 64], dtype=torch.int32))
+    graph.replay()
+    close(out[:60], product(x[:60], weight[1], of_x[:60], of_weight[1]), 2.5e-3)
+    close(out[60:], product(x[60:], weight[3], of_x[60:], of_weight[3]), 2.5e-3)
