@@ -37,7 +37,7 @@ from tsmla_jax.generate.mesh import (
 )
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size, with_products
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.quantised import refuse_config, refuse_tensors
 from tsmla_jax.nn.v4.names import stored_names
@@ -212,6 +212,7 @@ def load_model(
     *,
     dtype: Any | None = None,
     keep_fp8: bool | None = None,
+    fp8_products: str | None = None,
     mesh: MeshShape = ONE_DEVICE,
     progress: bool = False,
 ) -> Params:
@@ -225,6 +226,9 @@ def load_model(
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. False widens
         them here, to twice the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
+      fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
+        each 128 columns, as DeepSeek's own inference code does; "exact" keeps these, and widens the weights in the
+        kernel of block_scaled_matmul; None widens them as they are read or first.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts are split over them, and the other
         parameters are on each. Of several processes each reads its part.
       progress: show a progress bar on stderr.
@@ -262,7 +266,8 @@ def load_model(
         for index in range(config.num_layers):
             params["layers"].append(_read_layer(read, config, index, norm_dtype))
         read.refuse_others()
-    return params
+    loaded: Params = with_products(params, fp8_products)
+    return loaded
 
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096

@@ -9,6 +9,7 @@ parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -213,6 +214,6 @@ def _shard_of(mesh: Mesh, stacks: Any, moe: MoEConfig, shard: int) -> Any:
         values = weight.values[ids]
         unused = stack_size(*values.shape) - len(ids)
         padded = jax.numpy.pad(values, ((0, unused), (0, 0), (0, 0))) if unused else values
-        return BlockScaled(padded, weight.scales[ids])
+        return dataclasses.replace(weight, values=padded, scales=weight.scales[ids])
 
     return jax.tree.map(one, stacks, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))

@@ -18,12 +18,13 @@ from jax import lax
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
 from tsmla_jax.generate.router import project, router_logits
-from tsmla_jax.nn.block_scaled import BlockScaled, widened
+from tsmla_jax.nn.block_scaled import BlockScaled, quantized, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.linear import linear
-from tsmla_jax.nn.row_blocks import make_blocks
+from tsmla_jax.nn.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.scaled_rows import ScaledRows, scaled_rows
 from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
+from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 
 _MAX_BLOCK_ROWS = 128
 
@@ -169,7 +170,9 @@ def mix_experts(
     # A stack may have more weights than there are experts (block_scaled.stack_size).
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
-    if not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
+    if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled) and gate_up.products is not None:
+        per_pair = _scaled_experts(x, experts, gate_up, down, limit)
+    elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
         given = x if rows is None else rows
         per_pair = _grouped_experts(given, experts, gate_up, down, limit, experts.size if load is None else load)
     elif jax.default_backend() == "cpu":
@@ -199,6 +202,7 @@ def takes_scaled_rows(dtype: Any, gate_up: Weight, down: Weight, load: int) -> b
     _, hidden, width = down.shape
     return (
         isinstance(down, BlockScaled)
+        and (not isinstance(gate_up, BlockScaled) or gate_up.products is None)
         and not why_not_grouped(dtype, hidden, width, True)
         and not _widened_first(gate_up, down, load)
     )
@@ -232,6 +236,27 @@ def _grouped_experts(
     out = cast(jax.Array, grouped_matmul(inner, down, blocks, tile_down))
     # An absent expert gets some row's values, which the caller drops.
     return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
+
+
+def _scaled_experts(
+    x: jax.Array, experts: jax.Array, gate_up: BlockScaled, down: BlockScaled, limit: float | None
+) -> jax.Array:
+    """What each token's experts make of it, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
+    products are quantised if the weights' `products` says so."""
+    num_experts = min(gate_up.shape[0], down.shape[0])
+    rows, cu_rows, places = sort_rows(experts, num_experts)
+
+    def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled) -> jax.Array:
+        # Weights behind the last expert (stack_size) have no rows, and may have no scales.
+        offsets = jnp.pad(cu_rows, (0, weight.shape[0] - num_experts), mode="edge")
+        unscaled = weight.shape[0] - weight.scales.shape[0]
+        weight_scales = jnp.pad(weight.scales, ((0, unscaled), (0, 0), (0, 0)))
+        arrays = (values, weight.values, scales, weight_scales, offsets)
+        return grouped_block_scaled_matmul(*arrays, out_dtype=x.dtype.name)
+
+    values, scales = quantized(x, gate_up)
+    up = product(values[rows], None if scales is None else scales[rows], gate_up)
+    return product(*quantized(activate(up, limit), down), down)[places]
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:

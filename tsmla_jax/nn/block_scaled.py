@@ -1,19 +1,24 @@
 """Weights in e4m3 with a scale for every block of 128 x 128, as DeepSeek-V3's checkpoints hold them.
 
-They stay narrow on the device: a product reads one byte a weight and widens it on the way; one of many rows widens
-them first. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; the activations keep their dtype here.
+They stay narrow on the device: a product reads one byte a weight and widens it on the way; one of many rows widens them
+first. Activations keep their dtype, unless the weight's `products` says otherwise: the model's own inference code
+quantises them. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
 
 BLOCK = 128
+PRODUCTS = (None, "quantized", "exact")
+"""How products with block-scaled weights are computed; see BlockScaled."""
 
 
 def stack_size(count: int, rows: int, columns: int) -> int:
@@ -34,10 +39,13 @@ class BlockScaled:
 
     Attributes:
       values, scales: those arrays; K is the axis that a product sums over.
+      products: "quantized" for products with activations in e4m3 that have scales for 128 terms, "exact" for
+        activations as they are, both by block_scaled_matmul; None for the products of `grouped_matmul`.
     """
 
     values: jax.Array
     scales: jax.Array
+    products: str | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,3 +62,19 @@ class BlockScaled:
 def widened(weight: jax.Array | BlockScaled, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A block-scaled weight widened to `dtype`; another one as it is."""
     return weight.widened(dtype) if isinstance(weight, BlockScaled) else weight
+
+
+def quantized(x: jax.Array, weight: BlockScaled) -> tuple[jax.Array, jax.Array | None]:
+    """x [..., K] as a product with `weight` takes it: its values, and their scales if they are quantised."""
+    return quantize_blocks(x) if weight.products == "quantized" else (x, None)
+
+
+def with_products(params: Any, products: str | None) -> Any:
+    """A pytree whose block-scaled weights have these `products`."""
+    if products not in PRODUCTS:
+        raise ValueError(f"products: got {products!r}; legal: {', '.join(map(repr, PRODUCTS))}")
+
+    def one(leaf: Any) -> Any:
+        return replace(leaf, products=products) if isinstance(leaf, BlockScaled) else leaf
+
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, widened
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, quantized, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.row_blocks import Blocks
 from tsmla_jax.nn.scaled_rows import scaled_rows
-from tsmla_jax.nn.tiles import MANY_ROWS, linear_tile
+from tsmla_jax.nn.tiles import MANY_ROWS, MANY_WIDENED_ROWS, linear_tile
+from tsmla_jax.ops.block_scaled_matmul.api import block_scaled_matmul
 
 _MOST_SUMMED = 1 << 23
 """Elements of a matrix up to which XLA makes a row's product a sum along the matrix' rows, and widens them as it reads
@@ -47,10 +49,14 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype. More than MANY_ROWS rows are multiplied
-    with a block-scaled weight that is widened to x's dtype first."""
+    with a block-scaled weight that is widened to x's dtype first, of exact products more than MANY_WIDENED_ROWS."""
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
+    if weight.products == "quantized" or (weight.products == "exact" and rows <= MANY_WIDENED_ROWS):
+        values, scales = quantized(x.reshape(rows, depth), weight)
+        out = block_scaled_matmul(values, weight.values, scales, weight.scales, out_dtype=x.dtype.name)
+        return out.reshape(*x.shape[:-1], -1)
     summed = rows == 1 and columns * depth <= _MOST_SUMMED
     if summed or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
@@ -66,7 +72,7 @@ def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
     block, tile = linear_tile(rows, *weight.shape)
     places = jnp.minimum(jnp.arange(-(-rows // block) * block, dtype=jnp.int32), rows - 1)
     blocks = Blocks(places, jnp.zeros(places.shape[0] // block, jnp.int32), places[:rows, None], 1)
-    stack = BlockScaled(weight.values[None], weight.scales[None])
+    stack = replace(weight, values=weight.values[None], scales=weight.scales[None])
     out = grouped_matmul(scaled_rows(x) if tile.half else x, stack, blocks, tile, gather=True)
     return cast(jax.Array, out)[:rows]
 
@@ -96,8 +102,8 @@ def split_rows(weight: jax.Array | BlockScaled, first: int) -> tuple[jax.Array |
     first %= weight.shape[0]
     blocks = first // BLOCK
     return (
-        BlockScaled(weight.values[:first], weight.scales[:blocks]),
-        BlockScaled(weight.values[first:], weight.scales[blocks:]),
+        replace(weight, values=weight.values[:first], scales=weight.scales[:blocks]),
+        replace(weight, values=weight.values[first:], scales=weight.scales[blocks:]),
     )
 
 

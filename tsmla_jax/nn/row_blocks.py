@@ -80,6 +80,36 @@ def _no_blocks(groups: jax.Array, num_groups: int) -> Blocks:
     return Blocks(none, none, jnp.zeros(groups.shape, jnp.int32), num_groups)
 
 
+class SortedRows(NamedTuple):
+    """Rows sorted by group, a row once for each of its groups.
+
+    rows     [T * K] i32, the row of x at each place
+    cu_rows  [groups + 1] i32, where each group's places begin, and their end
+    places   [T, K] i32, where each of a row's K groups has its place; behind the end for a row without groups
+    """
+
+    rows: jax.Array
+    cu_rows: jax.Array
+    places: jax.Array
+
+
+def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
+    """Sorts the pairs (row, group) of groups [T, K] i32 by group. A pair whose group is num_groups is of none."""
+    num_rows, most = groups.shape
+    pairs, flat = num_rows * most, groups.reshape(num_rows * most)
+    order, group = jnp.arange(pairs, dtype=jnp.int32), jnp.arange(num_groups + 1, dtype=jnp.int32)
+    if pairs <= BLOCKS_BY_KERNEL:
+        before = (flat < flat[:, None]) | ((flat == flat[:, None]) & (order < order[:, None]))
+        places = before.sum(axis=1, dtype=jnp.int32)
+        rows = jnp.zeros(pairs, jnp.int32).at[places].set(order // most, unique_indices=True)
+    else:
+        pair = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        places = jnp.zeros(pairs, jnp.int32).at[pair].set(order, unique_indices=True)
+        rows = pair // most
+    cu_rows = (flat < group[:, None]).sum(axis=1, dtype=jnp.int32)
+    return SortedRows(rows, cu_rows, places.reshape(num_rows, most))
+
+
 def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     """`make_blocks` as one kernel, or two of more than _AT_ONCE pairs. They compare every pair with every other, so
     their time does not depend on the number of groups, and they are for few pairs. Arguments as there."""

@@ -22,6 +22,9 @@ it is widened first, and XLA's product of 16 bits multiplies at more than twice 
 their scales to x's dtype, which a product that widens as it reads does not: in bf16, with scales that are no powers of
 two, a result's error is 1.4 times that of rounding the result alone."""
 
+MANY_WIDENED_ROWS = 1024
+"""Rows up to which the kernel of block_scaled_matmul that widens weights is at least as fast as widening them first."""
+
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Programs of few rows wait most of the time: two on each of these read a matrix faster."""
 

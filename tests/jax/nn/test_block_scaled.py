@@ -1,5 +1,6 @@
 """Block-scaled weights, grouped products in the kernel's interpreter, and folded parameters, against plain products."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tsmla_jax.generate import moe
 from tsmla_jax.nn import MLAConfig, Step, functional, init_params
-from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
+from tsmla_jax.nn.block_scaled import BlockScaled, stack_size, with_products
 from tsmla_jax.nn.grouped_matmul import grouped_matmul
-from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel
-from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks
+from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel, split_rows
+from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks, sort_rows
 from tsmla_jax.nn.scaled_rows import scaled_rows
 from tsmla_jax.nn.tiles import Tile, linear_tile
 
@@ -220,3 +222,47 @@ def test_folded_parameters_mean_the_same(rank: int | None, bias: bool, latent: i
         plain, other = (run(one) for one in (params, folded))
         for expected, got in zip(plain, other, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("products", "limit"), [("quantized", 0.06), ("exact", 0.006)])
+def test_products_as_the_weight_says(products: str, limit: float) -> None:
+    """Linear and the mixture of experts by block_scaled_matmul, beside the weights widened to float32."""
+    rng = np.random.default_rng(8)
+
+    def weight(*shape: int) -> BlockScaled:
+        blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+        values = jnp.asarray(rng.standard_normal(shape).clip(-3, 3) * 50, jnp.float8_e4m3fn)
+        return BlockScaled(values, jnp.asarray(rng.uniform(5e-4, 2e-3, blocks), jnp.float32), products)
+
+    def apart(got: jax.Array, want: jax.Array) -> float:
+        return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+
+    x, dense = jnp.asarray(rng.standard_normal((3, 5, 272)), jnp.bfloat16), weight(392, 272)
+    wide = x.astype(jnp.float32)
+    assert apart(linear(x, dense), wide @ dense.widened(jnp.float32).T) < limit
+    assert [part.products for part in split_rows(dense, 128)] == [products] * 2
+    gate_up, down = weight(8, 256, 272), weight(7, 272, 128)  # one of the first stack is unused, and has no scales
+    gate_up = replace(gate_up, scales=gate_up.scales[:7])
+    rows, top = x.reshape(15, -1), np.stack([rng.permutation(7)[:3] for _ in range(15)])
+    experts = jnp.asarray(top, jnp.int32).at[2, 1].set(7)
+    shares = jnp.asarray(rng.random((15, 3)), jnp.float32)
+    floats = [BlockScaled(w.values[:7], w.scales).widened(jnp.float32) for w in (gate_up, down)]
+    want = moe.mix_experts(rows.astype(jnp.float32), experts, shares, *floats)
+    assert apart(moe.mix_experts(rows, experts, shares, gate_up, down), want) < limit
+    changed = with_products({"down": down, "other": rows}, None)
+    assert changed["down"].products is None and changed["other"] is rows
+    with pytest.raises(ValueError, match="products: got 'fp8'; legal: None, 'quantized', 'exact'"):
+        with_products(down, "fp8")
+    one = moe.mix_experts(rows[:1], experts[:1], shares[:1], gate_up, down)
+    assert apart(one, want[:1]) < limit
+
+
+def test_rows_sorted_by_group() -> None:
+    rng = np.random.default_rng(9)
+    for tokens, most, groups in ((1, 8, 20), (40, 3, 7), (900, 4, 9)):
+        chosen = np.stack([rng.permutation(groups + 1)[:most] for _ in range(tokens)]).astype(np.int32)
+        found = sort_rows(jnp.asarray(chosen), groups)
+        order = np.argsort(chosen.ravel(), kind="stable")
+        np.testing.assert_array_equal(found.rows, order // most)
+        np.testing.assert_array_equal(np.asarray(found.places).ravel()[order], np.arange(chosen.size))
+        np.testing.assert_array_equal(found.cu_rows, np.searchsorted(np.sort(chosen.ravel()), np.arange(groups + 1)))
