@@ -16,7 +16,7 @@ from tsmla_kernels.contract.cache import ROPE_LAYOUTS
 from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, IndexerCacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
-from tsmla_kernels.contract.products import ProductSpec
+from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8, SLOTS
 from tsmla_kernels.contract.sparse import (
     TOPK_ORDERS,
@@ -76,7 +76,7 @@ _PACKED = {**_TOPK, "rope_offset": "0"}
 _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
 _LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
 _INDEXER_TOPK = {**_LOGITS, "index_n_heads": "", "ragged": "true", "return_slots": "true", "return_scores": "false"}
-_PRODUCT = {**_TOPK, "in_features": "7168", "out_features": "7168", "num_groups": "256"}
+_PRODUCT = {**_TOPK, "in_features": "7168", "out_features": "7168", "num_groups": "256", "power_of_two": "false"}
 _SPARSE = {
     **_TOPK,
     "layout": "v32",
@@ -246,6 +246,14 @@ def _product_spec(options: Mapping[str, str], *, grouped: bool) -> ProductSpec:
     rows, terms, columns, groups = (_parsed(values, name, int) for name in names)
     out_dtype = contract.attention_out_dtype(values["dtype"])
     return ProductSpec(rows, terms, columns, groups if grouped else None, out_dtype, values["dtype"])
+
+
+def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:
+    """The spec of quantize_blocks: num_tokens rows of in_features, of `dtype`, or bfloat16 where that is fp8."""
+    values = _filled_in(options, _PRODUCT)
+    shape = tuple(_parsed(values, name, int) for name in ("num_tokens", "in_features"))
+    in_dtype = contract.attention_out_dtype(values["dtype"])
+    return QuantizeBlocksSpec(shape, in_dtype, _parsed(values, "power_of_two", bool))
 
 
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:

@@ -394,6 +394,12 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"{case} far below", tsmla_bridge.sparse_mla, far, options)
 
 
+def quantized_and_back(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_blocks: the numbers that its values stand for, of which a rounding may differ, and the scales."""
+    values, scales = tsmla_bridge.quantize_blocks(x, **options)
+    return values.float() * scales.repeat_interleave(128, -1)[..., : x.shape[-1]], scales
+
+
 def product_calls(generator: torch.Generator) -> Iterator[Call]:
     """block_scaled_matmul and the grouped one: every kind of tile, rows and terms that fill no tile or block, groups
     without rows and one with all, NaN behind the last group."""
@@ -415,6 +421,11 @@ def product_calls(generator: torch.Generator) -> Iterator[Call]:
         kept = {key: tensor for key, tensor in tensors.items() if key != "x_scales"}
         wide = kept | {"x": normal(generator, rows, terms, dtype=torch.bfloat16 if rows % 2 else torch.float16)}
         yield Call(f"wide {name}", tsmla_bridge.block_scaled_matmul, wide, {"x_scales": None})
+    for dtype, (rows, terms) in zip(dtypes, ((3, 1000), (40, 256), (1, 16), (7, 7168)), strict=False):
+        x = normal(generator, 2, rows, terms, dtype=dtype)
+        x[0, 0] = 0
+        options = {"power_of_two": rows == 40}
+        yield Call(f"blocks of {rows} x {terms}", quantized_and_back, {"x": x}, options)
     for counts in ([0, 3, 0, 0, 9, 1], [20, 0, 45, 2], [0, 0, 150], [250, 0, 130], [n % 3 for n in range(70)]):
         (x, x_scales), (weight, _) = blocks(sum(counts) + 5, 336), blocks(len(counts), 264, 336)
         x.view(torch.uint8)[-5:], x_scales[-5:] = 0x7F, torch.nan

@@ -101,3 +101,13 @@ def test_counts_change_under_a_captured_graph() -> None:
     graph.replay()
     close(out[:60], product(x[:60], weight[1], of_x[:60], of_weight[1]), 2.5e-3)
     close(out[60:], product(x[60:], weight[3], of_x[60:], of_weight[3]), 2.5e-3)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("rows", "terms"), [(1, 7168), (33, 1488), (4096, 2048)])
+def test_quantised_blocks(rows: int, terms: int, power_of_two: bool) -> None:
+    x = (torch.randn(rows, terms, device=DEVICE) * torch.logspace(-9, 4, rows, device=DEVICE)[:, None]).bfloat16()
+    values, of_x = tsmla_bridge.quantize_blocks(x, power_of_two=power_of_two, implementation="cute")
+    want, factors = tsmla_bridge.quantize_blocks(x, power_of_two=power_of_two, implementation="reference")
+    torch.testing.assert_close(of_x, factors, rtol=2e-7, atol=0)
+    assert (values.view(torch.uint8) == want.view(torch.uint8)).float().mean() > 0.999

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, whi
 ORDERS = tuple(Order(seed, resident) for seed, resident in enumerate((4, 1, 2)))
 
 FAST = {
-    "block_scaled_matmul": ("7 rows", "groups of [0, 3"),
+    "block_scaled_matmul": ("7 rows", "groups of [0, 3", "blocks of 3"),
     "compress_write_kv_cache": ("v4 4 overlapping", "v4 128 overlapping", "indexer 4 overlapping"),
     "kv_cache": ("write torch.bfloat16", "gather torch.float8_e4m3fn"),
     "merge_attention_states": ("torch.bfloat16",),

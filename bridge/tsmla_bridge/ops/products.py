@@ -1,8 +1,8 @@
 """block_scaled_matmul, grouped_block_scaled_matmul and quantize_blocks on torch tensors.
 
-The products run on a Hopper GPU by the catalog's kernels, one launch each; in torch operations on CPUs and where a
-kernel can't serve the call: sizes that product_reasons refuses, tensors with gaps. Quantising is torch operations. None
-reads a value on the host, so that all can be captured into CUDA graphs.
+On a Hopper GPU by the catalog's kernels, one launch each; in torch operations on CPUs and where a kernel can't serve
+the call: sizes that its reasons name, tensors with gaps. None reads a value on the host, so that all can be captured
+into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 from tsmla_bridge import operators, products_reference
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.tensors import DTYPES, dtype_name
-from tsmla_kernels import contract
-from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL
+from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
 from tsmla_kernels.contract import products, values
 from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.kernel import Kernel
-from tsmla_kernels.sm90.products.config import product_config
+from tsmla_kernels.sm90.products.config import product_config, quantize_config
 
 
 def block_scaled_matmul(
@@ -113,15 +112,15 @@ def quantize_blocks(
     Args:
       x: [..., K] float16, bfloat16 or float32. The last block may be a part.
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
-      implementation: "reference" (torch operations), or None for the same.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
       values [..., K] float8_e4m3fn and scales [..., K / 128] float32, rounded up. The largest magnitude of a block is
       taken to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: implementation="cute", of which there is no
-        kernel.
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
     """
     if torch.compiler.is_compiling() or operators.is_traced(x, derivatives=False):
         return torch.ops.tsmla.quantize_blocks(x, power_of_two, implementation)
@@ -197,10 +196,22 @@ def _name(out_dtype: Any) -> str:
 
 def _quantize(x: torch.Tensor, power_of_two: bool, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     spec = tensors.describe_call(products.quantize_blocks_spec, x=x, power_of_two=power_of_two)
-    loaded_kernels.check_implementation(implementation)
-    if implementation == "cute":
-        raise contract.not_runnable("quantize_blocks", "cute", ["there is no kernel for it yet"])
-    return products_reference.quantize_blocks(spec, x)
+
+    def why_not() -> list[str]:
+        reasons = QUANTIZE_BLOCKS.reasons(spec) + loaded_kernels.layout_reasons({"x": x})
+        return reasons + operators.derivative_reasons(x)
+
+    if not loaded_kernels.is_chosen(QUANTIZE_BLOCKS, implementation, x.device, why_not) or x.numel() == 0:
+        return products_reference.quantize_blocks(spec, x)
+    values, scales = _new_blocks(x)
+    rows = x.numel() // x.shape[-1]
+    arrays = {"x": loaded_kernels.view(x, (rows, x.shape[-1]))}
+    arrays |= {
+        name: loaded_kernels.view(to, (rows, to.shape[-1])) for name, to in (("values", values), ("scales", scales))
+    }
+    config = quantize_config(spec, devices.num_sms(devices.index_of(x.device)))
+    loaded_kernels.run_on(QUANTIZE_BLOCKS, config, x.device, arrays)
+    return values, scales
 
 
 # ---- the operators

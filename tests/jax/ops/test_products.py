@@ -19,6 +19,7 @@ from tests.jax.ops.programs import calls, collectives, ints, kernels, lower
 from tsmla_jax.ops import device
 from tsmla_jax.ops.block_scaled_matmul import cute
 from tsmla_jax.ops.grouped_block_scaled_matmul import cute as grouped_cute
+from tsmla_jax.ops.quantize_blocks import cute as quantize_cute
 
 pytestmark = pytest.mark.usefixtures("cache_directory", "quick_compilation")
 
@@ -136,6 +137,26 @@ def test_one_custom_call_however_it_is_transformed(monkeypatch: pytest.MonkeyPat
         assert lower(function, **wide).count(f"@{device.TARGET}(") == 1
         empty = arrays | {"x": arrays["x"][:0], "x_scales": arrays["x_scales"][:0]}
         assert device.TARGET not in lower(function, **empty)
+
+
+def test_quantising_is_one_custom_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    run = functools.partial(tsmla_jax.quantize_blocks, implementation="cute")
+    x = jnp.ones((2, 3, 264), jnp.bfloat16)
+    assert lower(run, x).count(f"@{device.TARGET}(") == 1
+    program = jax.make_jaxpr(jax.vmap(run))(x)
+    assert calls(program) == 1 and [out.shape for out in program.out_avals] == [(2, 3, 264), (2, 3, 3)]
+    assert device.TARGET not in lower(run, x[:0])
+    with pytest.raises(NotImplementedError, match="K is 12; the kernel of quantize_blocks takes a multiple of 8"):
+        run(jnp.ones((2, 12)))
+    if jax.default_backend() == "cpu":
+        mesh = Mesh(np.asarray(jax.devices()[:2]), "data")
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        with emulated(quantize_cute._transformable, by=lambda x, **_: list(tsmla_jax.quantize_blocks(x))):
+            compiled = jax.jit(run).lower(placed).compile()
+            assert collectives(compiled) == []
+            values, scales = compiled(placed)
+        assert values.sharding.spec[0] == scales.sharding.spec[0] == "data"
 
 
 def test_the_rows_decide_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The operation quantize_blocks: api, reference and xla."""
+"""The operation quantize_blocks: api, reference, xla and cute."""

@@ -27,7 +27,7 @@ def quantize_blocks(
     Args:
       x: [..., K] float16, bfloat16 or float32. The last block may be a part.
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
-      implementation: "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
       values [..., K] float8_e4m3fn and scales [..., K / 128] float32, rounded up. The largest magnitude of a block is
@@ -45,9 +45,11 @@ def quantize_blocks(
 
 
 def _implementations() -> Mapping[str, Implementation]:
-    from tsmla_jax.ops.quantize_blocks import reference, xla
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.quantize_blocks import cute, reference, xla
 
     return {
+        "cute": Implementation(cute.quantize_blocks, cute.why_not, device.why_not_by_default),
         "xla": Implementation(xla.quantize_blocks),
         "reference": Implementation(reference.quantize_blocks),
     }

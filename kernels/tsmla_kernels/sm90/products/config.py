@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
 
 if TYPE_CHECKING:
-    from tsmla_kernels.contract.products import ProductSpec
+    from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 
 BLOCK = 128
 """Terms and weight rows that share a scale; terms that are loaded at once."""
@@ -145,6 +145,31 @@ class ProductConfig:
         left = (SMEM_BYTES if self.ctas == 1 else PAIR_BYTES) - _FIXED_BYTES
         left -= self.threads // 32 * self.staging_bytes
         return min(left // (self.stage_bytes + 4 * self.scale_words), 12)
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """What an object of quantize_blocks is compiled for. All else is dynamic.
+
+    Attributes:
+      in_dtype: of the activations. power_of_two: whether scales are rounded up to powers of two.
+      num_ctas: at most; each has several blocks where there are more.
+    """
+
+    in_dtype: str
+    power_of_two: bool = False
+    num_ctas: int = 1056
+
+
+def quantize_reasons(spec: QuantizeBlocksSpec) -> list[str]:
+    """Why the kernel cannot run this call; empty if it can."""
+    kernel, terms = "the kernel of quantize_blocks", spec.shape[-1]
+    return [f"K is {terms}; {kernel} takes a multiple of 8"] if terms % 8 else []
+
+
+def quantize_config(spec: QuantizeBlocksSpec, num_sms: int = 132) -> QuantizeConfig:
+    """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors."""
+    return QuantizeConfig(spec.in_dtype, spec.power_of_two, 8 * num_sms)
 
 
 def product_reasons(spec: ProductSpec) -> list[str]:

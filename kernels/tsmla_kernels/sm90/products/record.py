@@ -1,11 +1,18 @@
-"""block_scaled_matmul and grouped_block_scaled_matmul on Hopper: operands and records."""
+"""block_scaled_matmul, grouped_block_scaled_matmul and quantize_blocks on Hopper: operands and records."""
 
 from __future__ import annotations
 
 from tsmla_kernels.kernel import Kernel, Operand
-from tsmla_kernels.options import grouped_product_spec, product_spec
+from tsmla_kernels.options import grouped_product_spec, product_spec, quantize_blocks_spec
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.products.config import ProductConfig, product_config, product_reasons
+from tsmla_kernels.sm90.products.config import (
+    ProductConfig,
+    QuantizeConfig,
+    product_config,
+    product_reasons,
+    quantize_config,
+    quantize_reasons,
+)
 
 
 def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
@@ -44,5 +51,27 @@ GROUPED_BLOCK_SCALED_MATMUL = Kernel(
     spec_from_options=grouped_product_spec,
     reasons=product_reasons,
     config_for=product_config,
+    presets=(),
+)
+
+
+def quantize_operands(config: QuantizeConfig) -> tuple[Operand, ...]:
+    """All sizes are read at the launch; K is a multiple of 8."""
+    return (
+        Operand("x", config.in_dtype, (None, None)),
+        Operand("values", FP8, (None, None), output=True),
+        Operand("scales", "float32", (None, None), output=True, align=4),
+    )
+
+
+QUANTIZE_BLOCKS = Kernel(
+    name="quantize_blocks",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.products.quantize:QuantizeBlocks",
+    config=QuantizeConfig,
+    operands=quantize_operands,
+    spec_from_options=quantize_blocks_spec,
+    reasons=quantize_reasons,
+    config_for=quantize_config,
     presets=(),
 )

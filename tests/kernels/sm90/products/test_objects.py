@@ -7,10 +7,17 @@ import dataclasses
 import pytest
 
 from tests.kernels.object_checks import all_but_slow, check_compiled
-from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, KERNELS
-from tsmla_kernels.contract.products import ProductSpec
+from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, KERNELS, QUANTIZE_BLOCKS
+from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
-from tsmla_kernels.sm90.products.config import PAIR_BYTES, ProductConfig, product_config, product_reasons
+from tsmla_kernels.sm90.products.config import (
+    PAIR_BYTES,
+    ProductConfig,
+    product_config,
+    product_reasons,
+    quantize_config,
+    quantize_reasons,
+)
 
 ROWS = (1, 8, 9, 16, 32, 64, 100, 128, 129, 256, 512, 1024, 4096)
 MATRICES = ((2112, 7168), (24576, 1536), (7168, 16384), (36864, 7168), (7168, 18432), (32768, 512), (2048, 10944))
@@ -88,11 +95,19 @@ def test_reasons_name_what_is_not_taken() -> None:
         assert product_reasons(dataclasses.replace(spec(5), **change))[0].startswith(reason)
 
 
+@pytest.mark.parametrize("dtype", all_but_slow(("bfloat16", "float16", "float32"), ("bfloat16",)))
+def test_quantising_stays_in_registers(dtype: str) -> None:
+    for power_of_two in (False, True):
+        check_compiled(QUANTIZE_BLOCKS, quantize_config(QuantizeBlocksSpec((5, 7168), dtype, power_of_two)), kernels=1)
+    assert quantize_reasons(QuantizeBlocksSpec((5, 12), dtype, False))[0].startswith("K is 12; the kernel of")
+
+
 def test_options_describe_the_calls() -> None:
     given = {"dtype": "float8_e4m3fn", "num_tokens": "16", "in_features": "16384", "out_features": "7168"}
     assert KERNELS["block_scaled_matmul"].from_options(given) == CONFIGS["16 rows"]
     given |= {"num_tokens": "32768", "num_groups": "256"}
     assert KERNELS["grouped_block_scaled_matmul"].from_options(given) == CONFIGS["128 rows a group"]
     assert KERNELS["block_scaled_matmul"].from_options({"dtype": "float16"}).x_dtype == "float16"
+    assert KERNELS["quantize_blocks"].from_options({"power_of_two": "true"}).power_of_two
     with pytest.raises(ValueError, match="N is 100"):
         KERNELS["block_scaled_matmul"].from_options(given | {"out_features": "100"})

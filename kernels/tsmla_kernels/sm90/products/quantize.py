@@ -1,0 +1,84 @@
+"""quantize_blocks in one launch: e4m3 activations with a scale for 128 columns. Half a warp has a block, eight columns
+a lane, so that a maximum is found by shuffles and nothing waits for another warp."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+
+from tsmla_kernels.cache_ops.kernels import load, row_address, store
+from tsmla_kernels.contract.products import BLOCK, LEAST_AMAX
+from tsmla_kernels.contract.rules import FP8_MAX
+from tsmla_kernels.sm90.products.config import QuantizeConfig
+from tsmla_kernels.sm90.warp import DTYPES, divide
+from tsmla_kernels.sparse_cache.values import greatest_bits, power_of_two, scale_exponent
+
+THREADS = 256
+LANE_VALUES = 8
+BLOCK_LANES = BLOCK // LANE_VALUES
+CTA_BLOCKS = THREADS // BLOCK_LANES
+INFINITY_BITS, NAN_BITS = 0x7F800000, 0x7FC00000
+
+
+class QuantizeBlocks:
+    """quantize_blocks: `config` is static, all sizes are dynamic.
+
+    Operands of the launcher: x [R, K] in config.in_dtype; values [R, K] e4m3; scales [R, K / 128] f32, rounded up.
+    """
+
+    def __init__(self, config: QuantizeConfig) -> None:
+        self.config = config
+        self.in_dtype = DTYPES[config.in_dtype]
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, x: cute.Tensor, values: cute.Tensor, scales: cute.Tensor):
+        blocks = Int32(scales.shape[0]) * Int32(scales.shape[1])
+        ctas = cutlass.min((blocks + (CTA_BLOCKS - 1)) // CTA_BLOCKS, self.config.num_ctas)
+        self.quantize(x, values, scales).launch(grid=[cutlass.max(ctas, 1), 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def quantize(self, x: cute.Tensor, values: cute.Tensor, scales: cute.Tensor):
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % BLOCK_LANES
+        terms, of_row = Int32(x.shape[1]), Int32(scales.shape[1])
+        blocks = Int32(scales.shape[0]) * of_row
+        first = cute.arch.block_idx()[0] * CTA_BLOCKS + thread // 32 * 2
+        wide = cute.make_rmem_tensor((LANE_VALUES,), Float32)
+        for pair in cutlass.range(first, blocks, cute.arch.grid_dim()[0] * CTA_BLOCKS, unroll=1):
+            # Behind the last block the other half of the warp has the last one once more, and writes the same.
+            block = cutlass.min(pair + thread // BLOCK_LANES % 2, blocks - 1)
+            row = divide(block, of_row)
+            column = (block - row * of_row) * BLOCK + lane * LANE_VALUES
+            wide.fill(0.0)
+            if column < terms:
+                held = load(self.in_dtype, row_address(x, row, column * (self.in_dtype.width // 8)), LANE_VALUES)
+                wide.store(held.load().to(Float32))
+            scale = self.scale(wide)
+            if column < terms:
+                store(Float8E4M3FN, row_address(values, row, column), wide)
+            if lane == 0:
+                scales[row, block - row * of_row] = scale
+
+    @cute.jit
+    def scale(self, wide: cute.Tensor) -> Float32:
+        """The scale of the block that half a warp has; divides the lane's values by it."""
+        bits = greatest_bits(wide, LANE_VALUES)
+        for offset in cutlass.range_constexpr(BLOCK_LANES.bit_length() - 1):
+            bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << offset))
+        nothing = Uint32(NAN_BITS).bitcast(Float32)
+        if const_expr(self.config.power_of_two):
+            exponent = scale_exponent(bits, LEAST_AMAX)
+            scale, inverse = power_of_two(exponent), power_of_two(-exponent)
+            if bits >= INFINITY_BITS:
+                scale, inverse = nothing, nothing
+            for i in cutlass.range_constexpr(LANE_VALUES):
+                wide[i] = wide[i] * inverse
+        else:
+            scale = cute.arch.fmax(bits.bitcast(Float32), Float32(LEAST_AMAX)) / Float32(FP8_MAX)
+            if bits >= INFINITY_BITS:
+                scale = nothing
+            for i in cutlass.range_constexpr(LANE_VALUES):
+                wide[i] = wide[i] / scale
+        return scale
