@@ -74,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="widen block-scaled fp8 weights to --dtype when they are loaded (default: in each step, except on a CPU)",
     )
+    parser.add_argument(
+        "--fp8-products",
+        choices=("quantized", "exact"),
+        help="multiply block-scaled fp8 weights by block_scaled_matmul: with activations quantized to fp8 for each 128"
+        " columns, as DeepSeek's inference code does, or exact, as they are (default: widened in each step)",
+    )
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
         "--cache-pages", type=int, metavar="P", help="pages of each device's cache (default: as the prompts need)"
@@ -221,7 +227,7 @@ def _generate(args: argparse.Namespace) -> None:
     same = {"config": config, "options": options, "prompts": prompts, "max_new_tokens": args.max_new_tokens}
     if jax.process_count() > 1:
         same |= {"checkpoint": sample_checkpoint(checkpoint), **processes.environment()}
-    processes.check_agreement(**same, dtype=plan.dtype, widen=args.widen)
+    processes.check_agreement(**same, dtype=plan.dtype, widen=args.widen, fp8_products=args.fp8_products)
 
     keep_compiled_programs()
     writes = jax.process_index() == 0
@@ -231,6 +237,7 @@ def _generate(args: argparse.Namespace) -> None:
         config,
         dtype=plan.dtype,
         keep_fp8=False if args.widen else None,
+        fp8_products=args.fp8_products,
         mesh=options.mesh,
         progress=writes,
     )

@@ -242,6 +242,11 @@ def test_fp8_weights_stay_narrow_and_mean_the_same(model: str, tmp_path: Path) -
     texts = [Engine(params, config, options).generate([[1, 2, 3], [4] * 11], 6) for params in (kept, wide)]
     assert texts[0].tokens == texts[1].tokens
     assert texts[0].figures.weight_bytes < 0.5 * texts[1].figures.weight_bytes
+    for products in ("exact", "quantized"):
+        params = load_model(tmp_path, config, keep_fp8=True, fp8_products=products)
+        assert params["layers"][1]["mlp"]["down"].products == products
+        tokens = Engine(params, config, options).generate([[1, 2, 3], [4] * 11], 6).tokens
+        assert tokens == texts[1].tokens if products == "exact" else [len(text) for text in tokens] == [6, 6]
 
 
 @pytest.mark.parametrize("merged", [False, True])
