@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_bridge.sparse_reference import quantize_pow2
-from tsmla_kernels.contract.products import BLOCK, LEAST_AMAX, ProductSpec, QuantizeBlocksSpec
+from tsmla_kernels.contract.products import BLOCK, INVERSE_MAX, LEAST_AMAX, ProductSpec, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8_MAX
 
 
@@ -54,7 +54,7 @@ def quantize_blocks(spec: QuantizeBlocksSpec, x: torch.Tensor) -> tuple[torch.Te
     padded = torch.nn.functional.pad(x.float(), (0, -terms % BLOCK))
     blocks = padded.view(*x.shape[:-1], -1, BLOCK)
     amax = blocks.abs().amax(-1)
-    scales = quantize_pow2(blocks, LEAST_AMAX)[1] if spec.power_of_two else amax.clamp(min=LEAST_AMAX) / FP8_MAX
+    scales = quantize_pow2(blocks, LEAST_AMAX)[1] if spec.power_of_two else amax.clamp(min=LEAST_AMAX) * INVERSE_MAX
     scales = torch.where(amax.isfinite(), scales, torch.nan)
     values = (blocks / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return values.view(padded.shape)[..., :terms].contiguous(), scales

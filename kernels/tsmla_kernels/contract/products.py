@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tsmla_kernels.contract.rules import (
     FP8,
+    FP8_MAX,
     Array,
     Dim,
     check_array,
@@ -26,6 +27,9 @@ BLOCK = 128
 """Terms, and weight rows, that share a scale."""
 LEAST_AMAX = 1e-10
 """A block's greatest magnitude is taken to be at least this, so that a block of zeros has a scale."""
+INVERSE_MAX = 1 / FP8_MAX
+"""A block's scale is this, rounded to float32, times its greatest magnitude: compilers divide by a constant in ways
+that differ in the last bit, which decides how a value between two of e4m3 is rounded; they multiply in one way."""
 QUANTIZED = ("float16", "bfloat16", "float32")
 """Dtypes that quantize_blocks takes, those of a product's result, and of activations without scales."""
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.sparse import numerics
-from tsmla_kernels.contract.products import BLOCK, LEAST_AMAX, QuantizeBlocksSpec
+from tsmla_kernels.contract.products import BLOCK, INVERSE_MAX, LEAST_AMAX, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8, FP8_MAX
 
 
@@ -19,7 +19,7 @@ def quantize_blocks(x: jax.Array, *, spec: QuantizeBlocksSpec) -> tuple[jax.Arra
     if spec.power_of_two:
         scales = numerics.exp2_int(numerics.scale_exponent(amax, LEAST_AMAX))
     else:
-        scales = jnp.maximum(amax, LEAST_AMAX) / FP8_MAX
+        scales = jnp.maximum(amax, LEAST_AMAX) * INVERSE_MAX
     # XLA's maximum on a CPU may pass over a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=-1, keepdims=True), scales, jnp.nan)
     values = jnp.clip(blocks / scales, -FP8_MAX, FP8_MAX).astype(FP8)

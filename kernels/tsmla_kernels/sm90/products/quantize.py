@@ -9,8 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 
 from tsmla_kernels.cache_ops.kernels import load, row_address, store
-from tsmla_kernels.contract.products import BLOCK, LEAST_AMAX
-from tsmla_kernels.contract.rules import FP8_MAX
+from tsmla_kernels.contract.products import BLOCK, INVERSE_MAX, LEAST_AMAX
 from tsmla_kernels.sm90.products.config import QuantizeConfig
 from tsmla_kernels.sm90.warp import DTYPES, divide
 from tsmla_kernels.sparse_cache.values import greatest_bits, power_of_two, scale_exponent
@@ -76,9 +75,16 @@ class QuantizeBlocks:
             for i in cutlass.range_constexpr(LANE_VALUES):
                 wide[i] = wide[i] * inverse
         else:
-            scale = cute.arch.fmax(bits.bitcast(Float32), Float32(LEAST_AMAX)) / Float32(FP8_MAX)
+            scale = cute.arch.fmax(bits.bitcast(Float32), Float32(LEAST_AMAX)) * Float32(INVERSE_MAX)
             if bits >= INFINITY_BITS:
                 scale = nothing
             for i in cutlass.range_constexpr(LANE_VALUES):
-                wide[i] = wide[i] / scale
+                wide[i] = quotient(wide[i], scale)
         return scale
+
+
+def quotient(a: Float32, b: Float32) -> Float32:
+    """a / b, rounded to nearest."""
+    return cute.arch.inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )  # fmt: skip
