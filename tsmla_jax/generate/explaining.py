@@ -142,7 +142,10 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
     for mlp in (layer["mlp"] for layer in params["layers"] if "router" in layer["mlp"]):
         narrow, (_, hidden, width) = isinstance(mlp["down"], BlockScaled), mlp["down"].shape
         choice = Choice("experts", "grouped", "the best there is")
-        if reasons := why_not_grouped(dtype, hidden, width, narrow):
+        if narrow and mlp["down"].products is not None:
+            form = "grouped_block_scaled_matmul"
+            choice = Choice("experts", form, f"{mlp['down'].products} products of fp8 weights, as asked for")
+        elif reasons := why_not_grouped(dtype, hidden, width, narrow):
             form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
             choice = Choice("experts", form, f"not grouped: {'; '.join(reasons)}")
         found["fp8" if narrow else jnp.dtype(dtype).name] = choice

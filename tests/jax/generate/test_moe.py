@@ -11,7 +11,7 @@ from tsmla_jax.generate import ModelConfig, model, moe
 from tsmla_jax.generate.config import MoEConfig, Routing
 from tsmla_jax.generate.explaining import Choice, explain_experts
 from tsmla_jax.nn import row_blocks
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.block_scaled import BlockScaled, with_products
 
 WIDTH, EXPERTS = 12, 8
 
@@ -189,6 +189,9 @@ def test_the_choice_of_the_experts_is_that_of_their_weights(
     assert choices("dense") == []
     both = ["experts"] if why["fp8"] == why["wide"] else ["experts (fp8 weights)", f"experts ({dtype} weights)"]
     assert [choice.op for choice in choices("fp8", "wide")] == both
+    layers["fp8"] = with_products(narrow, "exact")
+    (choice,) = choices("fp8")
+    assert choice.implementation == "grouped_block_scaled_matmul" and choice.why.startswith("exact products")
 
 
 @pytest.mark.parametrize("chosen", [False, True])
