@@ -6,6 +6,8 @@ multiplies activations of 16 bits by weights that are widened in registers, whic
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -14,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 
 from tsmla_kernels.sm90.products.config import BLOCK, GROUP_ROWS, ProductConfig
-from tsmla_kernels.sm90.products.memory import layout_atom
+from tsmla_kernels.sm90.products.memory import Mma, Shared, layout_atom
 from tsmla_kernels.sm90.warp import DTYPES, quotient, uniform
 
 EARLY_TOKENS = 64
@@ -25,8 +27,34 @@ WIDE = 4
 """Steps of 16 terms whose weights a lane holds in 16 bits: as many products are in flight."""
 
 
+class Held(NamedTuple):
+    """A lane's registers for weights that it widens, kept from block to block.
+
+    Attributes:
+      narrow: [4, AHEAD], pairs of e4m3 of a step of 16 terms.
+      wide: [4, WIDE], pairs of 16 bits of a step.
+    """
+
+    narrow: cute.Tensor
+    wide: cute.Tensor
+
+
+class Part(NamedTuple):
+    """A thread's part of a product of a block.
+
+    Attributes:
+      group: its math warpgroup.
+      wave: which of the warpgroup's config.waves products of the block it is.
+      thread: its number in the warpgroup.
+    """
+
+    group: Int32
+    wave: int
+    thread: Int32
+
+
 class Quantized:
-    """What both forms of e4m3 by e4m3 have in common. A scale of the stage is a token's times a weight's."""
+    """The part that both forms of e4m3 by e4m3 have in common. A scale of the stage is a token's times a weight's."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config = config
@@ -36,14 +64,12 @@ class Quantized:
         k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.columns)
         return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), shape)
 
-    def held(self) -> tuple[cute.Tensor, ...]:
-        """Registers that a lane keeps from block to block."""
-        return ()
+    def held(self) -> Held | None:
+        """Nothing: the WGMMAs read both operands from shared memory."""
+        return None
 
     @cute.jit
-    def issue(
-        self, mma: cutlass.Constexpr, acc: cute.Tensor, rows: Int32, columns: Int32, thread: Int32
-    ) -> None:  # fmt: skip
+    def issue(self, mma: Mma, acc: cute.Tensor, rows: Int32, columns: Int32, thread: Int32) -> None:
         """Issue the product of the rows and the columns at these addresses."""
         thr = mma.first.get_slice(thread)
         a = mma.first.make_fragment_A(thr.partition_A(operand(uniform(rows), GROUP_ROWS, Float8E4M3FN)))
@@ -70,19 +96,16 @@ class WeightBlocks:
         return block * (self.config.block_scales * 4) + thread % 4 * 8
 
     @cute.jit
-    def multiply(
-        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, acc: cute.Tensor, held: cutlass.Constexpr,
-        index: Int32, at: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
-        """Issue a wave's product in stage `index`. `at` is (warpgroup, wave, thread)."""
+    def multiply(self, shared: Shared, mma: Mma, acc: cute.Tensor, held: Held | None, index: Int32, part: Part) -> None:
+        """Issue a wave's product in stage `index`."""
         config = self.config
-        group, wave, thread = at
+        group, wave, thread = part
         rows = shared.weight.toint() + index * (config.rows * BLOCK)
         rows += (group * config.waves + wave) * (GROUP_ROWS * BLOCK)
         self.products.issue(mma, acc, rows, shared.x.toint() + index * (config.tokens * BLOCK), thread)
 
     @cute.jit
-    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cutlass.Constexpr) -> None:
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
         """Wait for the product, and add it to a wave's `sums` times the lane's scales, which lie at `scales`. Then
         arrive on `empty`, if that is not None: the warp does not read the stage any more."""
         config = self.config
@@ -125,19 +148,16 @@ class TokenBlocks:
         return (group * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4) * 4
 
     @cute.jit
-    def multiply(
-        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, acc: cute.Tensor, held: cutlass.Constexpr,
-        index: Int32, at: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
-        """Issue a wave's product in stage `index`. `at` is (warpgroup, wave, thread)."""
+    def multiply(self, shared: Shared, mma: Mma, acc: cute.Tensor, held: Held | None, index: Int32, part: Part) -> None:
+        """Issue a wave's product in stage `index`."""
         config = self.config
-        group, wave, thread = at
+        group, wave, thread = part
         rows = shared.x.toint() + index * (config.tokens * BLOCK) + group * (GROUP_ROWS * BLOCK)
         columns = shared.weight.toint() + index * (config.rows * BLOCK) + wave * (BLOCK * BLOCK)
         self.products.issue(mma, acc, rows, columns, thread)
 
     @cute.jit
-    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cutlass.Constexpr) -> None:
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
         """Wait for the product, and add it to a wave's `sums` as in WeightBlocks."""
         factors = [load_scale(scales + row * 32) for row in range(2)]
         warpgroup.wait_group(0)
@@ -167,19 +187,16 @@ class WideBlocks:
         """Where the weights' scale lies in those of a stage, in bytes."""
         return scale_block(self.config, column, group) * 4
 
-    def held(self) -> tuple[cute.Tensor, ...]:
-        """Registers for a lane's weights: of a step of 16 terms four pairs, as e4m3 and in 16 bits."""
-        return cute.make_rmem_tensor((4, AHEAD), Int32), cute.make_rmem_tensor((4, WIDE), Int32)
+    def held(self) -> Held:
+        """Registers for a lane's weights."""
+        return Held(cute.make_rmem_tensor((4, AHEAD), Int32), cute.make_rmem_tensor((4, WIDE), Int32))
 
     @cute.jit
-    def multiply(
-        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, acc: cute.Tensor, held: cutlass.Constexpr,
-        index: Int32, at: cutlass.Constexpr,
-    ) -> None:  # fmt: skip
-        """Issue a wave's product in stage `index`. `at` is (warpgroup, wave, thread)."""
+    def multiply(self, shared: Shared, mma: Mma, acc: cute.Tensor, held: Held, index: Int32, part: Part) -> None:
+        """Issue a wave's product in stage `index`."""
         config = self.config
-        group, wave, thread = at
-        narrow, wide = held
+        group, wave, thread = part
+        narrow, wide = held.narrow, held.wide
         thr = mma.first.get_slice(thread)
         half_bytes = config.tokens * BLOCK
         x = shared.x.toint() + index * (2 * half_bytes)
@@ -216,7 +233,7 @@ class WideBlocks:
             narrow[i, step % AHEAD] = load_pair(address + (i % 2) * (8 * BLOCK) + (i // 2) * 8)
 
     @cute.jit
-    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cutlass.Constexpr) -> None:
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
         """Wait for the product, and add it to a wave's `sums` as in WeightBlocks, but all have the weights' scale."""
         scale = load_scale(scales)
         warpgroup.wait_group(0)
@@ -226,7 +243,7 @@ class WideBlocks:
 
 
 @cute.jit
-def release(barrier: cutlass.Constexpr) -> None:
+def release(barrier: cute.Pointer | None) -> None:
     """Arrive on `barrier`, if there is one, once for the calling warp."""
     if const_expr(barrier is not None):
         cute.arch.sync_warp()

@@ -8,7 +8,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
-from tsmla_kernels.sm90.products.memory import Tile, Tma, TmaCopy, layout_atom, wait_busily
+from tsmla_kernels.sm90.products.memory import Arrays, Place, Shared, Tile, Tma, TmaCopy, layout_atom, wait_busily
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import DTYPES, advance, quotient
 
@@ -28,7 +28,7 @@ class Copies:
         self.weight_policy = EVICT_FIRST if read_once else EVICT_NORMAL
 
     @cute.jit
-    def tensor_maps(self, arrays: cutlass.Constexpr) -> Tma:
+    def tensor_maps(self, arrays: Arrays) -> Tma:
         """The TMA loads: weights as (row, term, group), x as (row, term). Terms past the last one are read as 0."""
         config, weight, x = self.config, arrays.weight, arrays.x
         # TMA wants pitches of 16 bytes, which the host has checked.
@@ -55,9 +55,7 @@ class Copies:
     # ---- weights and x
 
     @cute.jit
-    def run(
-        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
-    ) -> None:  # fmt: skip
+    def run(self, tma: Tma, arrays: Arrays, shared: Shared, place: Place) -> None:
         """The producer warp: copy the blocks of all tiles of this CTA."""
         index, phase = Int32(0), Int32(1)
         item = place.cluster
@@ -74,7 +72,7 @@ class Copies:
             tile, walk = self.tiles.find(item, walk, arrays, place)
 
     @cute.jit
-    def copy_x(self, copy: cutlass.Constexpr, shared: cutlass.Constexpr, index: Int32, tile: Tile, b: Int32) -> None:
+    def copy_x(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of the tile's rows of x. Rows of the next group come with them, and rows past the end as 0."""
         rows, terms = self.config.tokens, BLOCK // self.x_boxes
         boxes = self.boxes_at(shared.x, self.x_dtype, rows, self.x_boxes)
@@ -88,9 +86,7 @@ class Copies:
             cute.copy(copy.atom, source, target[None, i, index], tma_bar_ptr=full, cache_policy=Int64(EVICT_LAST))
 
     @cute.jit
-    def copy_weights(
-        self, copy: cutlass.Constexpr, shared: cutlass.Constexpr, index: Int32, tile: Tile, b: Int32
-    ) -> None:  # fmt: skip
+    def copy_weights(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of the tile's weight rows."""
         boxes = self.boxes_at(shared.weight, Float8E4M3FN, self.config.rows, 1)
         tiled = cute.local_tile(copy.tensor, (self.config.rows, BLOCK), (None, None, None))
@@ -119,9 +115,7 @@ class Copies:
     # ---- scales
 
     @cute.jit
-    def run_scales(
-        self, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, turn: Int32
-    ) -> None:  # fmt: skip
+    def run_scales(self, arrays: Arrays, shared: Shared, place: Place, turn: Int32) -> None:
         """Scale warp `turn`: load the scales of each SCALE_WARPS-th block of all tiles of this CTA, its next one while
         it waits. A block takes less time than a load."""
         config = self.config
@@ -151,7 +145,7 @@ class Copies:
             tile, walk = self.tiles.find(item, walk, arrays, place)
 
     @cute.jit
-    def load_scales(self, arrays: cutlass.Constexpr, tile: Tile, b: Int32, values: cute.Tensor) -> None:
+    def load_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor) -> None:
         """A lane's scales of block `b`: of each 32nd token, then of the tile's weight rows, 128 by 128. Rows of other
         groups get 0."""
         config = self.config
@@ -170,7 +164,7 @@ class Copies:
                 values[self.scales_of_lane + i] = arrays.weight_scales[row, b]
 
     @cute.jit
-    def store_scales(self, shared: cutlass.Constexpr, index: Int32, values: cute.Tensor) -> None:
+    def store_scales(self, shared: Shared, index: Int32, values: cute.Tensor) -> None:
         """Put the scales of a block into stage `index`: of each block of weight rows, the products with the tokens'."""
         config = self.config
         lane = cute.arch.lane_idx()

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.products.config import ProductConfig
 from tsmla_kernels.sm90.products.copies import SCALE_WARPS, Copies
-from tsmla_kernels.sm90.products.memory import Arrays, Mma, Place, Tma, make_storage, shared_memory
+from tsmla_kernels.sm90.products.memory import Arrays, Mma, Place, Shared, Tma, make_storage, shared_memory
 from tsmla_kernels.sm90.products.sums import Sums, meet_cluster
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import quotient, remainder
@@ -95,7 +95,7 @@ class BlockScaledMatmul:
             self.sums.run(arrays, shared, mma, place, group)
 
     @cute.jit
-    def init_barriers(self, shared: cutlass.Constexpr):
+    def init_barriers(self, shared: Shared):
         """Initialise the barriers, a stage a lane, with the number of arrivals that complete a phase."""
         lane = cute.arch.lane_idx()
         if lane < self.config.stages:

@@ -1,7 +1,6 @@
 """Records of the block-scaled products' kernel, by name, and its shared memory."""
 
-from __future__ import annotations
-
+# Annotations are not postponed, because cute.struct reads the sizes of Storage from them.
 from typing import Any, NamedTuple
 
 import cutlass
@@ -100,25 +99,27 @@ def layout_atom(dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
 
 
 def make_storage(config: ProductConfig) -> Any:
-    """The struct of a CTA's shared memory. Raises ValueError if it exceeds Hopper's."""
+    """The struct of a CTA's shared memory: the parts of Shared.
 
-    def words(kind: Any, count: int, align: int) -> Any:
-        return cute.struct.Align[cute.struct.MemRange[kind, count], align]
+    Raises:
+      ValueError: the struct is larger than a CTA's shared memory.
+    """
+    stages, x_dtype = config.stages, DTYPES[config.x_dtype]
 
-    stages = config.stages
-    fields = {
-        "full": cute.struct.MemRange[Int64, stages],
-        "empty": cute.struct.MemRange[Int64, stages],
-        "scales": words(Float32, stages * config.scale_words, 128),
-        "staging": words(Int32, config.threads // 32 * config.staging_bytes // 4, 128),
+    @cute.struct
+    class Storage:
+        full: cute.struct.MemRange[Int64, stages]
+        empty: cute.struct.MemRange[Int64, stages]
+        scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * config.scale_words], 128]
+        staging: cute.struct.Align[cute.struct.MemRange[Int32, config.threads // 32 * config.staging_bytes // 4], 128]
         # The stages lie together: a split sum's parts take their place.
-        "weight": words(Float8E4M3FN, stages * config.rows * 128, 1024),
-        "x": words(DTYPES[config.x_dtype], stages * config.tokens * 128, 1024),
-    }
-    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), config)
+        weight: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, stages * config.rows * 128], 1024]
+        x: cute.struct.Align[cute.struct.MemRange[x_dtype, stages * config.tokens * 128], 1024]
+
+    return checked_storage(Storage, config)
 
 
-def shared_memory(storage: Any) -> Shared:
+def shared_memory(storage: cute.struct) -> Shared:
     """Views of the allocated `storage`."""
     return Shared(**{name: getattr(storage, name).data_ptr() for name in Shared._fields})
 

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.products.config import BLOCK, GROUP_ROWS, ProductConfig
-from tsmla_kernels.sm90.products.memory import Tile
+from tsmla_kernels.sm90.products.memory import Shared, Tile
 from tsmla_kernels.sm90.warp import DTYPES, store_matrices, store_transposed
+
+
+class Lane(NamedTuple):
+    """A thread's place: its math warpgroup, its warp there, and its lane there."""
+
+    group: Int32
+    warp: Int32
+    lane: Int32
+
+
+class Rows(NamedTuple):
+    """A warp's rows where tokens are first: the first one of the tile's tokens, the address of the warp's part of
+    shared memory, and the lane."""
+
+    first: Int32
+    staging: Int32
+    lane: Int32
 
 
 class Results:
@@ -22,26 +39,24 @@ class Results:
         self.values = config.columns // 2
 
     @cute.jit
-    def store(
-        self, out: cute.Tensor, shared: cutlass.Constexpr, sums: cute.Tensor, tile: Tile, at: cutlass.Constexpr
-    ) -> None:  # fmt: skip
-        """Store the tile's sums. `at` is (warpgroup, warp of it, lane)."""
+    def store(self, out: cute.Tensor, shared: Shared, sums: cute.Tensor, tile: Tile, place: Lane) -> None:
+        """Store the tile's sums."""
         config = self.config
-        group, warp, lane = at
+        group, warp, lane = place
         for wave in cutlass.range_constexpr(config.waves):
             staging = shared.staging.toint() + (group * 4 + warp) * config.staging_bytes
             if const_expr(config.tokens_first):
                 token, column = group * GROUP_ROWS + warp * 16, tile.column * config.rows + wave * BLOCK
                 if const_expr(config.out_dtype == "float32"):
-                    self.store_word_rows(out, sums[None, wave], tile, column, (token, lane))
+                    self.store_word_rows(out, sums[None, wave], tile, column, token, lane)
                 else:
-                    self.store_half_rows(out, sums[None, wave], tile, column, (token, staging, lane))
+                    self.store_half_rows(out, sums[None, wave], tile, column, Rows(token, staging, lane))
             else:
                 column = tile.column * config.rows + (group * config.waves + wave) * GROUP_ROWS + warp * 16
                 if const_expr(config.out_dtype == "float32"):
                     self.store_words(out, sums[None, wave], tile, column, lane)
                 else:
-                    self.store_halves(out, sums[None, wave], tile, column, (staging, lane))
+                    self.store_halves(out, sums[None, wave], tile, column, staging, lane)
 
     @cute.jit
     def store_words(self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, lane: Int32) -> None:
@@ -56,12 +71,11 @@ class Results:
 
     @cute.jit
     def store_halves(
-        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, at: cutlass.Constexpr
+        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, staging: Int32, lane: Int32
     ) -> None:  # fmt: skip
         """Store 16-bit results of weights first, transposed in the warp's part of shared memory: 16 columns of a token
         are 32 bytes."""
         config = self.config
-        staging, lane = at
         columns = Int32(out.shape[1])
         mine = column + lane % 2 * 8
         target = staging + ((lane // 16) * 8 + lane % 8) * 32 + (lane // 8 % 2) * 16
@@ -91,10 +105,9 @@ class Results:
 
     @cute.jit
     def store_word_rows(
-        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, at: cutlass.Constexpr
+        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, first: Int32, lane: Int32
     ) -> None:  # fmt: skip
-        """Store 32-bit results of tokens first. `at` is (the warp's first token, lane)."""
-        first, lane = at
+        """Store 32-bit results of tokens first. `first` is the warp's first token."""
         columns = Int32(out.shape[1])
         for i in cutlass.range_constexpr(0, self.values, 2):
             token, mine = first + lane // 4 + 8 * (i // 2 % 2), column + 8 * (i // 4) + lane % 4 * 2
@@ -109,10 +122,10 @@ class Results:
 
     @cute.jit
     def store_half_rows(
-        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, at: cutlass.Constexpr
+        self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, warp_rows: Rows
     ) -> None:  # fmt: skip
-        """Store 16-bit results of tokens first. `at` is (the warp's first token, its staging, lane)."""
-        first, staging, lane = at
+        """Store 16-bit results of tokens first."""
+        first, staging, lane = warp_rows
         columns = Int32(out.shape[1])
         width = self.config.pass_columns
         chunks = width // 8  # of 16 bytes, of a row; they lie in an order that differs from row to row
@@ -141,7 +154,7 @@ class Results:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
         return four
 
-    def put(self, out: cute.Tensor, row: Any, column: Any, four: cute.Tensor) -> None:
+    def put(self, out: cute.Tensor, row: Int32, column: Int32, four: cute.Tensor) -> None:
         """Write eight 16-bit results of a row."""
         address = out.iterator.toint() + (Int64(row) * Int64(out.shape[1]) + Int64(column)) * 2
         there = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.products.blocks import TokenBlocks, WeightBlocks, WideBlocks
+from tsmla_kernels.sm90.products.blocks import Part, TokenBlocks, WeightBlocks, WideBlocks
 from tsmla_kernels.sm90.products.config import GROUP_ROWS, ProductConfig
-from tsmla_kernels.sm90.products.memory import Mma, wait_busily
-from tsmla_kernels.sm90.products.results import Results
+from tsmla_kernels.sm90.products.memory import Arrays, Mma, Place, Shared, wait_busily
+from tsmla_kernels.sm90.products.results import Lane, Results
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import advance, kept, uniform
 
@@ -34,10 +34,7 @@ class Sums:
         return Mma(self.blocks.mma(), self.blocks.mma())
 
     @cute.jit
-    def run(
-        self, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, mma: cutlass.Constexpr, place: cutlass.Constexpr,
-        group: Int32,
-    ) -> None:  # fmt: skip
+    def run(self, arrays: Arrays, shared: Shared, mma: Mma, place: Place, group: Int32) -> None:
         """Math warpgroup `group`'s rows of all tiles of this CTA."""
         config = self.config
         thread = cute.arch.thread_idx()[0] % 128
@@ -58,7 +55,7 @@ class Sums:
             for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
                 wait_busily(shared.full + index, phase)
                 for wave in cutlass.range_constexpr(config.waves):
-                    self.blocks.multiply(shared, mma, acc, held, index, (group, wave, thread))
+                    self.blocks.multiply(shared, mma, acc, held, index, Part(group, wave, thread))
                     factors = scales + index * (config.scale_words * 4) + wave * self.blocks.wave_scales
                     last = shared.empty + index if const_expr(wave == config.waves - 1) else None
                     self.blocks.add(sums[None, wave], acc, factors, last)
@@ -66,16 +63,14 @@ class Sums:
             if const_expr(config.splits > 1):
                 self.meet(shared, sums, place, group * 128 + thread)
             if config.splits == 1 or place.rank == 0:
-                self.results.store(arrays.out, shared, sums, tile, (group, thread // 32, lane))
+                self.results.store(arrays.out, shared, sums, tile, Lane(group, thread // 32, lane))
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
 
     # ---- parts of a sum
 
     @cute.jit
-    def meet(
-        self, shared: cutlass.Constexpr, sums: cute.Tensor, place: cutlass.Constexpr, thread: Int32
-    ) -> None:  # fmt: skip
+    def meet(self, shared: Shared, sums: cute.Tensor, place: Place, thread: Int32) -> None:
         """Hand this CTA's sums to the cluster's first one, which adds them in the CTAs' order. They take the place of
         its stages, once no CTA of the cluster needs these."""
         config = self.config

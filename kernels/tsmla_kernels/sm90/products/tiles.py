@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
-from tsmla_kernels.sm90.products.memory import Arrays, Tile, Walk
+from tsmla_kernels.sm90.products.memory import Arrays, Place, Tile, Walk
 from tsmla_kernels.sm90.warp import divide, quotient
 
 SECTION = 16
 """Tiles below each other that are computed before the next ones: with as many beside each other in flight, what they
 read of x and of the weights is about the same, and both stay in L2."""
+
+
+class Found(NamedTuple):
+    """The group that holds a tile.
+
+    Attributes:
+      group: its number. -1: there are no more tiles.
+      index: the tile's number within the group.
+      row: the group's first row of x. rows: how many it has.
+    """
+
+    group: Int32
+    index: Int32
+    row: Int32
+    rows: Int32
 
 
 class Tiles:
@@ -38,12 +55,13 @@ class Tiles:
         return Walk(Int32(0), Int32(0))
 
     @cute.jit
-    def find(self, item: Int32, walk: Walk, arrays: cutlass.Constexpr, place: cutlass.Constexpr) -> tuple[Tile, Walk]:
+    def find(self, item: Int32, walk: Walk, arrays: Arrays, place: Place) -> tuple[Tile, Walk]:
         """Tile number `item` as this CTA computes it. Numbers ascend from call to call."""
         total, columns, blocks = Int32(arrays.x.shape[0]), self.columns(arrays), self.blocks(arrays)
         group, index, row, rows = Int32(0), item, Int32(0), total
         if const_expr(self.config.grouped):
-            group, index, row, rows, walk = self.find_group(item, walk, arrays, columns)
+            found, walk = self.find_group(item, walk, arrays, columns)
+            group, index, row, rows = found.group, found.index, found.row, found.rows
             if group == arrays.cu_rows.shape[0] - 1:
                 blocks = Int32(0)
         elif item >= self.below(total) * columns:
@@ -54,9 +72,7 @@ class Tiles:
         return tile, walk
 
     @cute.jit
-    def within(
-        self, tile: Tile, index: Int32, columns: Int32, blocks: Int32, place: cutlass.Constexpr
-    ) -> Tile:  # fmt: skip
+    def within(self, tile: Tile, index: Int32, columns: Int32, blocks: Int32, place: Place) -> Tile:
         """Tile number `index` of the group whose rows are `tile`'s."""
         config = self.config
         section = divide(index, columns * SECTION)
@@ -70,10 +86,8 @@ class Tiles:
         return Tile(tile.group, tile.row + offset, tile.rows - offset, column, begin, end)
 
     @cute.jit
-    def find_group(
-        self, item: Int32, walk: Walk, arrays: cutlass.Constexpr, columns: Int32
-    ) -> tuple[Int32, Int32, Int32, Int32, Walk]:
-        """(group, number within the group, first row, rows, walk) of tile number `item`; group -1 behind the last."""
+    def find_group(self, item: Int32, walk: Walk, arrays: Arrays, columns: Int32) -> tuple[Found, Walk]:
+        """The group of tile number `item`, and how far it was looked for."""
         total, last = Int32(arrays.x.shape[0]), Int32(arrays.cu_rows.shape[0]) - 1
         lane = cute.arch.lane_idx()
         first, before = walk.group, walk.tiles
@@ -102,4 +116,4 @@ class Tiles:
                 first += 32
                 if first > last:
                     searching = Int32(0)
-        return group, index, row, rows, Walk(first, before)
+        return Found(group, index, row, rows), Walk(first, before)
