@@ -1,4 +1,4 @@
-"""What products with block scales accept and return: block_scaled_matmul, grouped_block_scaled_matmul and
+"""The arguments and results of products with block scales: block_scaled_matmul, grouped_block_scaled_matmul and
 quantize_blocks.
 
 Imports neither jax nor torch. Axes: T rows of activations, K terms of a sum, N columns of the result, E groups. Blocks

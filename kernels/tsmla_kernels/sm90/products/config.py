@@ -27,15 +27,15 @@ LEAST_CTAS, LEAST_WIDE_CTAS = 48, 100
 LARGE_MEAN = 128
 """Rows of a group that a tile of 192 still holds where groups are of chance."""
 _TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
-"""Of a block of terms in a tile, by (groups, waves), as measured."""
+"""Relative times of a block of terms in a tile, by (groups, waves), as measured."""
 X_DTYPES = (FP8, "bfloat16", "float16")
 _FIXED_BYTES = 2048
-"""Of shared memory: barriers and alignment."""
+"""Bytes of shared memory for barriers and alignment."""
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """What an object of block_scaled_matmul or grouped_block_scaled_matmul is compiled for. All else is dynamic.
+    """The static choices of a compiled block_scaled_matmul or grouped_block_scaled_matmul. Everything else is dynamic.
 
     Attributes:
       out_dtype: of the result.
@@ -79,7 +79,7 @@ class ProductConfig:
 
     @property
     def threads(self) -> int:
-        """Of the math warpgroups."""
+        """Threads of the math warpgroups."""
         return 128 * self.groups
 
     @property
@@ -111,7 +111,7 @@ class ProductConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Of a block of terms of weights and of x."""
+        """Bytes of a stage: a block of terms of the tile's weights and of x."""
         return (self.rows + self.tokens * (1 + self.wide)) * BLOCK
 
     @property
@@ -126,12 +126,12 @@ class ProductConfig:
 
     @property
     def staging_bytes(self) -> int:
-        """Of a warp, for its results on their way to memory."""
+        """Bytes of a warp's part of shared memory, for its results on their way to memory."""
         return 2 * 16 * (self.pass_columns if self.tokens_first else self.stored_tokens)
 
     @property
     def partial_bytes(self) -> int:
-        """Of the sums that a CTA of a cluster hands to the first one."""
+        """Bytes of the sums that a CTA of a cluster hands to the first one."""
         return 4 * self.rows * self.tokens
 
     @property
@@ -149,7 +149,7 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """What an object of quantize_blocks is compiled for. All else is dynamic.
+    """The static choices of a compiled quantize_blocks. Everything else is dynamic.
 
     Attributes:
       in_dtype: of the activations. power_of_two: whether scales are rounded up to powers of two.
