@@ -66,6 +66,16 @@ ENGINE_PINS = {
         "tokenspeed-mla==0.1.8", "quack-kernels==0.6.5", "flashinfer-python==0.6.18.post1",
         "compressed-tensors==0.17.0", "transformers>=5.10.4",
     ),
+    "vllm 0.31.0": (
+        "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.7.1", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
+        "tokenspeed-mla==0.1.8", "quack-kernels==0.6.5", "flashinfer-python==0.7.0.post1",
+        "compressed-tensors==0.17.0", "transformers>=5.10.4,<5.18.0",
+    ),
+    "vllm 0.32.0": (
+        "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
+        "tokenspeed-mla==0.2.15", "quack-kernels==0.6.5", "flashinfer-python==0.7.0.post1",
+        "compressed-tensors==0.17.0", "transformers>=5.16.1,<5.20.0",
+    ),
     "vllm 0.33.0": (
         "torch==2.14.0", "nvidia-cutlass-dsl[cu13]==4.8.0", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
         "tokenspeed-mla==2.0.3", "quack-kernels==0.6.5", "flashinfer-python==0.7.2.post1", "compressed-tensors==0.17.0",

@@ -501,7 +501,7 @@ def bound(call: Call, result: torch.Tensor, on_gpu: bool) -> float:
     A GPU's tensor cores add products of e4m3 in 14 bits, and its compiler fuses products and sums, so that a few bytes
     of a quantised cache are rounded otherwise.
     """
-    of_fp8 = call.tensors["q"].dtype == FP8 if "q" in call.tensors else False
+    of_fp8 = any(call.tensors[name].dtype == FP8 for name in ("q", "x") if name in call.tensors)
     if result.dtype == torch.uint8:
         return 2e-3 if on_gpu else 1e-4
     if not result.dtype.is_floating_point:

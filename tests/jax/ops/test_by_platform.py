@@ -45,6 +45,10 @@ ANGLES = {"cos": zeros(2, 32, dtype=F32), "sin": zeros(2, 32, dtype=F32)}
 KEYS = {"k_cache": zeros(4, 64, 132, dtype=U8), "block_tables": TABLES, "seq_lens": LENS}
 QUERY = {"q": zeros(2, 64, 128, dtype=FP8), "weights": zeros(2, 64, dtype=F32)}
 OFFSETS = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS}
+PRODUCT = {
+    "x": zeros(2, 128, dtype=FP8), "x_scales": zeros(2, 1, dtype=F32),
+    "weight": zeros(256, 128, dtype=FP8), "weight_scales": zeros(2, 1, dtype=F32),
+}  # fmt: skip
 LENGTHS = {"max_q_len": 1, "max_kv_len": 1, "softmax_scale": 0.1}
 TOKENS = 8
 CALLS: dict[str, tuple[Arrays, dict[str, Any]]] = {
@@ -82,6 +86,13 @@ CALLS: dict[str, tuple[Arrays, dict[str, Any]]] = {
         {"k_cache": KEYS["k_cache"], "k": zeros(2, 128), "slot_mapping": ROWS["slot_mapping"]} | ANGLES, {},
     ),
     "write_packed_kv_cache": ({"kv_cache": zeros(4, 64, 656, dtype=U8)} | ROWS | ANGLES, {}),
+    "block_scaled_matmul": (PRODUCT, {}),
+    "grouped_block_scaled_matmul": (
+        PRODUCT | {
+            "weight": zeros(2, 256, 128, dtype=FP8), "weight_scales": zeros(2, 2, 1, dtype=F32), "cu_rows": STARTS,
+        }, {},
+    ),
+    "quantize_blocks": ({"x": zeros(2, 128)}, {}),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from jax import export
 
 import tsmla_jax
 from tsmla_jax.ops import device
+from tsmla_jax.ops.operation import BY_PLATFORM
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE_SM100
 from tsmla_kernels.sm100 import config as sm100
@@ -179,7 +180,8 @@ def test_explain_says_that_nothing_was_run_on_one() -> None:
 
 def test_nothing_is_said_of_blackwell_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    assert tsmla_jax.explain("mla_decode", *specs(dtype=jnp.bfloat16), softmax_scale=1.0).notes == {}
+    notes = tsmla_jax.explain("mla_decode", *specs(dtype=jnp.bfloat16), softmax_scale=1.0).notes
+    assert notes == {"cute": (BY_PLATFORM,)}
 
 
 @pytest.mark.parametrize(

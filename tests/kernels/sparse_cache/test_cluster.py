@@ -32,11 +32,12 @@ def steps_of(config: CompressWriteConfig, rank: int, length: int) -> list[str]:
     for name in ("pool", "hand_over", "merged_sums", "write", "keep"):
         setattr(kernel, name, noted(name, MagicMock()))
     arrays = types.SimpleNamespace(
-        cu_seqlens_q=[0, length], seq_lens=MagicMock(shape=(1,)), state_slots=[0], new_state=MagicMock(shape=(1,))
-    )
+        cu_seqlens_q=[0, length], seq_lens=MagicMock(shape=(1,)), state_slots=[0], new_state=MagicMock(shape=(1,)),
+        kv_score=MagicMock(shape=(length, 1024)),
+    )  # fmt: skip
     arrays.seq_lens.__getitem__.return_value = length
     compress = numeric(CompressWriteKvCache.compress, utils=MagicMock())
-    loop = types.SimpleNamespace(range=lambda count, unroll: range(count), min=min)
+    loop = types.SimpleNamespace(range=lambda count, unroll: range(count), min=min, max=max)
     scope = {"cute": MagicMock(arch=arch), "cutlass": loop}
     compress.__globals__.update(scope)  # type: ignore[attr-defined]
     compress(kernel, arrays)
