@@ -34,7 +34,7 @@ from tsmla_kernels.sm90.warp import advance, transpose_quad, uniform
 
 
 class Warpgroup(NamedTuple):
-    """The memory and registers of a compute warpgroup. `next_rows` has the next tile's maxima and sums."""
+    """The memory and registers of a compute warpgroup. `next_rows` is `rows` with the next tile's maxima and sums."""
 
     shared: Shared
     thread: ThreadIndex
@@ -48,11 +48,11 @@ class Warpgroup(NamedTuple):
 class Cursor(NamedTuple):
     """A position in the sequence of key blocks. A tile's blocks go from the last to the first."""
 
-    v_keys: Int32  # the request's keys from the start of block `v` on; V's rows behind them must be zeroed
+    v_keys: Int32  # the request's keys from block `v`'s first key on; V's rows after these must be zeroed
     v: Stage  # the block whose P is ready; its P V comes next
     k: Stage  # the block after it
     q_phase: Int32
-    blocks: Int32  # key blocks of the tile; 0 behind the last tile
+    blocks: Int32  # key blocks of the tile; 0 after the last tile
     keys: Int32  # keys of the tile's request
     unmasked_keys: Int32  # keys that all rows of the warpgroup see
     tile: Int32  # how many tiles this CTA had before this one
@@ -114,7 +114,7 @@ class Attention:
 
     @cute.jit
     def first_block(self, wg: Warpgroup, blocks: Int32) -> Cursor:
-        """Compute P of the first tile's first block. Returns the cursor behind this block."""
+        """Compute P of the first tile's first block. Returns the cursor after this block."""
         shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
         self.gemms.start_turns(thread.group)
         keys, unmasked_keys = self.limits(wg, Int32(0))
@@ -134,7 +134,7 @@ class Attention:
 
     @cute.jit
     def finish_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
-        """Compute the tile's other blocks. Then start the next tile, or return a cursor without blocks."""
+        """Compute the tile's other blocks. Then start the next tile; without one, return a cursor with 0 blocks."""
         shared, group = wg.shared, wg.thread.group
         cursor = self.other_blocks(wg, cursor)
         v_keys = cursor.v_keys
@@ -186,8 +186,8 @@ class Attention:
     def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
         """Compute S of the tile's next block while O += P V of the block before runs, and release K.
 
-        fp8 also releases Q after block 0, the last one, because without turns the next tile's scores would wait for its
-        Q.
+        fp8 also releases Q after block 0, the tile's last one: without turns, the next tile's scores would otherwise
+        wait for the next Q.
         """
         shared, group = wg.shared, wg.thread.group
         self.gemms.issue(shared, wg.products, cursor.k, cursor.v, group)
@@ -205,7 +205,7 @@ class Attention:
         skips_block = Int32(0)
         skipped_stage = k
         if const_expr(traits.fp8 and traits.causal):
-            # A tile has more rows than a block has keys, so its upper rows may see no key of its last block.
+            # A tile has more rows than a block has keys, so its first rows may see no key of its last block.
             if blocks > 1 and unmasked_keys + GROUP_ROWS - 1 <= (blocks - 1) * traits.block:
                 skips_block = Int32(1)
                 blocks -= 1
@@ -222,7 +222,7 @@ class Attention:
         wg.next_rows.maximum.fill(LOWEST)
         wg.next_rows.total.fill(0.0)
         self.softmax.start_tile(wg.next_rows, block_index, unmasked_keys, thread.lane)
-        cute.arch.mbarrier_wait(shared.v.full + cursor.v.index, cursor.v.phase)  # as in `Softmax.finish_block`
+        cute.arch.mbarrier_wait(shared.v.full + cursor.v.index, cursor.v.phase)  # reason: see `Softmax.finish_block`
         warpgroup.wait_group(0)
         release(shared.v.empty + cursor.v.index)
         self.softmax.write_p(products.acc_s, products.p_target)
@@ -258,7 +258,7 @@ class Attention:
     def masked_blocks(self, cursor: Cursor) -> Int32:
         """How many blocks after a tile's first one need a mask, or zeros in V of the block before.
 
-        With fp8 the first of these blocks always counts, because rows that saw no key of the tile's first block have no
+        With fp8 the block after the tile's first always counts, because rows that saw no key of the first block have no
         maximum yet.
         """
         masked = cursor.blocks - 1 - cutlass.max(cursor.unmasked_keys, 0) // self.traits.block
@@ -268,7 +268,7 @@ class Attention:
 
     @cute.jit
     def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
-        """Find (the request's keys, the keys that all rows of this warpgroup see). Sets `rows.limit`."""
+        """Return (the request's keys, the keys that all rows of this warpgroup see), and set `rows.limit`."""
         tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
         keys = uniform(tiles[Tile.KEYS, slot])
         unmasked_keys = keys
@@ -286,7 +286,7 @@ class Attention:
     def zero_rows(self, v: Buffers, stage: Stage, keys: Int32, thread: ThreadIndex) -> None:
         """Zero V's rows past a request's keys. P is 0 there, but V may be NaN, and 0 * NaN must not reach O.
 
-        Each warpgroup writes the same zeros. With fp8 the transpose warps have written them.
+        Each warpgroup writes the same zeros. With fp8 the transpose warps have already written zeros.
         """
         traits = self.traits
         if const_expr(not traits.fp8):
@@ -326,8 +326,8 @@ class Attention:
                 factor = wg.out_scale / total
                 row_lse = (rows.maximum[i] + cute.math.log2(total, fastmath=True)) * LN_2
             row_index = Int64(first_row + row) * wg.results.heads + head
-            # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that each has the 8
-            # columns (16 bytes) of one group in four, and a row's stores fill whole sectors.
+            # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that of every four
+            # groups each lane has one whole (8 columns, 16 bytes), and a row's stores fill whole sectors.
             out_row = cute.make_tensor(
                 (out.iterator + (row_index * traits.v_head_dim + quad * 8)).align(16),
                 cute.make_layout((8, column_groups // 4), stride=(1, 32)),

@@ -1,7 +1,6 @@
 """Which Hopper prefill kernel serves a call: its static configuration and its workspaces. Imports no cutlass.
 
-All functions depend on static shapes only, so that one compiled object serves every number of heads, requests and
-tokens.
+A configuration does not depend on the numbers of heads, requests and tokens, so one compiled object serves all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 PLAN_WORDS = 8  # int32 of one row of the plan
-PROGRESS_WORDS = 2  # words of memory.Progress: a grid has at least as many CTAs
+PROGRESS_WORDS = 2  # words of memory.Progress. `progress` has one word per CTA, so a grid has at least 2 CTAs
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
 FP8_HEAD_DIMS = ((192, 128),)
 
@@ -31,10 +30,10 @@ class PrefillConfig:
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
       rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share; the
         operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
-      causal: whether query i of n sees only keys j <= i + m - n.
+      causal: whether query i of n sees, of m keys, only keys j <= i + m - n.
       groups: compute warpgroups, each with 64 query rows of a tile.
       block: keys of one pipeline stage.
-      stages: how many stages K has; V has as many.
+      stages: the number of stages of K, and of V.
       wide_v: whether the operand v is [Tk, H, W], with v in the first V of W columns.
     """
 
@@ -94,6 +93,6 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False
 def prefill_workspaces(batch: Dim, num_sms: int = 132) -> dict[str, tuple[tuple[Dim, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
-    The plan has a row for each request, and two for the query rows before the first request and after the last.
-    `progress` has one word per CTA: the launch takes the grid's size from it."""
+    The plan has a row for each request, and two more rows, for the query rows before the first request and after the
+    last. `progress` has one word per CTA: the launch takes the grid's size from the length of `progress`."""
     return {"plan": ((batch + 2, PLAN_WORDS), "int32"), "progress": ((max(num_sms, PROGRESS_WORDS),), "int32")}

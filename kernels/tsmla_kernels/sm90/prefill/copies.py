@@ -25,16 +25,16 @@ from tsmla_kernels.sm90.prefill.memory import (
 )
 from tsmla_kernels.sm90.warp import advance
 
-NO_TILE = 2**31 - 1  # the end of tiles for rows past the plan's last one
-# A CTA claims its next tile when this many blocks of its tile are left. If it claimed earlier, the next tile would wait
-# for a long tile's end while other CTAs have no more work. If it claimed later, the copies would wait for the
-# description.
+NO_TILE = 2**31 - 1  # TILES_END for rows past the plan's last row: greater than every tile number
+# A CTA claims its next tile when it copies the block that is this many from the end of its tile. If it claimed earlier,
+# the next tile would wait for a long tile's end while other CTAs have no more work. If it claimed later, the copies
+# would wait for the next tile's descriptor.
 CLAIMED_AHEAD = 2
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: Q is read once, K and V often
 
 
 class Box(NamedTuple):
-    """The extent of one copy in rows and column tiles. `pitch` is the number of column tiles of the whole buffer."""
+    """The extent of one copy in rows and column tiles. `pitch` is the number of column tiles in a whole buffer."""
 
     rows: int
     column_tiles: int
@@ -55,7 +55,7 @@ class Producer:
     @cute.jit
     def copy_tiles(self, copies: Copies, schedule: Schedule, shared: Shared, heads: Int32) -> None:
         """Claim tiles until no tile is left. For each block copy K, and V of the block before (fp8: V of the same
-        block). For each tile copy Q, as soon as the compute warpgroups have released their buffers."""
+        block). For each tile copy Q. A copy starts when its buffer's readers have released it."""
         traits = self.traits
         tiles, q, k, landing = shared.tiles, shared.q, shared.k, shared.landing
         lane = cute.arch.lane_idx()
@@ -79,7 +79,7 @@ class Producer:
                 cute.arch.mbarrier_wait(k.empty + index, phase)
                 self.copy_k(copies, k, index, kv_row, head)
                 if const_expr(traits.fp8):
-                    # There is no delay: the transpose warps released this buffer long before K's buffer became free.
+                    # No delay here: the transpose warps released this buffer long before K's buffer became free.
                     cute.arch.mbarrier_wait(landing.empty + index, phase)
                     self.copy_v(copies.v, landing, index, kv_row, head)
                 else:
@@ -116,9 +116,10 @@ class Producer:
     def claim(
         self, tile: Int32, base: Int32, slot: Int32, schedule: Schedule, tiles: cute.Tensor, heads: Int32
     ) -> Int32:
-        """Write the descriptor of tile number `tile` to `slot` of the ring. Returns the tile's row of the plan.
+        """Write the descriptor of tile number `tile` to `slot` of the ring. Returns the number of the plan's row that
+        has the tile.
 
-        `base` is the row of the tile that was claimed before. A number past the last tile gives a descriptor of zeros.
+        `base` is the plan's row of the tile claimed before. A number past the last tile gives a descriptor of zeros.
         """
         traits, plan = self.traits, schedule.plan
         lane = cute.arch.lane_idx()
@@ -150,7 +151,8 @@ class Producer:
             row = row_tile * traits.tile_rows
             rows = cutlass.min(q_len - row, traits.tile_rows)
             if const_expr(traits.tile_rows != traits.block):
-                # Masks start inside blocks anyway, so the partial tile may be the one with the fewest keys.
+                # Count tiles from the last row, so that the partial tile is the first, which sees the fewest keys. If
+                # tiles and blocks have equal lengths, tiles begin at row 0: masks may then begin where a block begins.
                 aligned_row = q_len - (head_tiles - row_tile) * traits.tile_rows
                 row = cutlass.max(aligned_row, 0)
                 rows = aligned_row + traits.tile_rows - row

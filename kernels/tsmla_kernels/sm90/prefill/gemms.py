@@ -47,7 +47,7 @@ class Gemms:
             p = cute.make_rmem_tensor(thr_pv.partition_shape_A((GROUP_ROWS, traits.block)), traits.dtype)
             p_target = p
         acc_o.fill(0.0)
-        # Set these flags once: a change between products in flight would serialise the products.
+        # Set these flags once, here: a change while products run would serialise the products.
         mma.first.set(Field.ACCUMULATE, False)
         mma.qk.set(Field.ACCUMULATE, True)
         mma.pv.set(Field.ACCUMULATE, True)
@@ -109,15 +109,15 @@ class Gemms:
 
     @cute.jit
     def start_turns(self, group: Int32) -> None:
-        """Give the first warpgroup its first turn; the last warpgroup does this."""
+        """In the last warpgroup, give the first warpgroup its first turn."""
         if const_expr(not self.traits.fp8):
             if group == self.traits.groups - 1:
                 cute.arch.barrier_arrive(barrier_id=Barrier.TURN, number_of_threads=TURN_THREADS)
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
-        """Wait until the other warpgroup has issued its products. fp8 has no turns, because its warpgroups skip
-        different numbers of blocks."""
+        """Wait until the other warpgroup has issued its products. fp8 has no turns, because its warpgroups do
+        not all compute the same blocks."""
         if const_expr(not self.traits.fp8):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
 
@@ -132,7 +132,7 @@ class Gemms:
 
     @cute.jit
     def wait(self, barrier: cute.Pointer, phase: Int32) -> None:
-        """Wait for a phase of an mbarrier. fp8 has shorter blocks and tries again at once, while mbarrier_wait pauses
+        """Wait for a phase of an mbarrier. fp8's blocks take less time, so it tries again at once; mbarrier_wait pauses
         between two tries."""
         if const_expr(self.traits.fp8):
             cute.arch.inline_ptx(

@@ -54,7 +54,7 @@ class MlaPrefill:
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
-        """Launch both kernels on `stream`; `tensors` are the `Operands` in their order."""
+        """Launch both kernels on `stream`. `tensors` are the fields of `Operands`, in order."""
         operands = Operands(*tensors)
         copies = self.make_copies(operands)
         mma = self.make_mma()
@@ -95,7 +95,7 @@ class MlaPrefill:
         column_tiles: cutlass.Constexpr[int],
         first_column: cutlass.Constexpr[int] = 0,
     ) -> TmaCopy:
-        """The TMA load of `rows` rows and 64 * `column_tiles` columns, from `first_column` on, of x [T, H, any]."""
+        """The TMA load of a box of x [T, H, any]: `rows` rows, 64 * `column_tiles` columns from `first_column` on."""
         row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
         if const_expr(not isinstance(head, int)):
             head = cute.assume(head, divby=64)
@@ -109,7 +109,7 @@ class MlaPrefill:
         return TmaCopy(atom, tensor)
 
     def make_mma(self) -> Mma:
-        """The tiled MMAs. The first step of S has a separate one, which does not accumulate."""
+        """The tiled MMAs. The first step of S has its own, `first`, which does not accumulate."""
         traits = self.traits
         dtype, k_major, mn_major = traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
         first, qk = (

@@ -1,4 +1,4 @@
-"""Every record, buffer and barrier of the prefill kernels by name."""
+"""The names of all records, buffers and barriers of the prefill kernels."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TRANSPOSE_WARPS = 2  # fp8: the warps that transpose V, 64 columns each
 class KernelTraits:
     """Dtypes, sizes and layouts that a config fixes at compile time.
 
-    Sizes are in elements. A column tile has 64 columns: TMA's boxes and the swizzled layouts of 16-bit and of 8-bit
-    operands then have equal shapes.
+    Sizes are in elements. A column tile has 64 columns with both element sizes, so that the boxes of TMA and the
+    swizzled layouts have equal shapes.
     """
 
     def __init__(self, config: PrefillConfig) -> None:
@@ -46,7 +46,7 @@ class KernelTraits:
         self.nope_column_tiles = self.k_column_tiles - self.rope_column_tiles
         self.q_elements = GROUP_ROWS * self.qk_head_dim
         self.k_elements, self.v_elements = self.block * self.qk_head_dim, self.block * self.v_head_dim
-        # fp8: the transposed V and P have their keys in whole tiles of 128.
+        # fp8: in transposed V and in P the keys fill whole tiles of 128.
         self.transposed_keys = (self.block + 127) // 128 * 128
         self.transposed_elements = self.transposed_keys * self.v_head_dim
         self.p_elements = GROUP_ROWS * self.transposed_keys
@@ -76,9 +76,9 @@ class PlanWord(IntEnum):
 
 class Progress(IntEnum):
     """Words of `progress`. The array is longer: it has one word per CTA, because the launch takes the grid's size from
-    it."""
+    its length."""
 
-    NEXT_TILE = 0  # the next tile to claim; in the forward pass each CTA has its first tile without a claim
+    NEXT_TILE = 0  # the next tile to claim; in the forward pass a CTA's first tile is not claimed
     TILES = 1  # how many tiles there are
 
 
@@ -106,7 +106,7 @@ class Barrier(IntEnum):
     `sync_threads`."""
 
     TURN = 1  # 256 threads: warpgroup g waits for the other one, which arrives when it has issued its products
-    V_ZEROED = 3  # 128 threads: those of warpgroup g meet after they have zeroed V's rows past the request's end
+    V_ZEROED = 3  # 128 threads: warpgroup g meets after it has zeroed V's rows past the request's end
 
 
 class Operands(NamedTuple):
@@ -114,9 +114,9 @@ class Operands(NamedTuple):
 
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
     [2] float32, see `Scale`; out [Tq, H, V]; lse [Tq, H] float32 (natural log); and the workspaces of
-    `config.prefill_workspaces`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], which has a row's keys without
-    their rope columns and then its values; `v` is k_rope [Tk, R], which all heads share. With `wide_v` `v` is [Tk, H,
-    W].
+    `config.prefill_workspaces`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], with a row's key without its
+    rope columns, then its value; `v` is k_rope [Tk, R], which all heads share. With `wide_v` `v` is [Tk, H, W], with
+    the values in the first V of W columns.
     """
 
     q: cute.Tensor
@@ -163,7 +163,7 @@ class Schedule(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The arrays out [Tq, H, V] and lse [Tq, H] in global memory, and H."""
+    """The results out [Tq, H, V] and lse [Tq, H] in global memory, and H."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -182,8 +182,8 @@ class Shared(NamedTuple):
     """The shared memory of the attention kernel.
 
     `tiles` is the ring of tile descriptors [word, slot]. `q` has one buffer per compute warpgroup; `k` and `v` have one
-    per stage. TMA writes V to `landing`, which is `v` itself. With fp8 `landing` has separate buffers, and `v` has V
-    transposed. `p` is fp8's P, one buffer per compute warpgroup.
+    per stage. TMA writes V to `landing`. With 16 bits `landing` is `v` itself; with fp8 it has its own buffers,
+    and `v` has V transposed. `p` is fp8's P, one buffer per compute warpgroup.
     """
 
     tiles: cute.Tensor
@@ -213,8 +213,8 @@ class ThreadIndex(NamedTuple):
 class Products(NamedTuple):
     """WGMMA's operands and accumulators in one warpgroup.
 
-    The softmax writes P to `p_target`: the operand's registers, or with fp8 the address in shared memory that this lane
-    passes to stmatrix for the first 32 keys.
+    The softmax writes P to `p_target`: the registers of operand `p`; with fp8 the address in shared memory that this
+    lane passes to stmatrix for the first 32 keys.
     """
 
     mma: Mma
@@ -228,8 +228,9 @@ class Products(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The softmax state of this thread's two rows: S and O [2, columns], and for each row the maximum (base 2, scaled),
-    the sum of P, and the number of keys that it sees. `scale` is the logits' scale times log2(e)."""
+    """The softmax state of this thread's two rows: S and O [2, columns], and for each row the maximum of `scale` * S
+    (fp8: minus P_SCALE_BITS), the sum of P, and the number of keys that the row sees. `scale` is the logits' scale
+    times log2(e)."""
 
     s: cute.Tensor
     o: cute.Tensor
@@ -294,6 +295,6 @@ def init_mbarriers(traits: KernelTraits, shared: Shared) -> None:
 
 @cute.jit
 def release(barrier: cute.Pointer) -> None:
-    """Arrive on `barrier`, once for the calling warp: the warp has finished reading the buffer."""
+    """Arrive on `barrier`, once for the calling warp, which has finished reading the buffer."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

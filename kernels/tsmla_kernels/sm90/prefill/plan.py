@@ -13,9 +13,9 @@ from tsmla_kernels.sm90.prefill.memory import KernelTraits, PlanWord, Progress, 
 
 PLAN_THREADS = 256
 LENGTH_CLASSES = 128  # classes of key lengths, four to each power of two
-SHORTEST_CLASS = 508  # the class of length 0: bits 21 and up of the float 1.0
-L2_BYTES = 32 << 20  # bytes of keys and values that the tiles in work at the same time should share
-MAX_SECTION_HEADS = 16  # with more, CTAs finish the last section at uneven times
+SHORTEST_CLASS = 508  # bits 21 and up of the float 1.0, which is keys + 1 of a request without keys
+L2_BYTES = 32 << 20  # at most this many bytes of K and V should be in use at a time, so that they stay in L2
+MAX_SECTION_HEADS = 16  # with more heads, CTAs finish the last section at uneven times
 
 
 class Requests(NamedTuple):
@@ -42,13 +42,14 @@ class PlanWriter:
     the query rows that belong to no request: those before the first request and those after the last. These two have no
     keys.
 
-    The backward pass has tiles of keys: it exchanges the offsets of queries and keys, and has its own `write_row`.
+    The backward pass has tiles of keys: its planner passes the offsets of queries as those of keys and the other way
+    round, and has its own `write_row`.
     """
 
     @cute.jit
     def write_plan(self, requests: Requests, schedule: Schedule, heads: Int32, next_tile: Int32) -> None:
-        """Sort the requests by class of key length, and write their rows of the plan, the number of tiles, and
-        `next_tile`, the first tile that is claimed."""
+        """Sort the requests by class of key length. Write their rows of the plan, the number of all tiles, and
+        `next_tile`, the number that the first claim gets."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
         cute.arch.griddepcontrol_launch_dependents()
@@ -84,7 +85,8 @@ class PlanWriter:
 
     @cute.jit
     def request(self, requests: Requests, index: Int32) -> Request:
-        """Request `index`. Numbers `batch` and `batch` + 1 are the rows before the first request and after the last.
+        """Request `index`. Numbers `batch` and `batch` + 1 stand for the query rows before the first request and after
+        the last.
 
         Offsets are clamped to the operands, so that wrong offsets do not lead to reads or writes outside of them.
         """
@@ -127,7 +129,7 @@ class PlanWriter:
 
     @cute.jit
     def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32) -> Int32:
-        """Write the running sum of tiles to every row of the plan; returns the number of all tiles."""
+        """Write `TILES_END`, the running sum of tiles, to every row of the plan. Returns the number of all tiles."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
         entries = plan.shape[0]
@@ -183,7 +185,7 @@ class Planner(PlanWriter):
     def write_row(
         self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
     ) -> None:
-        """Write a request's row, except for the sum of tiles."""
+        """Write a request's row of the plan, except for `TILES_END`."""
         traits = self.traits
         # The bytes of all keys of a head may exceed 32 bits, so the divisors are applied one after the other.
         l2_keys = L2_BYTES // (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))

@@ -11,14 +11,14 @@ from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, Rows, Stage, release
 from tsmla_kernels.sm90.warp import store_matrices
 
-# fp8: P is scaled by 2^5. Values above 2^-11 of the greatest one (at the maximum's last move) then keep all their bits,
-# and the greatest value itself is exact, because the scale is a power of two. The maximum moves when a sum of four
-# values of P passes e4m3's greatest value, which is at most 3.8 bits later.
+# fp8: P is 2^5 for a score that equals the row's running maximum. P down to 2^-6, 2^-11 times as much, is a normal e4m3
+# number with all mantissa bits, and 2^5 itself is exact. The maximum is raised when a sum of four values of P exceeds
+# e4m3's greatest value, 448; until then no score is more than log2(448 / 2^5) = 3.8 bits above the maximum.
 P_SCALE_BITS = 5
 E4M3_MAX = 448.0
-# fp8 packs a lane's 16 values of 32 keys into 4 words.
-WORD_OFFSETS = (0, 2, 8, 10)  # offsets of the words' first values among the 16
-VALUE_OFFSETS = (0, 1, 4, 5)  # offsets of a word's values from its first one
+# fp8: a lane has 16 values of P for 32 keys (8 keys of each of its two rows) and packs them into 4 words.
+WORD_OFFSETS = (0, 2, 8, 10)  # index among the 16 of each word's first value
+VALUE_OFFSETS = (0, 1, 4, 5)  # offsets of a word's four values from its first value
 
 
 def p_address(thread: Int32, lane: Int32, buffer: Int32) -> Int32:
@@ -89,15 +89,16 @@ class Softmax:
 
     @cute.jit
     def finish_block(self, products: Products, rows: Rows, v: Buffers, v_stage: Stage) -> None:
-        """Replace S by P with the exact maximum. Rescale O, and release V of the block before once it has been added to
-        O."""
+        """Replace S by P with the exact maximum. Rescale O. Release V of the block before when its P V has been added
+        to O."""
         traits, o = self.traits, rows.o
         factor = self.update_maximum(rows)
         needs_rescale = cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0)
         self.exponentiate(rows, 0)
         if const_expr(not traits.fp8):
-            # V arrived long ago, but this wait ends a basic block. The assembler moves the wait for O up to the start
-            # of a block. O is done by now, and the rest of the softmax hides the latency of its first use.
+            # V arrived long ago; this wait is here because it ends a basic block. The assembler moves wait_group(0) up
+            # to the start of its basic block: that is now here, not above `exponentiate`. O is done by now, and the
+            # rest of the softmax hides the latency of O's first use.
             cute.arch.mbarrier_wait(v.full + v_stage.index, v_stage.phase)
             warpgroup.wait_group(0)
             release(v.empty + v_stage.index)
@@ -109,8 +110,8 @@ class Softmax:
                 o[1, c] = o[1, c] * factor[1]
         self.exponentiate(rows, 1)
         if const_expr(traits.fp8):
-            # The branch above ends a basic block, so the assembler puts this wait right behind the branch. The product
-            # has then read P, and `write_p` may overwrite it.
+            # The branch above ends a basic block, so the assembler puts this wait right after the branch. After the
+            # wait, P V of the block before is done, so `write_p` may overwrite that block's P.
             warpgroup.wait_group(0)
             release(v.empty + v_stage.index)
         self.write_p(products.acc_s, products.p_target)
@@ -119,8 +120,8 @@ class Softmax:
     def write_p(self, acc_s: cute.Tensor, target: cute.Tensor | Int32) -> None:
         """Write P, which `acc_s` has in float32, to `Products.p_target`.
 
-        With 16 bits the registers keep the accumulator's order. With fp8 the keys get the order in which the transpose
-        warps put V's keys.
+        With 16 bits P keeps the accumulator's order in registers. With fp8 the keys of P are stored in the order in
+        which the transpose warps store V's keys.
         """
         traits = self.traits
         if const_expr(traits.fp8):
@@ -165,9 +166,9 @@ class Softmax:
 class LaggingSoftmax:
     """Device code of fp8's softmax without a mask: P is computed with the maximum of the blocks before.
 
-    P's sums are needed anyway, and they bound P. If a sum of four values exceeds e4m3's range, the warp takes the
-    maximum of this block and computes P again. It needs S for that, but the registers do not have room for all of S and
-    all of P. So a block is done in two halves.
+    The sums of P are needed anyway, and each is a bound on the values in it. If a sum of four values exceeds e4m3's
+    range, the warp takes the maximum of this block and computes P again from S. The registers do not have room for all
+    of S and all of P, so a block is done in two halves.
     """
 
     def __init__(self, traits: KernelTraits, softmax: Softmax) -> None:
@@ -176,7 +177,7 @@ class LaggingSoftmax:
 
     @cute.jit
     def finish_block(self, products: Products, rows: Rows, v: Buffers, v_index: Int32) -> None:
-        """Replace `Softmax.finish_block` for a block without a mask."""
+        """Do what `Softmax.finish_block` does, for a block without a mask."""
         steps, total = self.traits.block // 32, rows.total
         p_words = cute.make_rmem_tensor((4 * steps,), Int32)
         sums = cute.make_rmem_tensor((2,), Float32)
@@ -189,7 +190,7 @@ class LaggingSoftmax:
                 self.exponentiate(products.acc_s, rows, p_words, sums, half)
             for i in cutlass.range_constexpr(2):
                 total[i] += sums[i]
-        # As in `Softmax.finish_block`.
+        # P V of the block before is done after this wait, so its P and V may be overwritten.
         warpgroup.wait_group(0)
         release(v.empty + v_index)
         self.softmax.write_p_words(p_words, products.p_target)
@@ -229,8 +230,8 @@ class LaggingSoftmax:
 
     @cute.jit
     def catch_up(self, rows: Rows, p_words: cute.Tensor, first_step: cutlass.Constexpr[int]) -> None:
-        """Raise the rows' maximum to the maximum of S from `first_step` on. Rescale O, the sums, and P's words before
-        it."""
+        """Raise the rows' maximum to the maximum of S from step `first_step` on. Rescale O, the sums, and P's words of
+        the steps before."""
         traits, s, o, maximum, total = self.traits, rows.s, rows.o, rows.maximum, rows.total
         for i in cutlass.range_constexpr(2):
             lane_maximum = s[i, 8 * first_step]

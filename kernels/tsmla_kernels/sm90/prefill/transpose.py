@@ -11,15 +11,15 @@ from cutlass import Int32
 from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
 from tsmla_kernels.sm90.warp import advance, load_transposed, store_matrices
 
-EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors: bytes of two registers of transposed pairs
+EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors of a column's bytes in two registers of pairs
 
 
 class TransposeAddresses(NamedTuple):
     """Byte addresses in shared memory of one lane of a transpose warp, in the first stage.
 
     `half` is the column tile of the landing buffer that the warp transposes. `source` is the row of V whose address the
-    lane first passes to ldmatrix, and `target` the row of transposed V whose address it first passes to stmatrix. Later
-    rows follow by an exclusive or of 16-byte groups and a sum of rows.
+    lane first passes to ldmatrix, and `target` the row of transposed V whose address it first passes to stmatrix. All
+    other addresses follow from these two: an exclusive or moves within a row, an addition to other rows.
     """
 
     half: Int32
@@ -32,8 +32,8 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
     half = landing + warp * (64 * block)
     source = half + lane * 64 + ((lane // 2) % 4) * 16
     # Lane l passes the target of row l % 8 of matrix l / 8. Two matrices come from the same registers. In their upper
-    # halves the first one has the even columns and the second one the odd columns; in their lower halves it is the
-    # other way round. So the rows of a matrix lie in eight different groups of banks.
+    # halves the first matrix has the even columns and the second the odd columns; in their lower halves the first has
+    # the odd columns and the second the even ones. So the rows of a matrix lie in eight different groups of banks.
     odd = ((lane // 4) % 2) ^ ((lane // 8) % 2)
     column = warp * 64 + (lane % 8) * 2 + odd
     target = transposed + column * 128 + ((lane // 16) ^ (column % 8)) * 16
@@ -43,9 +43,9 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
 class ValueTransposer:
     """Device code of the two transpose warps, with 64 columns of V each.
 
-    ldmatrix transposes pairs of columns; prmt then joins bytes of two registers to four keys of a column. Of 16 keys
-    lane q of a row gets 2q, 2q + 1, 2q + 8 and 2q + 9. The keys stay in this order, because the accumulator has the
-    scores in it: P becomes WGMMA's operand without an exchange between lanes.
+    ldmatrix transposes pairs of columns; prmt then joins bytes of two registers into four keys of a column. Of each 16
+    keys, lane q of a row gets keys 2q, 2q + 1, 2q + 8 and 2q + 9. V keeps this order of keys, because the accumulator
+    has the scores in the same order: P becomes WGMMA's operand without an exchange between lanes.
     """
 
     def __init__(self, traits: KernelTraits) -> None:
