@@ -1,7 +1,7 @@
-"""Which Hopper kernel computes prefill's gradient: the static configuration and its workspaces. Imports no cutlass.
+"""Which calls Hopper's kernel of prefill's gradient serves, its configuration and its workspaces. Imports no cutlass.
 
-As in prefill's config.py, everything here is a pure function of static shapes, so that one compiled object serves every
-number of heads, requests and tokens.
+As in prefill's config.py, a configuration does not depend on the numbers of heads, requests and tokens, so one compiled
+object serves all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Q_ROWS = 64  # query rows of one step
 KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compute
 STAGES = 2  # pipeline stages of Q, and of dS
-ROPE_PARTIALS = 16  # deterministic: sums of the shared rope columns' gradient; head h adds to number h % 16
+ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to number h % 16
 BLOCK_ROWS = 8  # query rows of a block of dq's sums
 PLAN_WORDS = 8  # int32 of one row of the plan
 DTYPES = ("bfloat16", "float16")
@@ -34,8 +34,8 @@ class BackwardConfig:
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
       rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share; the
         operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
-      causal: whether query i of n sees only keys j <= i + m - n.
-      deterministic: whether sums over key tiles are added up in a fixed order, so that gradients repeat bit by bit.
+      causal: whether query i of n sees, of m keys, only keys j <= i + m - n.
+      deterministic: whether sums over key tiles are added in a fixed order, so that repeated calls give equal bits.
     """
 
     dtype: str
@@ -77,15 +77,15 @@ def backward_workspaces(
 ) -> dict[str, tuple[tuple[Dim, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
-    dq_sum: float32 sums of dq, in blocks of BLOCK_ROWS rows of one request and half of the columns, each block in the
-      order of `sum_position`.
+    dq_sum: float32 sums of dq. A block has BLOCK_ROWS rows of one request and half of the columns, in the order of
+      `sum_position`.
     row_terms: for each head and tile of Q_ROWS queries of one request, -lse in base 2, then the cotangent of lse minus
       rowsum(dout * out).
-    turns: deterministic: how many key tiles each half of a tile of dq has received.
-    plan: a row for each request and two for the keys of no request.
-    progress: one word per CTA, because the launch takes the grid's size from it.
-    rope_sum, rope_turns (with rope_dim): the same sums for the shared columns of k, and how many heads each half of a
-      key tile has received.
+    turns: deterministic: how many key tiles have been added to each half of the columns of a tile of dq.
+    plan: a row for each request, and two for the keys that belong to no request.
+    progress: one word per CTA, because the launch takes the grid's size from its length.
+    rope_sum, rope_turns (with rope_dim): float32 sums of the gradient of k's shared columns; deterministic: how many
+      heads have been added to each half of the rows of a key tile.
     """
     tiles = total_q_len // Q_ROWS + batch
     blocks = total_q_len // BLOCK_ROWS + batch

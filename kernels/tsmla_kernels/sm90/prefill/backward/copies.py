@@ -50,7 +50,7 @@ class Producer:
         return Copies(q, k, self.make_copy(rope_heads, traits.rope), v, dout)
 
     def make_copy(self, x: cute.Tensor, block: Block, first_column: int = 0) -> TmaCopy:
-        """The TMA load of `block` from x [T, H, columns], from `first_column` on."""
+        """The TMA load of `block` from x [T, H, columns], with columns from `first_column` on."""
         row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
         tiles = block.columns // block.width
         by_columns = cute.make_tensor(
@@ -63,8 +63,8 @@ class Producer:
 
     @cute.jit
     def copy_tiles(self, copies: Copies, sums: Sums, shared: Shared, schedule: Schedule, heads: Int32):
-        """Copy tiles of keys one after another: K and V, once the tile before has released their buffers, then every
-        step's Q and dO."""
+        """Copy one tile of keys after another: first K and V, then Q and dO of every step. A copy starts when its
+        buffer's readers have released it."""
         position, slot, running = Int32(0), Int32(TILE_SLOTS - 1), Int32(1)
         keys_phase = Int32(1)
         index, phase = Int32(0), Int32(1)
@@ -115,14 +115,14 @@ class Producer:
             source = sums.row_terms.iterator.toint() + line * TERMS_BYTES
             self.copy_bulk(shared.row_terms.iterator.toint() + stage.index * TERMS_BYTES, source, full)
         self.copy_rows(copies.q, shared.q, self.traits.q, stage, row, head)
-        # dO has one buffer. Its parity changes with every step, as the index of Q's two stages does.
+        # dO has one buffer, so its barriers' parity changes with every step, as the index of Q's two stages does.
         self.copy_block(copies.dout, shared.dout, self.traits.dout, Stage(Int32(0), stage.index ^ 1), row, head)
 
     @cute.jit
     def copy_block(
         self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
     ):
-        """Copy the rows from `row` on, once their buffer is free."""
+        """Copy a block of rows that begins at `row`, once its buffer is free."""
         cute.arch.mbarrier_wait(buffers.empty + stage.index, stage.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(buffers.full + stage.index, self.traits.bytes_of(block))
@@ -132,7 +132,7 @@ class Producer:
     def copy_rows(
         self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
     ):
-        """Copy the rows from `row` on into a buffer that is free."""
+        """Copy a block of rows that begins at `row` into a buffer that is free."""
         tiles = block.columns // block.width
         swizzle = self.traits.layout_atom(block).inner
         strides = ((block.width, 8 * block.width), 1, block.width * block.pitch, block.rows * block.columns)

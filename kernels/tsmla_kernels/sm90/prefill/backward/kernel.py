@@ -1,12 +1,12 @@
 """The gradient of expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
 
-There are three launches: the first computes rowsum(dout * out) and the plan, the second the gradients of tiles of keys
-and dq's sums in float32, the third dq. A CTA of the second launch walks tiles of 128 keys of one head, and in each tile
-the queries that see it, 64 at a time:
+There are three launches. The first computes rowsum(dout * out) and the plan, the second dk, dv and the float32 sums of
+dq (and of dk_rope), the third dq (and dk_rope) from these sums. A CTA of the second launch takes tiles of 128 keys of
+one head, and for each tile the queries that see it, 64 at a time:
 
-  warpgroups 0 and 1   each has half of the keys, with dK and dV in registers (products.py)
-  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ to sums
-                       in global memory (sums.py)
+  warpgroups 0 and 1   each has half of a tile's keys, with their dK and dV in registers (products.py)
+  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ to the
+                       sums in global memory (sums.py)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MlaPrefillBackward:
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
-        """Launch the kernels on `stream`; `tensors` are the `Operands` in their order."""
+        """Launch the kernels on `stream`. `tensors` are the fields of `Operands`, in order."""
         operands = Operands(*tensors)
         traits = self.traits
         sums = Sums(operands.dq_sum, operands.row_terms, operands.turns, operands.dq_sum, operands.turns)
@@ -70,7 +70,7 @@ class MlaPrefillBackward:
         )  # fmt: skip
         saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
         tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
-        # There is one CTA more than tiles: it makes the plan.
+        # The grid has one index more than there are tiles: its first CTA makes the plan.
         self.prepare(requests, saved, sums, schedule).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
@@ -79,14 +79,14 @@ class MlaPrefillBackward:
             grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
-        # There is one CTA more than tiles: it has the rows that belong to no request.
+        # The grid has one index more than there are tiles: its CTAs zero dq of the rows that belong to no request.
         self.finish(requests, sums, operands.scales, operands.dq, operands.dv).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def prepare(self, requests: Requests, saved: Saved, sums: Sums, schedule: Schedule):
-        """Run before the main kernel: write the plan, the rows' terms, and zeros."""
+        """Run before the main kernel: write the plan and the rows' terms, and zero the sums and counters."""
         cute.arch.griddepcontrol_launch_dependents()
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
@@ -129,7 +129,7 @@ class MlaPrefillBackward:
             cute.arch.setmaxregister_decrease(traits.producer_registers)
             if warp_idx == traits.producer_warp:
                 self.producer.copy_tiles(copies, sums, shared, schedule, heads)
-            reduced = warp_idx - traits.producer_warp - 1  # the compute warpgroup of a reducer warp
+            reduced = warp_idx - traits.producer_warp - 1  # the compute warpgroup whose dQ this reducer warp adds
             if reduced >= 0 and reduced < GROUPS:
                 if cute.arch.lane_idx() == 0:
                     self.reducer.reduce_tiles(sums, shared, reduced)

@@ -1,4 +1,4 @@
-"""Every record, buffer and barrier of the kernels that compute prefill's gradient, by name."""
+"""The names of all records, buffers and barriers of the kernels that compute prefill's gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP_KEYS = KEY_ROWS // GROUPS
 COMPUTE_WARPS = 4 * GROUPS
 TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
 TILE_WORDS = 12
-BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # how many of each operand
+BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # shared-memory buffers of each array
 NO_HEAD = -1  # Tile.HEAD at the end of the sequence of tiles
 
 
@@ -30,18 +30,18 @@ class Tile(IntEnum):
     HEAD = 0  # NO_HEAD ends the sequence of tiles
     FIRST_KEY = 1
     KEYS = 2
-    STEPS = 3  # tiles of Q_ROWS queries
+    STEPS = 3  # how many steps the tile takes; a step has Q_ROWS queries
     FIRST_ROW = 4  # the first row of the first step's queries
     ROWS = 5  # rows from there to the request's end
-    FIRST_TERMS = 6  # the first step's tile of row_terms
-    DIAGONAL = 7  # causal: query x from FIRST_ROW on sees key j of the tile if x >= j + DIAGONAL
-    FIRST_BLOCK = 8  # the first step's block of dq_sum
+    FIRST_TERMS = 6  # the first step's tile in row_terms
+    DIAGONAL = 7  # causal: query FIRST_ROW + x sees key j of the tile if x >= j + DIAGONAL
+    FIRST_BLOCK = 8  # the first step's first block in dq_sum
     ORDER = 9  # the tile's number among the request's key tiles: sums for dq are added in this order
-    ROPE_TURN = 10  # the key tile's counter in rope_turns
+    ROPE_TURN = 10  # the index of the key tile's counters in rope_turns
 
 
 class Term(IntEnum):
-    """The two numbers of a query row and head."""
+    """The two numbers that row_terms has for a query row and head."""
 
     LSE = 0  # -lse in base 2; -inf if the row saw no key
     DELTA = 1  # lse's cotangent minus rowsum(dout * out)
@@ -53,8 +53,8 @@ class Operands(NamedTuple):
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
     [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log), the forward pass's results; their
     cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last two only
-    with a `rope_dim`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], which has a row's keys without their rope
-    columns and then its values; `v` is k_rope [Tk, R], which all heads share; dk and dv are their gradients.
+    with a `rope_dim`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], with a row's key without its rope columns,
+    then its value; `v` is k_rope [Tk, R], which all heads share; `dk` and `dv` are the gradients of kv and k_rope.
     """
 
     q: cute.Tensor
@@ -90,7 +90,7 @@ class Copies(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Results of the forward pass, and the cotangents of these."""
+    """The results of the forward pass, and their cotangents."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -118,7 +118,7 @@ class KeyGradients(NamedTuple):
 
 
 class Mma(NamedTuple):
-    """The tiled MMAs. The scores begin with `scores_first`, and dq with `dq_first`; the others add."""
+    """The tiled MMAs. `scores_first` and `dq_first` start a sum; the others add to one."""
 
     scores_first: cute.TiledMma
     scores: cute.TiledMma
@@ -129,11 +129,11 @@ class Mma(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of the main kernel. K and V have one buffer each; the others, also row_terms, have one per
-    stage.
+    """The shared memory of the main kernel. `BUFFERS` gives the number of buffers; row_terms has as many
+    as `q`.
 
     row_terms arrive with Q, and Q's barriers release them. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `sums` has a
-    buffer for each compute warpgroup, with the float32 numbers that a reducer warp adds to sums in global memory.
+    buffer for each compute warpgroup, with the float32 numbers that a reducer warp adds to the sums in global memory.
     """
 
     tiles: cute.Tensor
@@ -147,7 +147,7 @@ class Shared(NamedTuple):
 
 
 class Accumulators(NamedTuple):
-    """Registers of a warpgroup: WGMMA's accumulators, P in float32, and P and dS as operands: [GROUP_KEYS, Q_ROWS]."""
+    """A warpgroup's registers: the accumulators S, dP, dK and dV, P in float32, and P and dS as WGMMA operands."""
 
     s: cute.Tensor
     p_float: cute.Tensor
@@ -176,7 +176,7 @@ class Block(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An operand in shared memory: its buffers, and the block that each of them has."""
+    """An operand in shared memory: its buffers, and the block that each buffer has."""
 
     buffers: Buffers
     block: Block
@@ -194,7 +194,7 @@ class Traits:
         self.rope_columns, self.nope_columns = config.rope_dim, config.qk_head_dim - config.rope_dim
         self.dq_columns = self.qk_head_dim // GROUPS
         self.staging_bytes = Q_ROWS * self.dq_columns * 4  # bytes of a warpgroup's sums in shared memory
-        # Each half of dq takes whole column tiles of K.
+        # Each half of dq's columns needs whole column tiles of K.
         k_width = 64 if self.dq_columns % 64 == 0 else 32
         self.q = Block(Q_ROWS, self.qk_head_dim, 64, Q_ROWS)
         self.k = Block(KEY_ROWS, self.qk_head_dim, k_width, KEY_ROWS)
@@ -209,7 +209,7 @@ class Traits:
 
     def query_tile(self, step: Int32, steps: Int32) -> Int32:
         """The tile of queries that a step takes. Deterministic: the last queries come first. The key tile that adds
-        before this one starts with the same queries and ends later, so that the two walk one behind the other."""
+        to dq before this one starts with the same queries, so this one can follow closely behind it."""
         return steps - 1 - step if self.deterministic else step
 
     def layout_atom(self, block: Block):

@@ -12,12 +12,12 @@ from tsmla_kernels.sm90.prefill.copies import NO_TILE
 from tsmla_kernels.sm90.prefill.memory import PlanWord, Progress, Schedule
 from tsmla_kernels.sm90.prefill.plan import PlanWriter, Request, Requests
 
-SECTION_HEADS = 16  # heads whose tiles are taken together: their first tiles are the longest
-SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL without a mask: it fits 32 bits even after the rows before a step are subtracted
+SECTION_HEADS = 16  # heads of a section: the first tiles of all its heads come first, because they are the longest
+SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL without a mask: small enough for all, and the mask's subtraction cannot overflow
 
 
 class BackwardPlanner(PlanWriter):
-    """Device code of the plan, and of claiming tiles. The plan has a row for each request, and two for the keys that
+    """Device code that writes the plan and claims tiles. The plan has a row for each request, and two for the keys that
     belong to no request: those before the first request and those after the last. No query sees these keys."""
 
     def __init__(self, traits: Traits) -> None:
@@ -36,7 +36,7 @@ class BackwardPlanner(PlanWriter):
     def write_row(
         self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
     ) -> None:
-        """Write a request's row, except for the sum of tiles. In `request` queries and keys are exchanged."""
+        """Write a request's row of the plan, except for `TILES_END`. `request.rows` are keys, `keys` are queries."""
         plan[position, PlanWord.FIRST_ROW] = request.first_key
         plan[position, PlanWord.ROWS] = request.keys
         plan[position, PlanWord.FIRST_KEY] = request.first_row
@@ -48,7 +48,7 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim(self, tile: Int32, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Write the description of tile `tile` into a slot. Returns the position of its request in the plan."""
+        """Write the descriptor of tile `tile` into a slot. Returns the plan's row of its request."""
         lane = cute.arch.lane_idx()
         plan = schedule.plan
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
@@ -91,8 +91,8 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def search(self, tile: Int32, position: Int32, plan: cute.Tensor):
-        """Find the plan's row that has tile number `tile`. Tiles are claimed in order, so the search starts at the
-        position of the last one."""
+        """Find the plan's row that has tile number `tile`. Tiles are claimed in ascending order, so the search starts
+        at `position`, the row of the tile claimed before."""
         lane = cute.arch.lane_idx()
         searching = Int32(1)
         while searching == 1:
@@ -107,7 +107,7 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim_next(self, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Claim the next tile for the slot after `slot`. Returns its position in the plan, and that slot."""
+        """Claim the next tile for the slot after `slot`. Returns the plan's row of its request, and that slot."""
         claimed = Int32(0)
         if cute.arch.lane_idx() == 0:
             claimed = cute.arch.atomic_add(
@@ -119,6 +119,6 @@ class BackwardPlanner(PlanWriter):
 
 
 def first_index(first: Int32, request: Int32, size: int) -> Int32:
-    """The index at which request `request`, whose rows or keys begin at `first`, begins in an array of tiles of `size`
-    rows. Requests share no tile: each has room for an incomplete tile."""
+    """The index of a request's first tile in an array of tiles of `size` rows. `first` is the request's first row or
+    key. No two requests share a tile: the array has room for an incomplete tile of each."""
     return first // size + request

@@ -1,9 +1,9 @@
-"""The warpgroups that compute prefill's gradient. All products are on transposed scores, so that keys are rows:
+"""The warpgroups that compute prefill's gradient. Scores are transposed, so that their rows are keys:
 
     S = K Q^T, P = exp2(S scale - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
 
-Each warpgroup has half of a tile's keys: P and dS stay in its registers as operands of dV and dK. dQ sums over all
-keys, so dS is also stored to shared memory, and each warpgroup computes half of dQ's columns, one step behind.
+Each warpgroup has half of a tile's keys. P and dS stay in its registers, as operands of dV and dK. dQ sums over all
+keys, so dS is also stored to shared memory, and each warpgroup computes half of dQ's columns one step later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
 from tsmla_kernels.sm90.warp import store_matrices, transpose_quad, uniform
 
 FAR = 2**31 - 1
-ZERO_BARRIER = 1  # and 2, one per warpgroup: its 128 threads have zeroed the rows that belong to no query or key
+ZERO_BARRIER = 1  # ids 1 and 2, one per warpgroup: its 128 threads have zeroed the rows past a request's end
 
 
 class Consumer:
@@ -66,8 +66,8 @@ class Consumer:
 
     @cute.jit
     def operand(self, memory: cute.Pointer, offset: Int32, block: Block):
-        """A block as an operand of WGMMA, `offset` bytes into `memory`. The address goes through an instruction whose
-        result is uniform, because WGMMA takes its descriptors from uniform registers."""
+        """A block as an operand of WGMMA, `offset` bytes into `memory`. `uniform` puts the address into a uniform
+        register, because WGMMA takes its descriptors from those."""
         address = uniform(memory.toint() + offset)
         pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.smem, assumed_align=512)
         swizzle = self.traits.layout_atom(block).inner
@@ -84,15 +84,15 @@ class Consumer:
 
     @cute.jit
     def compute(self, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
-        """Run one warpgroup: its half of the keys of every tile."""
+        """Run one compute warpgroup, which computes its half of the keys of every tile."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
-        # These flags are set once, here: if they were set between products in flight, the products would be serialised.
+        # Set these flags once, here: a change while products run would serialise the products.
         for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
         acc = self.accumulators(mma, t)
-        # There are few counters, each used for several purposes, because registers are scarce.
+        # Registers are scarce, so these two counters also give all stages, slots and phases.
         tiles, count = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
         head = uniform(shared.tiles[Tile.HEAD, tiles])
@@ -112,7 +112,8 @@ class Consumer:
                 self.leave(shared.dout.empty)
                 cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
                 warpgroup.wait_group(0)
-                # All lanes arrive, because all read the rows' terms and racecheck tracks only arriving lanes.
+                # All lanes arrive, because all read the rows' terms and compute-sanitizer's racecheck tracks only
+                # lanes that arrive.
                 cute.arch.mbarrier_arrive(shared.q.empty + stage.index)
                 if step > 0:
                     self.put_dq(shared, mma, previous, tiles, t)
@@ -137,7 +138,7 @@ class Consumer:
             head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
 
     def stage(self, count: Int32) -> Stage:
-        """The stage of the step after `count` others. There are two stages."""
+        """The stage of the step that `count` steps precede. There are two stages."""
         return Stage(count & 1, (count >> 1) & 1)
 
     def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
@@ -156,17 +157,17 @@ class Consumer:
         )
 
     def dout_stage(self, stage: Stage) -> Stage:
-        """The stage of dO. It has one buffer, whose parity changes with every step, as the index of Q's stages does."""
+        """dO's stage in a step. dO has one buffer: its parity changes with every step, as Q's index does."""
         return Stage(Int32(0), stage.index)
 
     def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
-        """An accumulator as [2 rows, a quarter of the columns]: a lane has two of every 8 columns."""
+        """A lane's part of an accumulator as [2 rows, a quarter of the columns]: 2 of every 8 columns."""
         layout = cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
         return cute.make_tensor(accumulator.iterator, layout)
 
     @cute.jit
     def leave(self, barrier: cute.Pointer):
-        """Arrive once for a warp that has finished reading a buffer, or has filled its part of it."""
+        """Arrive once for the calling warp, which has finished reading a buffer or writing its part."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
@@ -248,7 +249,7 @@ class Consumer:
     ):
         """Compute dS from P and dP. Issue dV += P dO and dK += dS Q, and store dS to shared memory."""
         for k in cutlass.range_constexpr(Q_ROWS // 16):
-            # A lane has eight values of 16 queries. In an accumulator they are in the order of an operand in registers.
+            # A lane has 8 values for 16 queries. An operand in registers takes them in the accumulator's order.
             p = cute.make_rmem_tensor((8,), Float32)
             p.store(cute.make_tensor(acc.p_float.iterator + 8 * k, cute.make_layout(8)).load())
             for g in cutlass.range_constexpr(2):
@@ -282,7 +283,7 @@ class Consumer:
         stage: Stage,
         t: ThreadIndex,
     ):
-        """Issue acc += scores times a stage's queries."""
+        """Issue acc += `scores` times the block in `stage` (P dO or dS Q)."""
         queries = self.operand(buffers.memory, stage.index * self.traits.bytes_of(block), block)
         b = mma.make_fragment_B(mma.get_slice(t.thread).partition_B(self.transposed(queries)))
         warpgroup.fence()
@@ -292,7 +293,7 @@ class Consumer:
 
     @cute.jit
     def terms(self, shared: Shared, stage: Stage, term: Term, g: cutlass.Constexpr[int], t: ThreadIndex):
-        """Load a term of this lane's two queries of the g-th eight."""
+        """Load `term` of the two queries that this lane has among the g-th 8 queries."""
         address = shared.row_terms.iterator.toint()
         address += ((stage.index * len(Term) + term) * Q_ROWS + g * 8 + (t.lane % 4) * 2) * 4
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)
@@ -315,7 +316,7 @@ class Consumer:
 
     @cute.jit
     def put_dq(self, shared: Shared, mma: Mma, stage: Stage, tiles: Int32, t: ThreadIndex):
-        """Compute this warpgroup's columns of dQ of a step, and store them for the reducer warp."""
+        """Compute this warpgroup's half of dQ's columns for a step, and store them for the reducer warp."""
         block = self.traits.k
         part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
         offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
@@ -334,7 +335,7 @@ class Consumer:
         self.leave(shared.ds.empty + stage.index)
         phase = stage.index
         if const_expr(self.traits.rope_columns > 0):
-            phase ^= tiles & 1  # the buffer also had the rope columns of every tile before
+            phase ^= tiles & 1  # each tile before also used the buffer once for rope columns
         columns = range(self.traits.dq_columns)
         self.staging.put(shared, self.rows_of(acc, self.traits.dq_columns), columns, Int32(0), phase, t)
 
@@ -357,8 +358,8 @@ class Consumer:
 
     @cute.jit
     def zero_queries(self, shared: Shared, stage: Stage, rows: Int32, t: ThreadIndex):
-        """Zero the rows of Q and dO past a request's queries, as zero_keys does past its keys. Both warpgroups write
-        the same zeros, and each reads only after its own zeros."""
+        """Zero the rows of Q and dO past a request's queries, for the reason given in zero_keys. Both warpgroups write
+        the same zeros, and each waits only for its own."""
         q, dout = self.traits.q, self.traits.dout
         self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
         dout_index = self.dout_stage(stage).index
@@ -394,7 +395,7 @@ class Consumer:
         slot: Int32,
         t: ThreadIndex,
     ):
-        """Store this warpgroup's keys of dK or dV, which are the first columns of `acc`, to `columns` of the target."""
+        """Store dK or dV of this warpgroup's keys: the first columns of `acc`, to `columns` of the target."""
         head, first = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
         keys = tiles[Tile.KEYS, slot]
         heads, width = target.shape[1], target.shape[2]
@@ -403,8 +404,8 @@ class Consumer:
         for i in cutlass.range_constexpr(2):
             key = t.group * GROUP_KEYS + t.row + 8 * i
             at_row = Int64(first + key) * heads + head
-            # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that each has the 8
-            # columns (16 bytes) of one group in four, and a row's stores fill whole sectors.
+            # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that of every four
+            # groups each lane has one whole (8 columns, 16 bytes), and a row's stores fill whole sectors.
             line = cute.make_tensor(
                 (target.iterator + (at_row * width + columns.start + quad * 8)).align(16),
                 cute.make_layout((8, groups // 4), stride=(1, 32)),

@@ -1,4 +1,4 @@
-"""The kernels of prefill's gradient for query rows: their terms and zeroed sums before the main kernel, dq after it."""
+"""The kernels before and after the main kernel of prefill's gradient: terms of query rows and zeroed sums; dq."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tsmla_kernels.sm90.prefill.memory import Scale
 from tsmla_kernels.sm90.prefill.plan import Requests
 
 ROW_THREADS = 256
-CTA_HEADS = 4  # heads whose rows' terms a CTA computes, for one tile of queries
+CTA_HEADS = 4  # heads of a CTA, which has one tile of queries
 LANES = 16  # lanes that share a row of out
 VECTOR = 8  # elements of out that a lane loads at once
 SUM_VECTOR = 16  # sums that a thread converts at once
@@ -24,16 +24,16 @@ UNROLL = 4
 
 
 def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
-    """`count` elements of a dense tensor in global memory, from element `offset` on. Their address is a multiple of
-    16."""
+    """`count` elements of a dense tensor in global memory, from element `offset` on. Their address must be a multiple
+    of 16."""
     address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
     pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 def count_of(tensor: cute.Tensor) -> Int64:
-    """The number of elements of a dense tensor. `cute.size` would multiply the sizes in 32 bits, which sums of dq
-    exceed."""
+    """The number of elements of a dense tensor. `cute.size` would multiply the sizes in 32 bits, but dq_sum may
+    have 2^31 elements or more."""
     count = Int64(1)
     for size in tensor.shape:
         count = count * size
@@ -41,8 +41,7 @@ def count_of(tensor: cute.Tensor) -> Int64:
 
 
 def rounds(count: Int64, first: Int64, step: Int64) -> Int32:
-    """How many of `count` elements a thread takes, if it takes number `first`, below `step`, and every `step`-th one
-    after it."""
+    """How many of `count` elements a thread has: number `first` (below `step`), and every `step`-th one after it."""
     return Int32((count - first + (step - 1)) // step)
 
 
@@ -56,8 +55,8 @@ class RowKernels:
 
     @cute.jit
     def prepare_rows(self, requests: Requests, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
-        """Compute, in one CTA, the terms of one tile of row_terms for CTA_HEADS heads. Rows that belong to no request
-        see no key."""
+        """Compute, in one CTA, the terms of one tile of queries for CTA_HEADS heads. Rows of the tile past the request's
+        end get the terms of a row that sees no key."""
         tidx = cute.arch.thread_idx()[0]
         batch, heads = requests.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
         e = self.owner(requests, tile, batch)
@@ -92,7 +91,7 @@ class RowKernels:
 
     @cute.jit
     def owner(self, requests: Requests, tile: Int32, batch: Int32):
-        """The request whose rows a tile of row_terms has: the last one that begins at or before the tile."""
+        """The request to which a tile of row_terms belongs: the last one whose first tile is at or before `tile`."""
         low, high = Int32(0), batch
         while high - low > 1:
             middle = (low + high) // 2
@@ -124,7 +123,7 @@ class RowKernels:
 
     @cute.jit
     def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
-        """Zero the share that one CTA of `ctas` has of dq's sums and of the counters."""
+        """Zero the share of the sums and counters that CTA number `cta` of `ctas` has."""
         tidx = cute.arch.thread_idx()[0]
         traits = self.traits
         first, step = Int64(cta) * ROW_THREADS + tidx, Int64(ctas) * ROW_THREADS
@@ -146,14 +145,14 @@ class RowKernels:
     def store_dq(
         self, requests: Requests, sums: Sums, factor: Float32, dq: cute.Tensor, tile: Int32, first_head: Int32
     ) -> None:
-        """Store, in one CTA, dq of a tile of row_terms for CTA_HEADS heads, from its sums."""
+        """Store, in one CTA, dq of one tile of queries for CTA_HEADS heads, from dq's sums."""
         tidx = cute.arch.thread_idx()[0]
         heads, batch = dq.shape[1], requests.cu_seqlens_q.shape[0] - 1
         e = self.owner(requests, tile, batch)
         first_row, row_end = self.clamped(requests, e), self.clamped(requests, e + 1)
         relative = (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
         block = first_index(first_row, e, BLOCK_ROWS) + relative // BLOCK_ROWS
-        row_lanes = self.traits.dq_columns // SUM_VECTOR  # lanes of a block's row
+        row_lanes = self.traits.dq_columns // SUM_VECTOR  # vectors of sums in a row of a block
         block_lanes = BLOCK_ROWS * row_lanes
         half_lanes = Q_ROWS // BLOCK_ROWS * block_lanes
         lanes = 2 * half_lanes * cutlass.min(CTA_HEADS, heads - first_head)
@@ -183,8 +182,8 @@ class RowKernels:
 
     @cute.jit
     def store_rope(self, sums: Sums, factor: Float32, dk_rope: cute.Tensor, cta: Int32, ctas: Int32):
-        """Store the share that one CTA of `ctas` has of the gradient of the shared rope columns, with 16 columns per
-        thread."""
+        """Store the share of the shared rope columns' gradient that CTA number `cta` of `ctas` has. A thread takes 16
+        columns at once."""
         tidx = cute.arch.thread_idx()[0]
         partials, total_kv = sums.rope_sum.shape[0], sums.rope_sum.shape[1]
         row_items = self.traits.rope_columns // SUM_VECTOR
@@ -205,10 +204,10 @@ class RowKernels:
 
     @cute.jit
     def zero_dq(self, requests: Requests, dq: cute.Tensor, section: Int32, sections: Int32):
-        """Zero the share that one CTA of `sections` has of the rows that belong to no request: those before the first
-        request and those after the last."""
+        """Zero dq of the rows that belong to no request, before the first request and after the last. CTA number
+        `section` of `sections` zeroes every `sections`-th of these rows."""
         tidx = cute.arch.thread_idx()[0]
-        vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # vectors of a row
+        vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # vectors in a row of all heads
         first, last = self.clamped(requests, Int32(0)), self.clamped(requests, requests.cu_seqlens_q.shape[0] - 1)
         zeros = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
         zeros.fill(0.0)

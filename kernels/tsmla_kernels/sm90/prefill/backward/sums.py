@@ -1,9 +1,8 @@
-"""The float32 sums in global memory, of dq and of the gradient of shared rope columns: which warp adds, and in which
-order.
+"""The float32 sums in global memory of dq and of the shared rope columns' gradient: which warp adds, in which order.
 
 A compute warp stores 16 rows of its warpgroup's columns to shared memory and goes on. A reducer warp, one for each
-compute warpgroup, adds the numbers of the four warps with one bulk reduction. The sums in global memory have the same
-order as in shared memory (`sum_position`).
+compute warpgroup, adds the numbers of the four warps with one bulk reduction. The numbers have the same order
+(`sum_position`) in shared and in global memory.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from tsmla_kernels.sm90.prefill.memory import ThreadIndex
 
 
 def sum_position(row: int, column: int, columns: int) -> int:
-    """The index of an element in rows of `columns` sums.
+    """The index of the sum of (row, column) in rows of `columns` sums.
 
-    A lane of an accumulator has columns 2q, 2q + 1, 2q + 8 and 2q + 9 of 16. These lie side by side, so that the four
-    lanes of a row store 64 bytes. Odd rows swap neighbouring sixteens, so that the two rows that eight lanes store
-    together use different banks.
+    In an accumulator lane q of a row has columns 2q, 2q + 1, 2q + 8 and 2q + 9 of each 16. These lie side by side, so
+    that the four lanes of a row store 64 bytes. Odd rows swap neighbouring groups of 16 columns, so that the two rows
+    that eight lanes store together use different banks.
     """
     sixteen, within = column // 16 ^ row % 2, column % 16
     return row * columns + sixteen * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + within % 2
@@ -46,7 +45,7 @@ class SumStaging:
     ) -> None:
         """Store a warp's 16 rows of `columns` of an accumulator [2, columns], once the buffer is free.
 
-        `first_row` is a number with the parity of the first row in global memory.
+        `first_row` need only have the parity of the row's index in global memory: `sum_position` depends on no more.
         """
         row_bytes = 4 * len(columns)
         warp = shared.sums.memory.toint() + t.group * self.traits.staging_bytes + t.thread // 32 * (16 * row_bytes)
@@ -76,7 +75,7 @@ class Reducer:
 
     @cute.jit
     def reduce_tiles(self, sums: Sums, shared: Shared, group: Int32) -> None:
-        """Reduce tiles of keys one after another: dq of every step, then the shared rope columns of dk."""
+        """Add the numbers of one tile of keys after another: dq of every step, then the shared rope columns of dk."""
         block_bytes = BLOCK_ROWS * self.traits.dq_columns * 4
         count, tiles = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
@@ -105,7 +104,7 @@ class Reducer:
                 row = Int64(partial) * sums.rope_sum.shape[1] + first_key + group * GROUP_KEYS
                 size = cutlass.min(cutlass.max(keys, 0), GROUP_KEYS) * row_bytes
                 if steps == 0:
-                    size = Int32(0)  # no query sees these keys: there is nothing to add, and no other reducer waits
+                    size = Int32(0)  # no query sees these keys, for any head: nothing to add, and no reducer waits
                 at = sums.rope_sum.iterator.toint() + row * row_bytes
                 self.add(shared, group, count, at, size, self.turn(sums.rope_turns, partial, rope_turn, group), before)
                 count += 1
@@ -116,7 +115,7 @@ class Reducer:
 
     @cute.jit
     def turn(self, turns: cute.Tensor, line: Int32, tile: Int32, group: Int32) -> Int64:
-        """The address of a counter."""
+        """The address of the counter of this warpgroup's half of tile `tile`."""
         return turns.iterator.toint() + ((Int64(line) * turns.shape[1] + tile) * 2 + group) * 4
 
     @cute.jit
@@ -125,11 +124,10 @@ class Reducer:
     ) -> None:
         """Add `size` bytes of the buffer to the sums at `target`.
 
-        Deterministic: this waits until `order` others have been added. Their turns come, however few CTAs run at a
-        time. The others belong to tiles of lower numbers, and CTAs claim tiles in the order of their numbers. So CTAs
-        that have started have all of them, and the lowest of the tiles in work waits for no other tile. Turns are
-        counted, and more than `order` are enough: if wrong offsets let requests overlap, both count with the same
-        words.
+        Deterministic: first wait until `order` other tiles have added to these sums. This wait ends, however few CTAs
+        run at a time: the other tiles have lower numbers, and CTAs claim tiles in the order of the numbers. So started
+        CTAs have all of them, and the tile with the lowest number in work waits for no other tile. A count above
+        `order` also ends the wait: if wrong offsets let requests overlap, the requests share counters.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
         cute.arch.mbarrier_wait(shared.sums.full + group, count & 1)
