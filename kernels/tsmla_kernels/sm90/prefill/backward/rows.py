@@ -55,8 +55,8 @@ class RowKernels:
 
     @cute.jit
     def prepare_rows(self, requests: Requests, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
-        """Compute, in one CTA, the terms of one tile of queries for CTA_HEADS heads. Rows of the tile past the request's
-        end get the terms of a row that sees no key."""
+        """Compute, in one CTA, the terms of one tile of queries for CTA_HEADS heads. Rows of the tile past the
+        request's end get the terms of a row that sees no key."""
         tidx = cute.arch.thread_idx()[0]
         batch, heads = requests.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
         e = self.owner(requests, tile, batch)
