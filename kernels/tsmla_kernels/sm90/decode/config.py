@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
     from tsmla_kernels.contract.rules import Dim
 
-SHARERS = 32  # softmax lanes that have keys of one query row, if the four softmax warps have different keys
+SHARERS = 32  # softmax lanes that have scores of one query row, if each softmax warp has 16 keys of a block
 MAX_STAGES = 6  # with more stages, warps would be further apart than LOOKAHEAD and PIECES_KEPT (memory.py) allow
 
 
@@ -94,8 +94,8 @@ class DecodeConfig:
 
     @property
     def transposed_out(self) -> bool:
-        """Whether P V is computed as O^T = V^T P^T, so that WGMMA's 64 rows are latents, not query rows. O then leaves
-        enough registers for a fourth warpgroup, which copies."""
+        """Whether P V is computed as O^T = V^T P^T, so that WGMMA's 64 rows are latents, not query rows. Such kernels
+        have registers for a fourth warpgroup, which copies: O is narrow, or Q is in shared memory."""
         return self.fp8_cache or self.p_rows < ROWS
 
     @property
@@ -117,7 +117,7 @@ class DecodeConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: a block of keys, and P if it does not fit into the rope columns.
+        """Shared memory of one stage: a block of keys, and P unless P overwrites the keys' rope columns.
 
         If Q is the first operand of Q K^T, P has all 64 rows of WGMMA, however few query rows there are.
         """
@@ -129,7 +129,7 @@ class DecodeConfig:
     @property
     def exchanged_words(self) -> int:
         """Shared-memory words for reducing over keys across the four softmax warps (mixed kernel only)."""
-        # scores_mixed.Exchange: for each row, the lanes' partials, its two changes and its maximum.
+        # key_softmax.Exchange: for each row, the partials of its lanes, its two changes and its maximum.
         return self.p_rows * (SHARERS + 2 + 1) if self.mixed else 0
 
     @property
@@ -187,7 +187,8 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
 
 
 def _size_reasons(spec: DecodeSpec) -> list[str]:
-    """Why the schedule cannot count the keys of a request, or of all row tiles of the call. Symbolic sizes pass."""
+    """Why the schedule cannot count a request's keys, or the blocks of all row tiles. Empty if it can, or if a size is
+    symbolic."""
     sizes = (spec.batch, spec.total_q_len, spec.max_q_len, spec.num_heads, spec.max_pages)
     if not all(isinstance(size, int) for size in sizes):
         return []
@@ -205,8 +206,8 @@ def _size_reasons(spec: DecodeSpec) -> list[str]:
 
 
 def reads_heads_first(num_heads: int) -> bool:
-    """Whether the kernel can copy query rows whose heads come first: one copy takes some heads of one token, or all
-    heads of some tokens."""
+    """Whether the kernel can copy a q of [H, T, L]. One copy takes some heads of one token, or all heads of some tokens,
+    so H must be a power of 2."""
     return num_heads & (num_heads - 1) == 0
 
 

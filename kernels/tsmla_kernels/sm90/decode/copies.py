@@ -26,8 +26,12 @@ FIRST_COPIES = 3  # stages that are requested before the warps take their roles
 
 
 class Copier:
-    """The copies into the ring, made by warp `warp`. layout: the contents of stages. stage_bytes: bytes of a stage's
-    keys. The other attributes are as in DecodeConfig and Stages."""
+    """The copies into the ring, made by warp `warp`.
+
+    Attributes:
+      ring, layout: the ring, and the contents of its stages. stage_bytes: bytes of a stage's keys, or of its rows of Q.
+      heads: H. The other attributes are explained below or in DecodeConfig and Stages.
+    """
 
     def __init__(self, config: DecodeConfig, layout: Stages) -> None:
         self.ring, self.layout = layout.ring, layout
@@ -41,16 +45,16 @@ class Copier:
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # column tiles of the array q
         self.stage_bytes = layout.block * layout.depth * self.ring.itemsize
         self.warp = 12 if config.transposed_out else 4
-        # The next keys then overwrite P, which ordinary stores have written.
+        # Whether P overwrites rope columns of keys. The next copy then overwrites P, which ordinary stores have written.
         self.p_in_keys = not config.fp8_cache
-        # A single request's rows are one stage of one row tile.
+        # If so, the Q of a batch of one request is one stage, whatever the request's length.
         self.q_known_early = not config.ragged and config.p_rows < ROWS
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor, q_rope: cute.Tensor | None = None) -> Tma:
         """TMA atoms and tensors of q, of the cache, and of q's rope columns if they are a separate array.
 
-        One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. If
-        pages are shorter than a block, a copy brings one column tile, because a block is not one box.
+        The cache has four modes: (key, 64 columns, column tile, page). One copy brings a block's keys with all their
+        columns. If pages are shorter than a block, a copy brings one column tile of one page's keys.
         """
         atom = warpgroup.make_smem_layout_atom(self.layout.keys_swizzle, self.ring.dtype)
         tiles = self.column_tiles if self.box == self.block else 1
@@ -92,13 +96,14 @@ class Copier:
         return tma._replace(q_rope_atom=atom, q_rope=ropes)
 
     def heads_first_strides(self) -> tuple[int, ...]:
-        """Strides of (head, token, column, column tile) in a stage. Rows lie token by token, as in other kernels."""
+        """Strides of (head, token, column, column tile) in a stage. There rows lie token by token, as without
+        heads_first."""
         return (64, 64 * self.box_heads, 1, 64 * self.q_rows)
 
     @cute.jit
     def request_only_q(self, batch: Int32, copies: Copies) -> Int32:
-        """Request the Q of a batch of one request while its length is being loaded: for any length, a cluster that gets
-        a piece begins with these rows. Returns whether Q has been requested, which `begin` takes."""
+        """Request Q if the batch has one request. That need not wait for the request's length, because every cluster
+        that gets a piece begins with these rows. Return whether Q has been requested, for `begin`."""
         requested = Int32(0)
         if const_expr(self.q_known_early):
             if batch == 1:
@@ -110,8 +115,8 @@ class Copier:
 
     @cute.jit
     def begin(self, copies: Copies, requested: Int32):
-        """Request the first stages, all for the first piece. The warp that has just described that piece calls it.
-        requested: the result of request_only_q."""
+        """Request the first stages, all for the first piece. The copying warp calls this when it has described that
+        piece. requested: the result of request_only_q."""
         state = copies.state
         lane = cute.arch.lane_idx()
         if lane < COPY_STATE_WORDS:
@@ -135,7 +140,7 @@ class Copier:
     def fill(self, copies: Copies):
         """Fill the stages that `begin` has not filled."""
         state = copies.state
-        # The first copies need only the first piece's description; the next pieces are described at the barrier.
+        # The first copies need only the first piece's description. The next pieces are described before the barrier.
         waiting = Int32(1)
         for i in cutlass.range(state[CopyState.FILLED], self.stages, unroll=1):
             if (
@@ -175,10 +180,10 @@ class Copier:
 
     @cute.jit
     def produce(self, index: Int32, copies: Copies, requested: Int32 | int = 0):
-        """Fill the free stage `index` with the next of these: rows of Q, a block of keys, or the end of the work.
-        requested: whether its copy has already been requested.
+        """Fill the free stage `index` with what comes next: rows of Q, a block of keys, or nothing at the end of the
+        work. requested: whether these rows of Q have already been requested.
 
-        The copying warp's state lies in shared memory: O takes its registers.
+        The copying warp's state lies in shared memory, because O may take all registers.
         """
         state, pieces, full = copies.state, copies.pieces, copies.full
         lane = cute.arch.lane_idx()
@@ -267,7 +272,7 @@ class Copier:
     def copy_columns(
         self, index: Int32, row: Int32, atom: cute.CopyAtom, q: cute.Tensor, boxes: cute.Tensor, copies: Copies
     ):
-        """Copy the column tiles of `boxes`, of the rows of `q` from `row` on, into stage `index`."""
+        """Copy `q_rows` rows of `q`, from `row` on, into the column tiles of `boxes` in stage `index`."""
         g_q = cute.local_tile(cute.domain_offset((row, 0, 0), q), (self.q_rows, 64, q.shape[2]), (0, 0, 0))
         t_qs, t_qg = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
@@ -276,7 +281,7 @@ class Copier:
 
     @cute.jit
     def read_table(self, piece: Described, first_page: Int32, lane: Int32, copies: Copies):
-        """Read TABLE_AHEAD pages of a piece's request, from position `first_page` of its table on, into `pages`.
+        """Read TABLE_AHEAD entries of a request's block table, from position `first_page` on, into `pages`.
 
         Pages past the request's last one become 0, because the table may hold anything there.
         """

@@ -9,21 +9,21 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 COPY_STATE_WORDS = 8
-PIECES_KEPT = 8  # places in the ring of descriptions: stages that are filled ahead belong to fewer pieces
+PIECES_KEPT = 8  # places in the ring of descriptions: more than the pieces that are described but not yet finished
 LOOKAHEAD = 4  # a piece is described this many pieces before the value warpgroups reach it
 FIRST_PIECES_THREADS = 64  # the scheduling warp and the copying warp
 
 
 class CopyState(IntEnum):
-    """Words in which the copying warp keeps its place. They are not registers, because O may take these."""
+    """Words of shared memory in which the copying warp keeps its state, because O may take all registers."""
 
     BLOCK = 0  # next key block of the current piece
     BLOCK_END = 1
-    FIRST_PAGE = 2  # position in the block table of the first page in `pages`
+    FIRST_PAGE = 2  # index in the block table of pages[0]
     NEXT_PIECE = 3
     Q_STAGES = 4  # stages of the next piece's Q that have been requested
     ENDED = 5  # 1 after the last piece
-    FILLED = 6  # stages that have been requested before the warps take their roles
+    FILLED = 6  # stages that `Copier.begin` has requested
 
 
 class Tma(NamedTuple):
@@ -84,14 +84,14 @@ class Copies(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory of the softmax warpgroup: Q or its rope columns, and scratch for reducing over keys."""
+    """Shared memory of the softmax warpgroup: Q or Q's rope columns, and scratch for reducing over keys."""
 
     q: cute.Pointer
     exchange: cute.Pointer
 
 
 class ThreadScores(NamedTuple):
-    """A lane's S and P of a block, by rows. They are the same registers unless the softmax speculates."""
+    """A lane's S and P of a block, as [row, key]. They share registers unless the softmax speculates (see Softmax)."""
 
     s: cute.Tensor
     p: cute.Tensor
