@@ -206,7 +206,7 @@ def _size_reasons(spec: DecodeSpec) -> list[str]:
 
 
 def reads_heads_first(num_heads: int) -> bool:
-    """Whether the kernel can copy a q of [H, T, L]. One copy takes some heads of one token, or all heads of some tokens,
+    """Whether the kernel can copy a q of [H, T, L]. One copy takes some heads of one token or all heads of some tokens,
     so H must be a power of 2."""
     return num_heads & (num_heads - 1) == 0
 

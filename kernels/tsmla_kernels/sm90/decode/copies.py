@@ -45,7 +45,7 @@ class Copier:
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # column tiles of the array q
         self.stage_bytes = layout.block * layout.depth * self.ring.itemsize
         self.warp = 12 if config.transposed_out else 4
-        # Whether P overwrites rope columns of keys. The next copy then overwrites P, which ordinary stores have written.
+        # Whether P lies in keys' rope columns. The next copy then overwrites P, which ordinary stores have written.
         self.p_in_keys = not config.fp8_cache
         # If so, the Q of a batch of one request is one stage, whatever the request's length.
         self.q_known_early = not config.ragged and config.p_rows < ROWS
@@ -96,8 +96,7 @@ class Copier:
         return tma._replace(q_rope_atom=atom, q_rope=ropes)
 
     def heads_first_strides(self) -> tuple[int, ...]:
-        """Strides of (head, token, column, column tile) in a stage. There rows lie token by token, as without
-        heads_first."""
+        """Strides of (head, token, column, column tile) in a stage. There rows lie token by token as without it."""
         return (64, 64 * self.box_heads, 1, 64 * self.q_rows)
 
     @cute.jit

@@ -8,7 +8,7 @@ stages of 32 or 64 keys:
   3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32
                 query rows there is no warpgroup 3, and the first warp of 1 copies
 
-A second, small kernel merges the results of row tiles that several CTAs (or clusters) shared. Both are launched with
+A second, small kernel merges the results of row tiles that several CTAs (or clusters) shared. Both kernels use
 programmatic dependent launch: the first behind the kernel before it on the stream, the second behind the first.
 """
 
@@ -142,8 +142,8 @@ class MlaDecode:
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         cluster_index = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
-        # Before this wait the kernel before may still write q, the cache, lengths and tables, and the last call's
-        # `combine` may still read the workspaces. The lengths are loaded next; the barriers are initialised meanwhile.
+        # Before this wait the previous kernel may still write q, the cache, lengths and tables, and the last call's
+        # `combine` may still read the workspaces. The barriers are initialised while the lengths are being loaded.
         cute.arch.griddepcontrol_wait()
         early = self.walk.batch.early_numbers(arrays.seq_lens, arrays.cu_seqlens_q)
         smem = utils.SmemAllocator()
@@ -163,7 +163,8 @@ class MlaDecode:
         self.sync_barriers()
 
         state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
-        # Requests are sorted in the first stage, because Q is copied there, and Q is never copied by another CTA.
+        # Requests are sorted in the first stage. Q comes there first, and this CTA copies its own Q, so no other CTA
+        # can write there before the sorting is done.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
             block_tables=arrays.block_tables, seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q,
@@ -199,7 +200,8 @@ class MlaDecode:
                 else:
                     self.registers.set(self.registers.values)
                     self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
-                # Idle warps must not signal: `combine` would launch immediately and occupy the SM while it waits.
+                # Only warps that end their work may signal. If idle warps signalled at once, `combine` would launch at
+                # once, and occupy the SM while it waits.
                 cute.arch.griddepcontrol_launch_dependents()
         else:
             if group == 0:

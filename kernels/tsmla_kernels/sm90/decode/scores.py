@@ -1,4 +1,5 @@
-"""The common parts of decode's scores as rows by keys, for queries and cache of 16 bits and of e4m3."""
+"""The common parts of decode's S = Q K^T, softmax and P, used if queries and cache both have 16 bits or are both
+e4m3. The base class Scores also serves 16-bit queries over e4m3."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Queries(Protocol):
 
 
 class Held(NamedTuple):
-    """The softmax warpgroup's registers from piece to piece, if it has scores as rows by keys.
+    """The softmax warpgroup's registers from piece to piece, if its scores are S (query rows by keys), not S^T.
 
     Attributes:
       mma: the MMAs of Q K^T. q: Q in the form that they take.
@@ -51,8 +52,8 @@ class Held(NamedTuple):
 class Scores:
     """The base of the classes that compute S = Q K^T, softmax and P, one for each kind of operands.
 
-    A subclass defines `mma`, `take_q`, `score_blocks` and `finish_piece`; `begin`, or `kept_q_rows` and `queries` for
-    `begin`; and q_dtype and q_elements, the dtype and the size of Q's place in shared memory.
+    A subclass defines `mma`, `take_q`, `score_blocks` and `finish_piece`; either `begin` itself, or `kept_q_rows` and
+    `queries`, which `begin` calls; and q_dtype and q_elements, the dtype and the size of Q's place in shared memory.
 
     Attributes:
       sums_later: as in latent.scores.Scores.
@@ -65,8 +66,8 @@ class Scores:
 
     @cute.jit
     def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32):
-        """Warpgroup 0: see latent.scores.ScoreWalk."""
-        # The subclasses have the other steps.
+        """Run warpgroup 0: see latent.scores.ScoreWalk."""
+        # The subclasses define the steps that this class lacks.
         walk: ScoreWalk[Held] = ScoreWalk(self)  # type: ignore[arg-type]
         walk.run(self.begin(arrays, shared, scratch, mma, rank), shared)
 
@@ -75,7 +76,7 @@ class Scores:
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
     def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared) -> None:
-        """Zero the keys past the end, in stage `last`, unless value warps do that."""
+        """Do nothing: the value warps zero the keys past the end. Scores16bit zeroes them here instead."""
 
     @cute.jit
     def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
@@ -91,7 +92,8 @@ class Scores:
         q = self.queries(q_rows, mma, t)
         acc = cute.make_rmem_tensor(mma.main.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
         probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.softmax.speculates) else acc
-        # The lane stores rows of P by 16 bytes, either their first or their second ones; the swizzle permutes them.
+        # Each lane passes one row of P to stmatrix: lanes 0 to 15 the first 16 bytes of rows, lanes 16 to 31 the second
+        # 16. The swizzle permutes these groups of 16 bytes.
         r_p = cute.make_rmem_tensor(acc.layout, self.ring.p_dtype)
         p_row = warp_here * 16 + lane % 16
         p_offset = kept(self.ring.p_offset + p_row * (2 * self.block) + (((lane // 16) ^ self.swizzle(p_row)) << 4))
@@ -113,5 +115,5 @@ class Scores:
         )
 
     def swizzle(self, p_row: Int32) -> Int32:
-        """The number whose exclusive or with the numbers of a row's 16-byte groups is the swizzle of P."""
+        """The swizzle of a row of P: its 16-byte group n lies at place n ^ this number."""
         return p_row & 7 if self.block == 64 else (p_row >> 1) & 3

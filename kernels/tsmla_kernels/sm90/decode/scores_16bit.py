@@ -1,4 +1,4 @@
-"""S = Q K^T, softmax and P of decode for queries and cache of 16 bits: Q in registers."""
+"""S = Q K^T, softmax and P of decode for queries and cache of 16 bits. Q is in registers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the previous block'
 
 
 class Queries(NamedTuple):
-    """Q in registers, and its last columns in shared memory, as an operand and as rows."""
+    """Q: `registers`, and the last columns in shared memory, as an operand (`shared`) and as rows (`rows`)."""
 
     registers: cute.Tensor
     shared: cute.Tensor
@@ -72,14 +72,16 @@ class Scores16bit(Scores):
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
         """Read Q into registers. Rows 32 to 63 of a row tile, if it has them, are in the next stage."""
         t, s_k = held.place.thread, shared.keys
-        # A stage holds 32 rows of Q. A warp reads the stage of its 16 rows as if that were the first stage.
+        # A stage holds 32 rows of Q, those of two warps. `t % 64` makes warps 2 and 3 read their stage as warps 0 and 1
+        # read theirs.
         load_q = cute.make_tiled_copy_A(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.ring.dtype), held.mma.main
         )
         thr_load_q = load_q.get_slice(t % 64)
         q_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.ring.dtype)
         tile_layout = cute.tile_to_shape(q_atom, (self.block, self.depth - 16 * self.shared_steps), (0, 1)).outer
-        # The copy's tile has 64 rows, but slices 0 to 63 of the copy touch only the first 32.
+        # The copy's tile must have 64 rows, but slices 0 to 63 of the copy touch only the first 32: the others have
+        # stride 0.
         q_shape = ((*tile_layout.shape[0], 2), tile_layout.shape[1])
         q_stride = ((*tile_layout.stride[0], 0), tile_layout.stride[1])
         q_tile_layout = cute.make_layout(q_shape, stride=q_stride)
@@ -159,7 +161,7 @@ class Scores16bit(Scores):
             mma_qk_shared.set(Field.ACCUMULATE, True)
             for k in cutlass.range_constexpr(steps):
                 if const_expr(k == steps - EARLY_STEPS):
-                    # The tensor cores take turns: P V of the previous block runs during this block's softmax. Its
+                    # Q K^T and P V take turns: P V of the previous block runs during this block's softmax. The value
                     # warps are signalled before the end of Q K^T, by as much time as they take to wake up. With an
                     # earlier signal, steps of Q K^T would wait for whole instructions of P V, which take eight
                     # times as long.

@@ -1,4 +1,4 @@
-"""S = Q K^T, softmax and P of decode for queries and cache of e4m3: fp8 WGMMA, Q in shared memory, P of f16."""
+"""S = Q K^T, softmax and P of decode for queries and cache of e4m3, by fp8 WGMMA. Q is in shared memory; P is f16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the previous block'
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, as an operand and as rows."""
+    """Q in shared memory, as an operand (`shared`) and as rows (`rows`)."""
 
     shared: cute.Tensor
     rows: cute.Tensor
@@ -66,14 +66,14 @@ class ScoresFp8(Scores):
         q_here = cute.make_tensor(
             cute.recast_ptr(shared.keys[None, None, index].iterator, plain, dtype=Float32), q_words
         )
-        # All four warps must have read the previous Q.
+        # All four warps must have read the previous Q before it is overwritten.
         sync_softmax()
         if const_expr(self.config.p_rows == ROWS):
             for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
                 cute.autovec_copy(q_here[None, t, i], word)
                 cute.autovec_copy(word, q_there[None, t, i])
         else:
-            # Few words: all loads are in flight at once.
+            # A thread has few words: it loads all of them before it stores the first.
             words = cute.make_rmem_tensor((4, cute.size(q_words, mode=[2])), Float32)
             at_once = q_words.shape[1][1]
             for to_words in cutlass.range_constexpr(2):
@@ -93,7 +93,7 @@ class ScoresFp8(Scores):
     def words_of_rows(self) -> cute.Layout:
         """The layout of the words of p_rows rows of Q: (one of four words, thread, turn).
 
-        A tile of 64 columns has 64 rows of 64 bytes.
+        A tile of 64 columns has 64 rows of 64 bytes, of which the first p_rows are copied.
         """
         rows, tile = self.config.p_rows, ROWS * 64 // 4
         if rows == ROWS:
@@ -118,7 +118,8 @@ class ScoresFp8(Scores):
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        # Masked blocks have a separate loop: jumping over the mask would cost each unmasked block 20 cycles.
+        # Masked blocks have a separate loop: in a common loop the jump over the mask would cost each unmasked block 20
+        # cycles.
         unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), blocks.begin), blocks.end)
         for masked in cutlass.range_constexpr(2):
             first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)

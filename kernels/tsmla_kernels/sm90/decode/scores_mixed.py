@@ -2,8 +2,8 @@
 
 K Q^T is multiplied in f16, which represents every e4m3 value. K is the operand that WGMMA takes from registers: it is
 widened there, and nothing is written back to shared memory. Each of the four softmax warps has 16 keys of a block of 64
-and all query rows, so the four must agree in every block whether a row's maximum has moved. Q is f16 in shared memory,
-multiplied by a power of 2 if it exceeds f16's range.
+and all query rows, so the four must agree in every block whether a row's maximum has moved. Q is f16 in shared memory;
+bf16 queries that are too large or too small for f16 are multiplied by a power of 2.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
 EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the previous block's P V may begin
 KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has in registers or is loading, as fp8
-KEYS_WIDE = 4  # halves of fragments that a warp has in registers as f16
+KEYS_WIDE = 4  # halves of fragments (16 keys, 16 columns) that a warp has in registers as f16
 
 
 def key_row(lane, warp):
-    """The offset in a stage of the row that a lane passes to ldmatrix: 16 of the first 32 columns of a key."""
+    """The offset in a stage of the row that a lane passes to ldmatrix for fragment 0: 16 columns of a key."""
     key = warp * 16 + lane % 16
     return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
 
 
 def key_fragment(first, g, block):
-    """The offset of this row for fragment g of 32 columns; `first` is its offset for fragment 0."""
+    """The offset of a lane's row for fragment g of 32 columns; `first` is the result of key_row."""
     return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
 
 
@@ -66,10 +66,10 @@ class Held(NamedTuple):
     Attributes:
       mma_qk: the MMA of K Q^T. q: Q in shared memory. t_q: the same Q as an operand.
       acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of fragments as f16.
-      k_offset, p_offset: the offsets of the lane's row of K and of P in a stage. p_words: P in the words that are
-        stored.
-      exchanged: scratch. running: the lane's maxima and sums.
-      scales: the operand. results: the arrays for finished rows.
+      k_offset, p_offset: the offsets of the lane's row of K and of P in a stage. p_words: P, packed into the words that
+        are stored.
+      exchanged: shared-memory scratch of the warpgroup. running: the lane's maxima and sums.
+      scales: as in Arrays. results: the arrays for finished rows.
       place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
       visible_lens: as in Arrays.
     """
@@ -175,7 +175,7 @@ class ScoresMixed(Scores):
                 cute.arch.mbarrier_wait(shared.full + index, phase)
                 second_index = index
                 index, phase = self.ring.advance(index, phase)
-        # All four warps must have read the previous Q.
+        # All four warps must have read the previous Q before it is overwritten.
         sync_softmax()
         if t < self.p_rows:
             maxima[t, 0] = Float32(0.0)
@@ -228,7 +228,7 @@ class ScoresMixed(Scores):
                 cute.gemm(mma_qk, acc, a[None, None, 0], held.t_q[None, None, n], acc)
                 mma_qk.set(Field.ACCUMULATE, True)
                 warpgroup.commit_group()
-            # The maxima are loaded before the product ends, because the load takes time.
+            # The maxima are loaded while the product runs, because the load takes time.
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
             warpgroup.wait_group(0)
@@ -276,8 +276,8 @@ class ScoresMixed(Scores):
         eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
         pairs = cute.recast_tensor(eight, Int32)
         for i in cutlass.range_constexpr(4):
-            # Reorder four columns of one key, then four of the other, to two columns of each key, then the other two of
-            # each.
+            # `pairs` has four columns of one key, then four of the other. WGMMA takes two columns of each key, then the
+            # other two of each.
             wide[i, n % KEYS_WIDE] = pairs[2 * (i % 2) + i // 2]
 
     @cute.jit
@@ -298,7 +298,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def mask_invisible_keys(self, s: cute.Tensor, b: Int32, piece: Described, t: Int32, visible_lens: cute.Tensor):
-        """Set the scores of keys that a row does not see, by visible_lens, to -inf."""
+        """Set the scores of keys that a row does not see to -inf, if visible_lens says how many keys it sees."""
         first_key = b * self.block + t // 32 * 16 + t % 32 // 4
         for v in cutlass.range_constexpr(self.p_rows // 8):
             for e in cutlass.range_constexpr(2):

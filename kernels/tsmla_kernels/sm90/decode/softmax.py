@@ -18,11 +18,13 @@ from tsmla_kernels.sm90.warp import uniform
 
 
 class Softmax:
-    """The softmax of scores as rows by keys.
+    """The softmax of a block's S, query rows by keys. ScoresMixed, whose scores are S^T, uses only seen_by_all, visible
+    and results.
 
     Attributes:
       heads, causal, visible_lens, block: as in DecodeConfig.
-      rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
+      rescale_bits: P may be as large as 2**rescale_bits before the running maximum is updated. 0: the maximum is always
+        up to date.
       speculates: whether P is computed before it is known whether the running maximum lags.
       results: writes the results of a row.
     """
@@ -31,11 +33,12 @@ class Softmax:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
         self.visible_lens, self.results = config.visible_lens, RowResults(config.shape, inverses_kept)
         if config.fp8_cache:
-            # P of f16 has the range for that lag, and its rounding is no worse. With few rows the value warpgroups wait
-            # for the scores; with many rows registers and instructions are scarce.
+            # f16 holds P of up to 2**RESCALE_BITS, with no greater relative error. With few rows the value warpgroups
+            # wait for the scores, so P is computed early; with 64 rows registers and instructions are scarce.
             self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
         else:
-            # Following the maximum at once costs nothing if memory is the limit, and 10 % of the time if arithmetic is.
+            # Updating the maximum in every block costs 2 % of the time where memory is the limit (up to 64 rows), but
+            # more than 10 % where arithmetic is: see LOG.md.
             self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
             self.speculates = self.rescale_bits > 0.0
 
@@ -84,10 +87,10 @@ class Softmax:
     def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):
         """Turn S into P, against the running maximum m (base 2, scaled). Add the row sums to l.
 
-        The running maximum m is updated only when it lags by more than 2**rescale_bits, which becomes rare after the
-        first blocks. `moved` then tells the value warps of the same rows to multiply O by `rescale`. With `speculates`
-        P is computed as if m did not lag. The sums of P show whether m lags; only then is the maximum searched for and
-        P computed again, so p must not be s.
+        The running maximum m is updated only if P could exceed 2**rescale_bits, which becomes rare after the first
+        blocks. `moved` then tells the value warps of the same rows to multiply O by `rescale`. With `speculates` P is
+        first computed with the old m. If a sum of P exceeds 2**rescale_bits, m is updated and P is computed again from
+        S, so p and s must not share registers.
         """
         s, p, m, l = scores.s, scores.p, running.m, running.l
         rescale, moved = shared.rescale, shared.moved
@@ -95,7 +98,7 @@ class Softmax:
         high = cute.make_rmem_tensor((2,), Float32)
         if const_expr(self.speculates):
             self.exponentials(s, p, m, scale, total)
-            # A sum is at least its greatest term.
+            # A sum is at least its greatest term, so no P exceeds the limit unless a sum does.
             limit = 2.0**self.rescale_bits
             lags = total[0] > limit or total[1] > limit
         else:
@@ -141,7 +144,7 @@ class Softmax:
 
     @cute.jit
     def finish(self, running: Running, place: Place, piece: Described, number: Int32, results: Results):
-        """Add up the row sums over the quad. Write 1 / sum for the epilogue, and the row's log-sum-exp."""
+        """Add up the sums of the four lanes of a row. Write 1 / sum for the epilogue, and the row's log-sum-exp."""
         for i in cutlass.range_constexpr(2):
             total = running.l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)

@@ -23,7 +23,7 @@ def decode_ring(config: DecodeConfig) -> Ring:
         p_offset = config.block * config.head_dim
     else:
         p_dtype, p_swizzle = dtype, SmemLayoutAtomKind.K_SW64
-        # P overwrites the rope columns of its own keys, which nothing reads after S.
+        # P overwrites the rope columns of its own keys, which nothing reads once S exists.
         p_offset = config.block * config.latent_dim * 2
     layout = RingLayout(
         stages=config.stages,
@@ -36,8 +36,8 @@ def decode_ring(config: DecodeConfig) -> Ring:
         stage_elements=config.stage_bytes // (dtype.width // 8),
         p_offset=p_offset,
         pieces_kept=PIECES_KEPT,
-        # A piece takes two stages or more. With a cache of 16 bits the value warps read its row sums before they
-        # release its last stage.
+        # A piece takes two stages or more, so the ring holds stages / 2 pieces. With a cache of 16 bits the value warps
+        # read a piece's row sums before they release its last stage; with an fp8 cache they read the sums afterwards.
         inverses_kept=config.stages // 2 + 1 if config.fp8_cache else (config.stages + 1) // 2,
         releasing_lanes=4 if config.transposed_out else 1,
         cluster=config.cluster,
@@ -86,7 +86,8 @@ class Stages:
 
     @cute.jit
     def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int]):
-        """The ring as TMA boxes of `keys` rows: (keys, 64, tiles, box in block, box in columns, stage)."""
+        """The ring as TMA boxes of `keys` rows: (key, column, column tile in the box, box among the block's keys, box
+        among the columns, stage)."""
         tiles = self.column_tiles if const_expr(keys == self.block) else 1
         return cute.make_tensor(
             s_k.iterator,

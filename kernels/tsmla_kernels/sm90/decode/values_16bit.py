@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.warp import DTYPES, element, transpose_quad, uniform
 
 
 class OutPlace(NamedTuple):
-    """A thread of a value warpgroup: its warpgroup's half of the columns, its lane, the first of its two rows."""
+    """A thread of a value warpgroup: its half of the columns (0 or 1), its lane, and the first of its two rows."""
 
     half: Int32
     lane: Int32
@@ -105,8 +105,8 @@ class Values16bit:
                     t_v = mma_pv.make_fragment_B(thr.partition_B(values))
                     t_p = mma_pv.make_fragment_A(thr.partition_A(stage_p))
                     cute.arch.mbarrier_wait(shared.ready + index, phase)
-                    # Orders the softmax warps' writes of P and of zeros before WGMMA's reads. The reader executes it,
-                    # because the softmax warpgroup is the critical path.
+                    # Order the softmax warps' writes of P and of zeros before WGMMA's reads. The readers execute the
+                    # fence, because the softmax warpgroup is the critical path.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if moved[row_low // 16, index] != 0:
                         low, high = rescale[row_low, index], rescale[row_low + 8, index]
@@ -117,7 +117,7 @@ class Values16bit:
                     for k in cutlass.range_constexpr(self.block // 16):
                         cute.gemm(mma_pv, acc, t_p[None, None, k], t_v[None, None, k], acc)
                     warpgroup.commit_group()
-                    # While WGMMA runs, refill the stage that was released before it.
+                    # While WGMMA runs, refill the stage that was released last.
                     self.copier.refill(pending, phase_of_pending, shared.empty, warp_idx, copies)
                     warpgroup.wait_group(0)
                     pending, phase_of_pending = index, phase
@@ -151,7 +151,7 @@ class Values16bit:
         for i in cutlass.range_constexpr(2):
             row = place.row_low + 8 * i
             factor = inverses[i]
-            # A lane has 2 columns of each group of 8, and stores 8 columns for each four groups.
+            # A lane has 2 columns of each group of 8. It stores 8 columns at once: its part of four groups.
             if slot < 0:
                 # The four lanes of a row exchange columns, so that each lane has one whole group of the four.
                 line = cute.make_tensor(
@@ -168,7 +168,7 @@ class Values16bit:
                     if row < valid_rows:
                         cute.autovec_copy(pairs, line[None, g])
             else:
-                # Stored in lane order, which takes the fewest instructions; `combine` exchanges the columns.
+                # Columns are stored in lane order, which takes the fewest instructions; `combine` exchanges them.
                 tile_row = rank * ROWS + row
                 partial_lse = arrays.partial_lse
                 if const_expr(self.partial_needs_scale):
@@ -190,8 +190,8 @@ class Values16bit:
     def fit(self, o: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32):
         """Return (factor / scale, scale) such that row i of O times factor / scale is in f16's range.
 
-        The scale is a power of 2, so no bits are lost. f16 then keeps 11 bits of numbers within 2^14 of the row's
-        greatest; bf16 would keep 8.
+        The scale is a power of 2, so scaling loses no bits. f16 then keeps 11 bits of a number if it is at least 2^-14
+        of the row's greatest; bf16 would keep 8.
         """
         tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
         # factor / scale must also be finite for a row of zeros.

@@ -1,7 +1,8 @@
 """O^T += V^T P^T of decode for queries and cache of 16 bits, if a row tile has at most 32 query rows.
 
 Both operands are in shared memory. O takes a quarter or half of the registers and instructions that 64 query rows take.
-The instructions matter, because they run once in a short piece. Every warp stores a part of each row.
+The instructions matter: in a short piece each runs once, and must be fetched first. Every warp stores a part of each
+row.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ValuesFewRows(ValuesFp8):
         return uniform(half * (self.half * self.block * self.ring.itemsize))
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
-        """The first tile of 16 latents of a warp."""
+        """The first tile of 16 latents of a warp; its next tiles follow at distances of 64 latents."""
         return half * (self.half // 16) + warp
 
     @cute.jit

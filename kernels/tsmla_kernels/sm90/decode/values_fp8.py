@@ -119,8 +119,9 @@ class ValuesFp8:
             if begun == 0:
                 cute.arch.mbarrier_wait(full + index, phase)
                 if (b + 1) * self.block > keys:
-                    # P is 0 past the end, but unused slots may hold NaN, and 0 * NaN must not reach O. The softmax
-                    # warps have read these keys by then, and no other warp reads this warp's latents.
+                    # P is 0 past the end, but unused slots may hold NaN, and 0 * NaN must not reach O. So this warp
+                    # zeroes its latents of those keys, which no other value warp reads, after the softmax warps have
+                    # read the keys.
                     cute.arch.mbarrier_wait(ready + index, phase)
                     if const_expr(self.scores_load_keys):
                         self.ring.wait_for(Barrier.KEYS_READ, number)
@@ -131,8 +132,8 @@ class ValuesFp8:
             address = self.ring.address(shared.keys, following)
             begun, next_here = Int32(0), here
             # V^T is read during the product, and so is the beginning of the next block's V^T: Q K^T, which needs all of
-            # shared memory's bandwidth, does not run then. If the next block cannot be read yet (it is missing, or
-            # needs zeroing), this block is read again, and the result is discarded.
+            # shared memory's bandwidth, does not run then. If the piece has no next block, or that block needs zeroing,
+            # this block is read again, and the result is discarded.
             if b + 1 < blocks.end and (b + 2) * self.block <= keys:
                 begun, next_here = Int32(1), address + offset
             cute.arch.mbarrier_wait(ready + index, phase)
@@ -146,8 +147,8 @@ class ValuesFp8:
             if lane < self.ring.releasing_lanes and adds:
                 flag = moved[lane, index]
             cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit
-            # The softmax warpgroup started the next block before it released this block's product, so the next block
-            # has usually arrived. The poll's answer is used later, because it is slow.
+            # The softmax warpgroup started the next block before it signalled this one, so the next block has usually
+            # arrived. The poll's answer is used later, because polling is slow.
             awaited = begun
             if cute.arch.mbarrier_test_wait(full + following, phase_following):
                 awaited = Int32(0)
@@ -199,7 +200,7 @@ class ValuesFp8:
         """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
         fragment = narrow[None, g % AHEAD]
         address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
-        # A word has the values of two neighbouring latents for two keys.
+        # A word has two neighbouring latents of two keys.
         fragment[0], fragment[1], fragment[2], fragment[3] = load_transposed(address)
 
     @cute.jit

@@ -37,7 +37,7 @@ class Merge(NamedTuple):
 
     Attributes:
       partial_out, partial_lse, out, lse: operands.
-      sums: shared memory.
+      sums: scratch in shared memory.
       entry: the row tile's SplitEntry, in registers. group: the number of this thread group in the CTA.
       sinks: [H], or None.
     """
@@ -53,8 +53,8 @@ class Merge(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A thread group's part of a row tile: of the slices [index, index + taken) out of `slices`, part `member` of
-    `members`."""
+    """A thread group's part of a row tile, which is cut into `slices` slices. The group merges part `member` of the
+    `members` equal parts of slices [index, index + taken)."""
 
     index: Int32
     slices: Int32
@@ -101,8 +101,8 @@ class Loaded(NamedTuple):
 
 @cute.jit
 def partial_row(slot: Int32, row: Int32, shape: LatentShape):
-    """Row `row` of a slot, counted from partial_out's first row. It has 64 bits when batch_invariant, which has many
-    slots."""
+    """The number in partial_out of row `row` of a slot. The number has 64 bits when batch_invariant, because there are
+    many slots then."""
     if const_expr(shape.batch_invariant):
         slot = Int64(slot)
     return slot * shape.tile_rows + row
@@ -113,8 +113,8 @@ class Combine:
 
     Attributes:
       sinks: whether heads have sinks.
-      batch_invariant, cluster, tile_rows, latent, out_dtype, partial_dtype, partial_is_lane_order: as in
-        LatentShape.
+      latent: L. out_dtype, partial_dtype: the dtypes of out and of partial_out.
+      batch_invariant, cluster, tile_rows, partial_is_lane_order: as in LatentShape.
     """
 
     def __init__(self, shape: LatentShape, sinks: bool = False) -> None:
@@ -137,11 +137,12 @@ class Combine:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` described its pieces in split_info. Here the same CTAs merge a slice of the outputs of
-        those row tiles, or half a slice of each of two tiles, so that no search and no sharing out is needed. When
-        batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
+        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the same numbers merge a slice of
+        those pieces' row tiles, or half a slice of each of two tiles, so the work needs no search and no sharing out.
+        When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
         """
-        # The next call's `attend` needs a whole multiprocessor: its CTAs start as the CTAs of this kernel end.
+        # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
+        # CTAs of this kernel end.
         cute.arch.griddepcontrol_launch_dependents()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -153,7 +154,8 @@ class Combine:
             acc: cute.struct.Align[cute.struct.MemRange[Float32, 64 * warps], 16]
             highest: cute.struct.MemRange[Float32, 8 * warps]
             weight: cute.struct.MemRange[Float32, 8 * warps]
-            # The spare bytes make the multiprocessor keep attend's division of its memory: changing that takes 2 us.
+            # The spare bytes make the multiprocessor keep the split between L1 cache and shared memory that `attend`
+            # needs: changing that split takes 2 us.
             spare: cute.struct.MemRange[Int32, SPARE_BYTES // 4]
 
         storage = utils.SmemAllocator().allocate(Storage)
@@ -187,8 +189,8 @@ class Combine:
                 self.merge(merge, Int32(0), entry[SplitEntry.ROWS], part)
         else:
             cluster_index, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
-            # A cluster makes up to two such pieces. With two, each thread group merges one; with one, both groups share
-            # it.
+            # A cluster makes up to two pieces of row tiles that were cut. If it made two, each thread group merges a
+            # part of one of these tiles; if it made one, both groups share the work.
             start_entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
             slot = 2 * cluster_index
             next_slot = slot + 1
@@ -221,7 +223,8 @@ class Combine:
 
     @cute.jit
     def slot(self, first: Int32, i: Int32):
-        """The slot of piece i of an entry. A cluster has two slots: for the end of a tile and for the start of one."""
+        """The slot of piece i of a row tile whose first slot is `first`. A cluster has two slots: an even one for a piece
+        that continues or ends a tile, and an odd one for a piece that starts a tile."""
         slot = first + i
         if const_expr(not self.batch_invariant):
             slot = first + 2 * i - 1
@@ -242,7 +245,7 @@ class Combine:
         tile_octets = rows * (self.latent // 8)
         size = Int32(0)
         if count > 0:
-            size = (divide(tile_octets - 1, part.slices) + 8) & -8  # a multiple of eight: 128 bytes of a line
+            size = (divide(tile_octets - 1, part.slices) + 8) & -8  # a multiple of eight octets, 64 columns
         begin = part.index * size
         size = cutlass.min(part.taken * size, tile_octets - begin)
         if part.members > 1:
@@ -250,7 +253,7 @@ class Combine:
             begin += part.member * half
             size = cutlass.min(size - part.member * half, half)
         if size > 0:
-            # A thread has eight loads in flight: from several pieces, or for several octets if the pieces are few.
+            # A thread loads from several pieces at once, and for several octets if the pieces are few.
             pieces = PIECES_AT_ONCE[self.partial_dtype.width]
             octets = Octets(first_row, begin, size)
             if const_expr(self.batch_invariant):
@@ -273,7 +276,7 @@ class Combine:
         octets_at_once: cutlass.Constexpr[int],
         pieces_at_once: cutlass.Constexpr[int],
     ):
-        """Merge `octets`. A thread has `octets_at_once` of them, or shares one with others."""
+        """Merge `octets`. A thread merges `octets_at_once` of them at a time, or shares one with other threads."""
         entry, size = merge.entry, octets.size
         count = entry[SplitEntry.PIECES]
         tidx, _, _ = cute.arch.thread_idx()
@@ -350,7 +353,7 @@ class Combine:
 
     @cute.jit
     def add_pieces(self, merged: Merged, loaded: Loaded):
-        """Add the loaded pieces to a thread's octets, against the running maximum of the weights."""
+        """Add the loaded pieces to a thread's octets, relative to the running maximum of the log weights."""
         acc, weight, highest = merged.acc, merged.weight, merged.highest
         lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
         for v in cutlass.range_constexpr(cute.size(weight)):
