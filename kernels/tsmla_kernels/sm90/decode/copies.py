@@ -96,7 +96,7 @@ class Copier:
         return tma._replace(q_rope_atom=atom, q_rope=ropes)
 
     def heads_first_strides(self) -> tuple[int, ...]:
-        """Strides of (head, token, column, column tile) in a stage. There rows lie token by token as without it."""
+        """Strides of (head, token, column, column tile) in a stage, whose rows lie token by token."""
         return (64, 64 * self.box_heads, 1, 64 * self.q_rows)
 
     @cute.jit

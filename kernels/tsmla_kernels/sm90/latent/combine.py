@@ -137,8 +137,8 @@ class Combine:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the same numbers merge a slice of
-        those pieces' row tiles, or half a slice of each of two tiles, so the work needs no search and no sharing out.
+        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the same numbers merge a slice
+        of those pieces' row tiles, or half a slice of each of two tiles, so no search and no sharing out is needed.
         When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
         """
         # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
@@ -223,8 +223,8 @@ class Combine:
 
     @cute.jit
     def slot(self, first: Int32, i: Int32):
-        """The slot of piece i of a row tile whose first slot is `first`. A cluster has two slots: an even one for a piece
-        that continues or ends a tile, and an odd one for a piece that starts a tile."""
+        """The slot of piece i of a row tile whose first slot is `first`. A cluster has two slots: an even one for a
+        piece that continues or ends a tile, and an odd one for a piece that starts a tile."""
         slot = first + i
         if const_expr(not self.batch_invariant):
             slot = first + 2 * i - 1

@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.warp import store_transposed
 
 
 def p_row(lane, warp):
-    """The offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
+    """The offset in P of the row that a lane first passes to stmatrix: 8 keys of one of the first 16 query rows."""
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 
@@ -39,11 +39,11 @@ class Exchange(NamedTuple):
 
 
 class KeyScores(Protocol):
-    """Registers of a lane that has scores as keys by rows.
+    """The state that `KeySoftmax` needs of a lane whose scores are S^T (keys by query rows).
 
     Attributes:
-      exchanged: scratch of the warpgroup. p_words: P in the words that are stored. running: the lane's maxima and sums.
-        place: the thread's place.
+      exchanged: shared-memory scratch of the warpgroup. p_words: P, packed into the words that are stored.
+      running: the lane's maxima and sums. place: the thread's place.
     """
 
     exchanged: Exchange
@@ -59,7 +59,11 @@ rows 2 i and 2 i + 1; threads past the last row get 0."""
 
 
 class KeySoftmax:
-    """The softmax over keys that the four softmax warps share. p_rows, p_dtype: the rows and the dtype of P."""
+    """The softmax of S^T. Each of the four softmax warps has 16 keys of every row.
+
+    Attributes:
+      p_rows, p_dtype: the rows and the dtype of P. over_keys: reduces over all keys (see OverKeys).
+    """
 
     def __init__(self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys) -> None:
         self.p_rows, self.p_dtype, self.over_keys = p_rows, p_dtype, over_keys
@@ -68,10 +72,10 @@ class KeySoftmax:
     def softmax_of_keys(
         self, s: cute.Tensor, first: Int32, scale: Float32, held: KeyScores, shared: Shared, index: Int32
     ):  # fmt: skip
-        """Turn S into P, against the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
+        """Turn S into P, relative to the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
 
-        The maxima are updated if one lags by more than 2**RESCALE_BITS, and always in a piece's `first` block. The four
-        warps have different keys of the same rows, so they vote and reduce together.
+        The maxima are updated if a P would exceed 2**RESCALE_BITS, and always in a piece's first block (`first` is 1).
+        The four warps have different keys of the same rows, so they vote and reduce together.
         """
         changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
         m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
@@ -91,7 +95,8 @@ class KeySoftmax:
             if t % 4 == 0 and t < 2 * self.p_rows:
                 four = cute.make_rmem_tensor((4,), Float32)
                 for e in cutlass.range_constexpr(2):
-                    # A maximum only rises, except in the first block, where it starts as 0 and may also fall.
+                    # A maximum only rises, except in the first block, where it starts as 0 and may also fall, but not
+                    # below LOWEST, because -inf - -inf is NaN.
                     rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
                     factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
                     four[2 * e], four[2 * e + 1] = rise, factor

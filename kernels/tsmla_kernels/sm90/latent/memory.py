@@ -18,13 +18,13 @@ class Piece(IntEnum):
     """Words of a piece's description. A piece, a cluster's unit of work, is a range of key blocks of one row tile."""
 
     BLOCK_BEGIN = 0
-    BLOCK_END = 1  # equal to BLOCK_BEGIN: there is no piece, and the cluster's work ends
+    BLOCK_END = 1  # if equal to BLOCK_BEGIN, there is no piece, and the cluster's work ends
     KEYS = 2  # the request's length
     FIRST_TOKEN_KEYS = 3  # keys that the request's first query token sees, if causal
-    FEWEST_KEYS = 3  # in the same place with visible_lens: the fewest keys that a token of the row tile sees
+    FEWEST_KEYS = 3  # the same word, if visible_lens: the fewest keys that a token of the row tile sees
     ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
     ROW = 5  # the same row, counted in q and out
-    VALID_ROWS = 6  # how many of this CTA's 64 rows the row tile has
+    VALID_ROWS = 6  # how many of this CTA's 64 rows exist; 0 or less if none does
     SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
     Q_STAGES = 9  # stages of the ring that Q takes
@@ -36,7 +36,7 @@ class SplitEntry(IntEnum):
     ROW = 0  # the tile's first row of out
     ROWS = 1
     SLOT = 2  # the first piece's slot
-    PIECES = 3  # how many pieces, plus flags of Busy; 0: there is nothing to merge
+    PIECES = 3  # how many pieces, plus flags of Busy; 0 if there is nothing to merge
 
 
 class Busy(IntEnum):
@@ -55,9 +55,9 @@ class ScheduleState(IntEnum):
     BEGIN = 3  # where the share begins on the line
     END = 4
     KIND = 5  # a ScheduleKind
-    PIECE_OF_TILE = 6  # next piece of the tile when batch_invariant; -1: the first one that begins in the share
+    PIECE_OF_TILE = 6  # the tile's next piece when batch_invariant; -1: its first piece that begins in the share
     EQUAL_COST = 7  # length of every row tile on the line; 0 if tiles differ
-    TRACKS = 8  # how many tracks; if requests are dealt out by length, the first word of the cluster's requests
+    TRACKS = 8  # how many tracks; in kernels that may sort requests, the first word of the cluster's requests
 
 
 class ScheduleKind(IntEnum):
@@ -73,13 +73,13 @@ class Barrier(IntEnum):
     """Named barriers of the attention kernel; 0 is sync_threads."""
 
     SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
-    FIRST_PIECES = 2  # the scheduling warp has described the first pieces; the copying warp waits
-    Q_READ = 3  # 3 to 6, by piece % PIECE_BARRIERS: the softmax warpgroup has read Q; the value warpgroups wait
-    KEYS_READ = 7  # 7 to 10, likewise: the softmax warpgroup has read a piece's last keys
-    SUMS = 11  # 11 to 14, likewise: the softmax warpgroup has written a piece's row sums
+    FIRST_PIECES = 2  # the copying warp waits until the scheduling warp has described the first pieces
+    Q_READ = 3  # 3 + piece % PIECE_BARRIERS: value warpgroups wait until the softmax warpgroup has read Q
+    KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: they wait until it has read the piece's last keys
+    SUMS = 11  # 11 + piece % PIECE_BARRIERS: they wait until it has written the piece's row sums
 
 
-PIECE_BARRIERS = 4  # more than the number of pieces by which the softmax warpgroup is ahead of the value warpgroups
+PIECE_BARRIERS = 4  # more than the pieces by which the softmax warpgroup may be ahead of the value warpgroups
 SCHEDULE_WARP = 8  # the first warp of the second value warpgroup
 SOFTMAX_THREADS = 128
 PIECE_THREADS = 384  # the softmax warpgroup and both value warpgroups
@@ -145,13 +145,13 @@ class Track(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A batch's size, and the size of request `lane`.
+    """A batch's size, and the size of the request that has this lane's number.
 
     Attributes:
-      total: length of the line, or of each track. row_tiles: how many row tiles lie there.
+      total: length of the line, or of each track. row_tiles: how many row tiles lie on it.
       longest: key blocks of the longest request.
       tracks: how many tracks there are; 1 if all row tiles lie on one line.
-      tiles, blocks: row tiles on the line, and key blocks, of request `lane`.
+      tiles, blocks: that request's row tiles on the line, and its key blocks.
     """
 
     total: Int32
@@ -163,8 +163,8 @@ class Measure(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How a batch is shared out: a ScheduleKind, the length of a share, and the length of every tile (0 if tiles
-    differ)."""
+    """How a batch is shared out: a ScheduleKind, the length of a share, and the length of every tile on the line (0 if
+    tiles differ)."""
 
     kind: Int32
     length: Int32
@@ -190,9 +190,9 @@ class Shared(NamedTuple):
     Attributes:
       keys, p: keys and P of all stages.
       full, empty, ready: mbarriers of all stages.
-      rescale: [ROWS, stages], the factors of O's rows before a stage's P V.
-      moved: [4, stages], whether any of the factors of 16 rows differs from 1; only then are they written and read.
-      inverse: [ROWS, inverses_kept], 1 / row sum of a piece.
+      rescale: [ROWS, stages], the factors by which O's rows are multiplied before a stage's P V.
+      moved: [4, stages], whether 16 rows of O must be multiplied; only then are their factors written and read.
+      inverse: [ROWS, inverses_kept], 1 / row sum of the rows of a piece.
       pieces: the ring of descriptions, [Piece, place].
     """
 
@@ -225,7 +225,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Described:
-    """A piece's description: `piece[Piece.KEYS]` is one word of it. This is not a slice of `pieces`, because a slice's
+    """A piece's description: `piece[Piece.KEYS]` is one of its words. It is not a slice of `pieces`, because a slice's
     address would be computed before it is needed."""
 
     pieces: cute.Tensor
@@ -239,7 +239,7 @@ class Described:
 
 
 class Blocks(NamedTuple):
-    """The key blocks of a piece: its description, the first block, and the block after the last. If there are none, the
+    """The key blocks of a piece: its description, the first block, and the block after the last. If begin == end, the
     cluster's work has ended."""
 
     piece: Described
@@ -265,7 +265,8 @@ class Scored(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The arrays for a row's 1 / sum and log-sum-exp. out_scale: multiplies the output. sinks: [H], or None."""
+    """The arrays for a row's 1 / sum and log-sum-exp. out_scale: the factor of the output. rank: this CTA's number in
+    its cluster. sinks: [H], or None."""
 
     inverse: cute.Tensor
     lse: cute.Tensor

@@ -1,6 +1,6 @@
 """Queries of 16 bits become f16, the dtype in which they are multiplied by keys that are widened in registers.
 
-bf16 queries are multiplied by a power of 2 if they exceed f16's range.
+bf16 queries that are too large or too small for f16 are multiplied by a power of 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from tsmla_kernels.sm90.latent.softmax import any_of_warps, sync_softmax, tree
 from tsmla_kernels.sm90.warp import kept, quotient, remainder
 
-# bf16 queries become f16 unscaled if the greatest number of a row tile that becomes f16 is in [2^-4, 2^15): then only
+# bf16 queries become f16 unscaled if the greatest of a row tile's converted numbers is in [2^-4, 2^15): then only
 # numbers below 2^-17 lose bits. The bounds are written as f16's bits.
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
 MOVE, FIND, SCALE = 0, 1, 2  # passes over Q: see `move` and `scaled_rows`
@@ -24,8 +24,9 @@ WARPS = 4  # warps of the softmax warpgroup
 
 
 def q_pair_place(pair):
-    """The new place of pair `pair` among the pairs of 16 columns of Q. Lane q has four neighbouring columns of a key,
-    which WGMMA takes as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
+    """The new place of pair `pair` among the eight pairs of 16 columns of Q. Of 16 columns of a key, lane q of a quad
+    has the four from 4 q on, which WGMMA takes as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted
+    to match."""
     return 4 * (pair % 2) + pair // 2
 
 
@@ -33,9 +34,9 @@ class Row(NamedTuple):
     """A thread's row of Q.
 
     Attributes:
-      target: the address to which the row is moved. source: where it begins, as QuerySource.row says. number: its
-        number in the tile.
-      first: the thread's number among the threads of the row, and the number of its first group of 16 columns.
+      target: the address to which the row is moved. source: the result of QuerySource.row. number: the row's number in
+        the tile.
+      first: the thread's number among the threads of the row; also the number of its first group of 16 columns.
       valid: -1, or 0 if the row is past the tile's end.
     """
 
@@ -97,7 +98,8 @@ class QueryCopy:
     def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
         """Move Q to `target`, in f16. Return the factor by which the logits must be multiplied.
 
-        The pairs of 16 columns are permuted: see q_pair_place. Rows past the tile's end become 0. tops: scratch.
+        The pairs of columns in each group of 16 are permuted: see q_pair_place. Rows past the tile's end become 0.
+        tops: scratch.
         """
         top = self.move(target, sources, valid_rows, t)
         factor = Float32(1.0)
@@ -114,7 +116,7 @@ class QueryCopy:
                 sync_softmax()
                 greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
                 power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
-                # Clamp to powers that have a reciprocal; zeros stay zeros.
+                # Clamp to powers of 2 whose reciprocal is a normal number. If Q is 0, it stays 0.
                 power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
                 factor = power.bitcast(Float32)
                 inverse = (Int32(254 << 23) - power).bitcast(Float32)
@@ -126,13 +128,13 @@ class QueryCopy:
     @cute.jit
     def move(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32):
         """Move Q to `target`, unscaled. Return, as a pair of f16, the greatest magnitudes of the numbers that the
-        thread has converted to f16, without NaN. For f16 queries these are 0.
+        thread has converted to f16; NaN is ignored. For f16 queries both are 0.
 
-        A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time. In place no
-        barrier separates reading from writing: one thread alone reads a group, writes it and, past the tile's end,
-        zeroes it.
+        A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time. If Q is
+        moved in place, no barrier separates reading from writing, because one thread alone reads and writes a group, or
+        zeroes it past the tile's end.
         """
-        t = kept(t)  # so that addresses are computed again for each piece, and need no registers between pieces
+        t = kept(t)  # so that addresses are computed for each piece anew, and need no registers between pieces
         number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         source = self.source.row(sources, number, MOVE)
         row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))
@@ -175,8 +177,8 @@ class QueryCopy:
         return four_words(row.target + tile * (self.p_rows * 128) + ((chunk ^ (row.number & 7)) << 4))
 
     def group(self, row: Row, tile: Int32, n: int) -> Group:
-        """The n-th of the groups that a thread has from the tile `tile` of 64 columns on. The part that depends on n is
-        static, so that addresses share registers."""
+        """The n-th of the groups that a thread has from the tile `tile` of 64 columns on. In an address the part that
+        depends on n is static, so that addresses share registers."""
         threads = 128 // self.p_rows
         if threads <= TILE:
             return Group(tile + n * threads // TILE, row.first + n * threads % TILE)
@@ -191,9 +193,9 @@ class QueryCopy:
         top: Int32,
         natural: cutlass.Constexpr[bool],
     ):
-        """Move the thread's groups of 16 columns from the tile `tile` of 64 columns on, for the n from numbers[0] to
-        before numbers[1] (see `group`). They are permuted unless `natural`. Return the greater of `top` and their
-        magnitudes.
+        """Move the thread's groups of 16 columns with the numbers [numbers[0], numbers[1]), counted from the tile
+        `tile` of 64 columns on (see `group`). Columns are permuted unless `natural`. Return the greatest of `top` and,
+        for bf16 queries, their magnitudes.
         """
         places = [self.group(row, tile, n) for n in range(*numbers)]
         words = cute.make_rmem_tensor((4, 2, len(places)), Int32)
@@ -223,8 +225,8 @@ class QueryCopy:
         self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, factor: Float32,
         kind: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """Make one pass over bf16 queries whose range exceeds f16's. FIND: return the thread's greatest finite
-        magnitude, as fp32. SCALE: move Q times `factor`."""
+        """Make one pass over bf16 queries that are too large or too small for f16. FIND: return the thread's greatest
+        finite magnitude, as the bits of an fp32. SCALE: move Q times `factor`."""
         number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         source = self.source.row(sources, number, kind)
         row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))

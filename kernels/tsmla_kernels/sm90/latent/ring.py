@@ -34,8 +34,8 @@ class RingLayout(NamedTuple):
       stage_elements: elements from one stage to the next.
       p_offset: bytes from the beginning of a stage to its P.
       pieces_kept: places in the ring of descriptions.
-      inverses_kept: for how many pieces row sums are kept, more than the softmax warpgroup is ahead of the value
-        warpgroups.
+      inverses_kept: for how many pieces row sums are kept. More than the pieces by which the softmax warpgroup may be
+        ahead of the value warpgroups.
       releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
         `moved`, because racecheck tracks only arriving lanes.
       filling_warps: warps that arrive on `full`.
@@ -61,7 +61,7 @@ class RingLayout(NamedTuple):
 class Ring:
     """The ring of a kernel.
 
-    Attributes: the fields of RingLayout; itemsize: bytes of an element; elements: elements of all stages.
+    Attributes: the fields of RingLayout; itemsize: bytes of an element of the keys; elements: elements of all stages.
     """
 
     def __init__(self, layout: RingLayout) -> None:
@@ -126,9 +126,9 @@ class Ring:
     def address(self, s_k: cute.Tensor, index: Int32):
         """The address of stage `index`.
 
-        WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
-        uniform: it moved the descriptors there one by one, which took a fifth of the softmax warpgroup's time. So the
-        address goes through an instruction whose result is uniform.
+        WGMMA takes its descriptors from uniform registers. The compiler does not see that a stage's index is uniform,
+        so it would move the descriptors there one by one, which took a fifth of the softmax warpgroup's time. The
+        address therefore goes through an instruction whose result is uniform.
         """
         return uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
 
@@ -140,7 +140,7 @@ class Ring:
 
     @cute.jit
     def store_p(self, address: Int32, p_words: cute.Tensor):
-        """Store a warp's P to shared memory. The lane's first row of P begins at `address`."""
+        """Store a warp's P to shared memory. The first row that the lane passes to stmatrix begins at `address`."""
         for i in cutlass.range_constexpr(self.block // 16):
             four = [p_words[4 * i + j] for j in range(4)]
             store_matrices(address ^ (i << 5), *four)
@@ -177,38 +177,39 @@ class Ring:
         """Signal that a softmax warp has finished its part of a stage: Q's rows are in registers, or P is in shared
         memory.
 
-        The eight lanes that write row factors arrive, because racecheck tracks only arriving lanes.
+        The eight lanes that may write row factors arrive, because racecheck tracks only arriving lanes.
         """
         cute.arch.sync_warp()
         if self.signals(lane):
             cute.arch.mbarrier_arrive(ready + index)
 
     def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
-        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. The code has no branch: at a branch the
-        compiler would separate the WGMMAs before it from those after it, which would then begin late."""
+        """Arrive on `ready` in the lanes whose `holds` is 1. Call after sync_warp. The code has no branch, because the
+        compiler would split the sequence of WGMMAs at a branch, and the WGMMAs after the branch would begin late."""
         cute.arch.inline_ptx(
             "{ .reg .pred holds; setp.ne.s32 holds, {$r0}, 0; @holds mbarrier.arrive.shared::cta.b64 _, [{$r1}]; }",
             read_only_args=[holds, (ready + index).toint()],
         )
 
     def arrive_for(self, what: Barrier, number: Int32) -> None:
-        """Say that the softmax warpgroup has done `what` for piece `number`. Q_READ, KEYS_READ: it has read the piece's
-        Q, or its last keys, by ordinary loads. SUMS: it has written the piece's row sums.
+        """Tell the value warpgroups that the softmax warpgroup has done `what` for piece `number`. Q_READ, KEYS_READ:
+        it has read the piece's Q, or its last block's keys, by ordinary loads. SUMS: it has written the piece's row
+        sums.
 
-        After Q_READ and KEYS_READ value warps may overwrite the memory by ordinary stores. `ready` orders that as well,
-        but only by eight lanes of a warp, and racecheck tracks only arriving lanes.
+        After Q_READ and KEYS_READ value warps may overwrite the memory by ordinary stores. `ready` orders these stores
+        as well, but only eight lanes of a warp arrive there, and racecheck tracks only arriving lanes.
         """
         cute.arch.barrier_arrive(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=PIECE_THREADS)
 
     def wait_for(self, what: Barrier, number: Int32) -> None:
-        """Wait, in a value warp, for arrive_for."""
+        """Make a value warp wait until the softmax warpgroup has called arrive_for with the same arguments."""
         cute.arch.barrier(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=PIECE_THREADS)
 
     @cute.jit
     def release(self, index: Int32, empty: cute.Pointer):
         """Release a stage that a value warp has finished with: arrive on `empty` of every CTA that may write the stage.
 
-        All lanes have read `rescale` and `moved`, but an arrival orders only the reads of the lane that makes it. So
+        All lanes may have read `rescale` and `moved`, but an arrival orders only the reads of the lane that arrives. So
         the warp is synchronised first.
         """
         cute.arch.sync_warp()

@@ -12,8 +12,8 @@ from tsmla_kernels.sm90.latent.ring import Ring
 
 
 class ScoreMma(NamedTuple):
-    """The MMA of Q K^T of a block. If only a part of Q's columns is in registers, `shared` is the MMA of the other
-    columns, which are in shared memory."""
+    """The MMA of Q K^T (or K Q^T) of a block. If only some columns of Q are in registers, `shared` is the MMA of the
+    other columns, which are in shared memory."""
 
     main: cute.TiledMma
     shared: cute.TiledMma | None = None
@@ -46,27 +46,27 @@ class Scores(Protocol[Held]):
         """Wait until piece `number` has been described; `index` is its first stage."""
 
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Bring Q into the form in which it is multiplied."""
+        """Read Q from the ring, and bring Q into the form in which it is multiplied."""
 
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """Do Q K^T, softmax and P for a piece's key blocks."""
 
     def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared) -> None:
-        """Zero the keys past the end, in stage `last`, unless other warps do."""
+        """Zero the keys past the request's end in stage `last`, unless other warps zero them."""
 
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared) -> None:
         """Write 1 / row sum for the epilogue, and the rows' log-sum-exps."""
 
 
 class ScoreWalk(Generic[Held]):
-    """The softmax warpgroup's walk by `steps`."""
+    """The softmax warpgroup's walk through its pieces, for which `steps` does the work."""
 
     def __init__(self, steps: Scores[Held]) -> None:
         self.steps = steps
 
     @cute.jit
     def run(self, held: Held, shared: Shared):
-        """Warpgroup 0: take Q once per piece; then do Q K^T, softmax and P for every block of keys."""
+        """Run warpgroup 0: take Q once per piece; then do Q K^T, softmax and P for every block of keys."""
         index, phase, number = Int32(0), Int32(0), Int32(0)
         running = Int32(1)
         while running == 1:

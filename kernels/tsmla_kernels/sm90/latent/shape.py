@@ -1,8 +1,8 @@
 """The facts of a call that the common parts of the latent attention kernels are built from, and the workspaces of a
 launch. Imports no cutlass.
 
-A request has a row of a block table and some query tokens. sparse_mla's requests are single tokens, whose row has the
-indices of the selected keys: pages of one key.
+A request has a row of a block table and some query tokens. In sparse_mla each token is a request. Its row has the
+indices of the selected keys, as pages of one key.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.rules import Dim
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
-OVERHEAD = 5  # the cost of starting a piece, in key blocks: Q, the first keys' latency, the epilogue
+OVERHEAD = 5  # the cost of a piece besides its blocks (Q, the first keys' latency, the epilogue), in key blocks
 FEW_ROWS = 32  # up to this many query rows, partial results are fp32
-MOST_BLOCKS = 1 << 30  # most blocks of a launch's line: the schedule counts in int32, at times up to twice the line
+MOST_BLOCKS = 1 << 30  # longest line of a launch, in blocks: the schedule's int32 numbers may reach twice its length
 INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
 INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
@@ -37,8 +37,8 @@ class LatentShape:
       few_rows: whether a row tile is so small that instructions, not bytes, limit the merging of its pieces.
       min_share: fewest key blocks of a cluster's share.
       out_dtype: the dtype of out.
-      partial_needs_scale: whether a piece's result may exceed the range of partial_out, in which case the value warps
-        scale it.
+      partial_needs_scale: whether a piece's result may exceed the range of partial_out's dtype. The value warps then
+        scale the result.
       partial_is_lane_order: whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four
         lanes of a row have 8 columns each, 2 from each of four groups of 8.
       cluster: CTAs that walk the same keys with different rows.
@@ -70,7 +70,8 @@ class LatentShape:
 
     @property
     def partial_dtype(self) -> str:
-        """The dtype of a piece's result. f16 halves the bytes that are written and read again, but needs a scale."""
+        """The dtype of a piece's result. f16 halves the bytes that are written and read again, but takes more
+        instructions, which limit the merging of few rows."""
         return "float32" if self.few_rows else "float16"
 
     @property
@@ -80,7 +81,7 @@ class LatentShape:
 
 
 def invariant_piece_blocks(shape: LatentShape, max_pages: int) -> int:
-    """Key blocks of one piece of a request when batch_invariant. They depend on the table's width only."""
+    """Key blocks of one piece of a request when batch_invariant. The number depends on the table's width only."""
     blocks = _blocks(shape, max_pages)
     return INVARIANT_MIN_KEYS // shape.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
 
@@ -98,8 +99,8 @@ def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, 
 
 
 def line_length(shape: LatentShape, batch: int, max_pages: int, q_rows: int) -> int:
-    """Key blocks of all row tiles of a call's largest launch, plus OVERHEAD for each of their pieces, if every request
-    has as many keys as its table. `q_rows` are the call's tokens times heads."""
+    """The greatest possible length of the line of a call's largest launch: the key blocks of all row tiles, plus
+    OVERHEAD for each piece, if every request fills its table. `q_rows` are the call's tokens times heads."""
     blocks, pieces = _blocks(shape, max_pages), 1
     if shape.batch_invariant:
         pieces = -(-blocks // invariant_piece_blocks(shape, max_pages))

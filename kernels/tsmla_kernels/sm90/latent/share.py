@@ -1,4 +1,4 @@
-"""Which cluster gets which part of a batch: found in the kernel, by one warp, from the lengths on the device."""
+"""Which cluster gets which part of a batch. One warp of each CTA computes this from the lengths on the device."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tsmla_kernels.sm90.latent.shape import OVERHEAD, LatentShape
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks must leave no cluster idle
-MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
-MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
-MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word
+MIN_SORTED_SHARE = 32  # requests are sorted only if a share has at least this many key blocks
+MAX_SORTED = 128  # most requests that are sorted by length, because their numbers are kept in bytes
+MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: they share one word with its number
 ALL_KEYS = (1 << 31) - 1  # a length that no request exceeds
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 # The words of a ScheduleState. A cluster's sorted requests, one byte each, start in its last word.
@@ -41,7 +41,7 @@ class BatchShare:
       may_use_tracks: whether the row tiles of a request may lie side by side, each on its own track.
       may_sort_requests: whether requests may be dealt out by length.
       equal_lengths: whether every request has as many keys as its row of the table; then seq_lens is not read.
-      ends_batch: whether a schedule's requests are the last ones of a batch whose rows all_rows counts.
+      ends_batch: whether the schedule's requests are the last ones of a larger batch, which has `all_rows` rows of out.
     """
 
     def __init__(self, shape: LatentShape, *, equal_lengths: bool = False, ends_batch: bool = False) -> None:
@@ -70,8 +70,9 @@ class BatchShare:
         """The size of request r. `numbers`: the result of `self.numbers(r)`."""
         length, begin, end = numbers
         width, all_rows = schedule.block_tables.shape[1], schedule.all_rows
-        # A wrong length must not lead outside the table, the row tiles or `out`. A table may be the first columns of a
-        # wider one, whose keys may exceed 32 bits.
+        # A wrong length must not lead outside the table, the row tiles or `out`. If the call's table is the first
+        # columns of a wider one, `width` is the wider one's. It is clamped first, because width * page_size may exceed
+        # 32 bits.
         keys = cutlass.min(cutlass.max(length, 0), cutlass.min(width, MOST_KEYS // self.page_size) * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
@@ -103,7 +104,7 @@ class BatchShare:
 
     @cute.jit
     def fixed_pieces(self, schedule: Schedule) -> FixedPieces:
-        """How row tiles are cut when batch_invariant; otherwise (1, 1), which is not used."""
+        """How row tiles are cut when batch_invariant; without it (1, 1), which nothing uses."""
         blocks, slots = Int32(1), Int32(1)
         if const_expr(self.batch_invariant):
             slots = schedule.partial_lse.shape[0] // (schedule.seq_lens.shape[0] * self.max_tiles)
@@ -121,7 +122,7 @@ class BatchShare:
 
     @cute.jit
     def cost_on_line(self, blocks: Int32, piece_blocks: Int32, kind: Int32, equal_cost: Int32, share_length: Int32):
-        """The length on the line of a row tile of `blocks` key blocks: `equal_cost` if that is not 0."""
+        """The length on the line of a row tile of `blocks` key blocks. If `equal_cost` is not 0, it is that length."""
         length = blocks + OVERHEAD
         if const_expr(self.batch_invariant):
             length = blocks + OVERHEAD * ((blocks + piece_blocks - 1) // piece_blocks)
@@ -151,16 +152,16 @@ class BatchShare:
 
     @cute.jit
     def early_numbers(self, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
-        """The `numbers` of request `lane`. They are loaded early, and by all warps, because a branch would wait for the
-        data."""
+        """The `numbers` of the request that has this lane's number. All warps load them early: if only one warp did,
+        the branch would wait for the data."""
         return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 
     @cute.jit
     def tracks_fit(self, total: Int32, num_clusters: Int32):
         """Whether row tiles lie side by side, on tracks of `total` blocks each.
 
-        Clusters that walk the same keys at the same time read them from memory once. That is worth leaving up to a
-        sixteenth of the clusters idle, except in a long run, which arithmetic limits.
+        Clusters that walk the same keys at the same time read them from memory once. For that, up to a sixteenth of the
+        clusters may be left idle, except in a long run, whose limit is arithmetic.
         """
         fit = cutlass.Boolean(True)
         if const_expr(self.may_use_tracks):
@@ -181,8 +182,8 @@ class BatchShare:
         - WHOLE: whole tiles, the same number for each cluster.
         - CUT: one piece for each cluster; all pieces of a tile but the last have the same length.
         - PACKED: whole requests, sorted by length and dealt out to the clusters forwards, then backwards, and so on. If
-          the batch has no more requests than clusters, two clusters share the i-th longest and the i-th shortest
-          request, padded with empty ones to the number of clusters, and cut the longer one.
+          the batch has no more requests than clusters, empty requests pad it to the number of clusters. Then two
+          clusters share the i-th longest and the i-th shortest request, and cut the longer one.
         """
         piece_blocks = self.fixed_pieces(schedule).blocks
         if const_expr(self.equal_lengths):
@@ -193,18 +194,18 @@ class BatchShare:
         sharing = self.choose(measure, track, schedule)
         found = self.find_start(measure, track, sharing, piece_blocks, schedule)
         if const_expr(self.may_sort_requests):
-            # `order` lies in the ring's first stage: a copy may fill it only after all lanes are done.
+            # `order` lies in the ring's first stage, which a copy may fill only after all lanes have used `order`.
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.shared", space="cta")
         return found
 
     @cute.jit
     def measure(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
-        """Measure the batch, on tracks if they fit."""
+        """Measure the batch; on tracks (see `share`) if they fit."""
         order = schedule.order
         lane = cute.arch.lane_idx()
         batch = schedule.seq_lens.shape[0]
-        # The first 32 requests stay in registers: few batches have more, and a second load would mean another wait.
+        # The sizes of the first 32 requests stay in registers, because loading them again would mean another wait.
         total, row_tiles, longest = Int32(0), Int32(0), Int32(0)
         tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
         none = Int32(0)
@@ -236,7 +237,7 @@ class BatchShare:
 
     @cute.jit
     def measure_equal(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
-        """Measure a batch of equal requests, on tracks if they fit. One request's size is enough."""
+        """Measure a batch of equal requests; on tracks if they fit. One request's size is enough."""
         batch = schedule.seq_lens.shape[0]
         request = self.request(Int32(0), early, schedule)
         tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
@@ -270,7 +271,7 @@ class BatchShare:
                     if cut_blocks <= length + cutlass.min(slack, 8):
                         kind, length, equal_cost = Int32(ScheduleKind.CUT), cut_blocks, cuts * cut_blocks
                 if kind == ScheduleKind.LINE and batch <= 32:
-                    # The greatest length of a share, if that avoids two pieces in one cluster.
+                    # The longest share that is accepted if it leaves at most one piece for each cluster.
                     most = length + cutlass.min(quotient(length, 32) if const_expr(self.few_rows) else slack, 3)
                     if self.count_pieces(measure.tiles, blocks, most, batch) <= clusters:
                         least = cutlass.max(length - OVERHEAD - 1, self.min_share)
@@ -308,7 +309,8 @@ class BatchShare:
 
     @cute.jit
     def sort(self, batch: Int32, order: cute.Tensor):
-        """Sort `order` in descending order. Its keys are distinct: a key's place is the number of greater keys."""
+        """Sort the `batch` words of `order` in descending order. They are distinct, so a word's place is the number of
+        greater words."""
         lane = cute.arch.lane_idx()
         cute.arch.sync_warp()
         mine = cute.make_rmem_tensor((MAX_SORTED // 32,), Int32)
@@ -336,7 +338,7 @@ class BatchShare:
 
     @cute.jit
     def greatest_packed(self, batch: Int32, clusters: Int32, order: cute.Tensor):
-        """The greatest share of a cluster, in blocks, if requests are dealt out by length."""
+        """The greatest share of a cluster, in blocks with OVERHEAD, if requests are dealt out by length."""
         lane = cute.arch.lane_idx()
         worst = Int32(0)
         if batch <= clusters:
@@ -379,7 +381,8 @@ class BatchShare:
             searching = Int32(0)  # this cluster is left idle
         if const_expr(self.equal_row_counts):
             if searching == 1 and equal_cost > 0:
-                # All requests have the same number of row tiles, and all tiles the same length.
+                # All requests have the same number of row tiles, and every tile takes `equal_cost` of the line,
+                # whatever its own length is.
                 searching = Int32(0)
                 row_tile = begin
                 if kind == ScheduleKind.CUT:
@@ -434,7 +437,8 @@ class BatchShare:
 
     @cute.jit
     def note_requests(self, position: Int32, clusters: Int32, batch: Int32, order: cute.Tensor, state: cute.Tensor):
-        """Store this cluster's requests in `state`: `order` lies in the ring's first stage, which is filled next."""
+        """Copy this cluster's requests from `order` to `state`, because the ring's first stage, where `order` lies, is
+        filled next."""
         lane = cute.arch.lane_idx()
         requests = self.cluster_requests(state)
         i = lane * clusters + position

@@ -1,4 +1,4 @@
-"""Common parts of the softmax of these kernels: barriers of its warpgroup, reductions, and the results of a row."""
+"""Common parts of the latent attention kernels' softmax: barriers of its warpgroup, reductions, a row's results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.latent.shape import ROWS, LatentShape
 
 
 def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
-    """Reduce a power of 2 of values as a tree: a chain would wait for one latency per value."""
+    """Reduce values, whose number is a power of 2, as a tree: a chain would wait for one latency per value."""
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
@@ -28,8 +28,8 @@ def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) 
 
 @cute.jit
 def share_beside_sink(lse: Float32, sink: Float32):
-    """The keys' part of a row's weight, if the row's log-sum-exp (base 2) is `lse`. The rest belongs to its head's
-    sink."""
+    """The keys' part of a row's weight; the rest belongs to its head's sink. `lse` is the log-sum-exp of the row's
+    scores, in base 2."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(sink * LOG2_E - lse, fastmath=True))
 
 
@@ -49,11 +49,11 @@ def any_of_warps(holds: Int32) -> Int32:
     )
 
 
-RESCALE_BITS = 8.0  # the running maximum may lag by this many powers of 2
+RESCALE_BITS = 8.0  # a row's maximum (base 2) may exceed the running maximum by this much before that is updated
 
 
 class RowResults:
-    """Writes a row's results when its keys are done.
+    """Writes a row's results when all keys of a piece are done.
 
     Attributes:
       inverses_kept: as in Ring. partial_needs_scale: as in LatentShape.

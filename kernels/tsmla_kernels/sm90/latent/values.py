@@ -1,7 +1,7 @@
 """O^T += V^T P^T with V^T widened to f16 in registers: the walk of the value warpgroups, widening, and the epilogue.
 
-f16 WGMMA takes V^T from registers, to which ldmatrix transposes it and where it is widened. P stays f16: rounding it to
-fp8 would cause most of the output's error.
+ldmatrix transposes V into registers, where V^T is widened; f16 WGMMA takes it from there. P stays f16, because rounding
+P to fp8 would add a great part of the output's error.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tsmla_kernels.sm90.latent.walk import Walk
 from tsmla_kernels.sm90.warp import DTYPES, element
 
 AHEAD = 2  # fragments of V^T (64 latents, 32 keys) that a warpgroup has in registers or is loading, as fp8
-WIDE = 4  # halves of fragments (16 keys) that a warpgroup has in registers as f16
+WIDE = 4  # halves of fragments (64 latents, 16 keys) that a warpgroup has in registers as f16
 
 
 class Held(NamedTuple):
     """A value warpgroup's registers from piece to piece.
 
     Attributes:
-      mma_pv: V^T P^T. acc, o: O^T as accumulators of the MMA, and as (query row, latent, eight rows, tile).
-      wide: halves of V^T's fragments as f16. narrow: fragments as fp8. None if V^T is not read into registers.
+      mma_pv: the MMA of V^T P^T. acc: its accumulators, O^T. o: the same as (query row, latent, eight rows, tile).
+      wide: halves of V^T's fragments as f16. narrow: fragments as fp8. Both are None if V^T is not read into registers.
       offset: the offset of the lane's first values in a stage.
       thread, lane: the thread's number in its warpgroup and in its warp.
       factors: 1 / row sum of the lane's rows, if they are read before the last stage is released.
@@ -58,8 +58,8 @@ class Held(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Where values are read: the addresses in this block's and in the next block's stage, whether to wait for the next
-    block's keys, and that stage's barrier and parity."""
+    """The places from which values are read: the addresses in this block's and in the next block's stage, whether to
+    wait for the next block's keys, and that stage's barrier and parity."""
 
     here: Int32
     next_here: Int32
@@ -72,8 +72,8 @@ class OutRows(NamedTuple):
     """A lane's rows of out.
 
     Attributes:
-      inverse, kept: the rows' factors are column `kept` of `inverse`. factors: the factors in registers, if they are
-        there.
+      inverse, kept: the rows' factors (1 / row sum) are column `kept` of `inverse`. factors: the same factors in
+        registers, or None.
       first_latent, lane: the lane's first latent, and its number in the warp.
     """
 
@@ -95,7 +95,7 @@ class Copier(Protocol):
     """The warps that fill the ring's stages."""
 
     def meet_for_first_pieces(self) -> None:
-        """Tell these warps that the first pieces have been described."""
+        """Meet the copying warps at a barrier, to tell them that the first pieces have been described."""
 
 
 ReadValues = Callable[[Int32, int, cute.Tensor], None]
@@ -158,7 +158,7 @@ class Values(Protocol):
 
 
 class ValueWalk:
-    """A value warpgroup's walk through its pieces by `steps`."""
+    """A value warpgroup's walk through its pieces, for which `steps` does the work."""
 
     def __init__(self, steps: Values) -> None:
         self.steps = steps
@@ -173,10 +173,10 @@ class ValueWalk:
         warp_idx: Int32,
         schedule: Schedule,
     ):
-        """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; one of their warps schedules.
+        """Run warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue. One of their warps also schedules.
 
-        A warp has half / 4 latents, in tiles of 16: the 16 bytes of a key that ldmatrix takes as one row. A lane has
-        two latents of a tile: rows g and g + 8 of the product.
+        A warp has a quarter of the half's latents, in tiles of 16 (with fp8, 16 bytes of a key, which ldmatrix takes as
+        one row). A lane has two latents of a tile: rows g and g + 8 of the product.
         """
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -203,7 +203,7 @@ class ValueWalk:
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == SCHEDULE_WARP:
-            # These pieces are described after the first one, so that the first copies do not wait for them.
+            # The next pieces are described only now, so that the first copies do not wait for that.
             for i in cutlass.range(1, self.steps.lookahead, unroll=1):
                 self.steps.walk.next_piece(i, schedule)
             self.steps.copier.meet_for_first_pieces()
@@ -231,7 +231,7 @@ class WideValues:
     Attributes:
       half: latents of a value warpgroup. m_tiles: how many tiles of 64 latents these are.
       neighbours: how many neighbouring latents a lane has.
-      latent, p_rows, ring: as in LatentShape. p_dtype: as in Ring. out_dtype, partial_dtype: the dtypes of the results.
+      latent: L. p_rows, p_dtype: as in Ring. out_dtype, partial_dtype: the dtypes of out and of partial_out.
     """
 
     def __init__(self, shape: LatentShape, ring: Ring, neighbours: int = 2) -> None:
@@ -256,8 +256,8 @@ class WideValues:
     def read_on(
         self, n: cutlass.Constexpr[int], reading: Reading, narrow: cute.Tensor, read_values: ReadValues
     ):  # fmt: skip
-        """After half n, if it is the last half of a fragment, read another fragment in that fragment's place. The new
-        one is this block's next fragment, or one of the next block's first ones, once the next block's keys have
+        """If half n, which `widen` has used, is the last half of a fragment, read another fragment in its place: the
+        next unread one of this block, or else one of the next block's first ones, once that block's keys have
         arrived."""
         g, groups = n // 2, 2 * self.m_tiles
         if const_expr(n % 2 == 1):
@@ -271,7 +271,7 @@ class WideValues:
 
     @cute.jit
     def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
-        """Widen half n of the fragments of V^T to f16, with a latent's two keys side by side."""
+        """Widen half n of the fragments of V^T to f16, with two keys of a latent side by side."""
         words = cute.make_rmem_tensor((2,), Int32)
         for i in cutlass.range_constexpr(2):
             word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
@@ -282,7 +282,7 @@ class WideValues:
 
     @cute.jit
     def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):
-        """Multiply O by `rescale`. Lane i's flag says whether 16 rows, from row 16 i on, need it."""
+        """Multiply O's rows by `rescale`. The flag of lane i says whether the 16 rows from row 16 i on need that."""
         flags = cute.arch.vote_ballot_sync(flag != 0)
         if flags != 0:
             factors = cute.make_rmem_tensor((2,), Float32)

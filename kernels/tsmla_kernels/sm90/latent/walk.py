@@ -1,4 +1,4 @@
-"""The walk through a cluster's share: one warp describes its pieces in shared memory, one after the other."""
+"""The walk through a cluster's share: one warp describes the share's pieces in shared memory, one after the other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
 class TileOnLine(NamedTuple):
-    """A row tile on its line: how many tiles its request has there, its key blocks, its length, and the part of the
-    length before its blocks."""
+    """A row tile on its line: how many tiles its request has on the line, its key blocks, its length, and the part of
+    that length before its blocks."""
 
     tiles: Int32
     blocks: Int32
@@ -44,7 +44,7 @@ class TileRows(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Key blocks [begin, end) of a piece, and its slot of partial_out or -1."""
+    """Key blocks [begin, end) of a piece, and its slot of partial_out; the slot is -1 if the piece is a whole tile."""
 
     begin: Int32
     end: Int32
@@ -90,7 +90,7 @@ class PieceWalk:
         kind, equal_cost, tracks = Int32(ScheduleKind.CUT), Int32(0), Int32(self.max_tiles)
         alone = cutlass.Boolean(False)
         if const_expr(self.batch.equal_row_counts):
-            # A single request needs no measuring. It may be short, and less code begins sooner.
+            # A single request needs no measuring. It may be short, so a path of less code matters.
             blocks = self.batch.request(Int32(0), early, schedule).blocks
             alone = batch == 1 and self.batch.tracks_fit(blocks, num_clusters)
             if alone:
@@ -121,7 +121,7 @@ class PieceWalk:
                         slot = 2 * cluster_index + which
                         split_info[slot, SplitEntry.PIECES] = 0
         if const_expr(self.batch_invariant and self.ragged):
-            # These entries are of row tiles that a short query does not have, so no cluster walks there.
+            # Clear the entries of row tiles that a short query does not have: no cluster describes these tiles.
             for i in cutlass.range(cluster_index * 32 + lane, batch, num_clusters * 32, unroll=1):
                 tiles_of_request = self.batch.request_at(i, schedule).tiles
                 for t in cutlass.range(tiles_of_request, self.max_tiles, unroll=1):
@@ -205,7 +205,7 @@ class PieceWalk:
                 tile += 1
                 piece_of_tile = Int32(-1)
                 if tile >= tiles:
-                    tile_start -= (tile - tiles) * tile_cost  # a request without queries has no length on the line
+                    tile_start -= (tile - tiles) * tile_cost  # a request without queries takes no part of the line
                     tile = Int32(0)
                     r += 1
                 if const_expr(self.batch.may_sort_requests):
@@ -299,7 +299,7 @@ class PieceWalk:
         split_info = schedule.split_info
         owner = divide(share.tile_start + line.lead, share.length)
         count = divide(share.tile_start + line.lead + line.blocks - 1, share.length) - owner + 1
-        # This is an estimate, but all clusters of the tile must come to the same one.
+        # The flags are an estimate, but all clusters of the tile must find the same flags.
         busy = Int32(0)
         if share.kind == ScheduleKind.LINE:
             if share.tile_start > owner * share.length:
