@@ -10,8 +10,7 @@ from tsmla_kernels.sm90.constants import SMEM_BYTES
 
 
 def checked_storage(storage: Any, config: object) -> Any:
-    """Check the size of `storage`, the struct (cute.struct) of a CTA's shared memory in the kernel for `config`; return
-    it.
+    """Return `storage`, the cute.struct of a CTA's shared memory in the kernel for `config`, if it is not too large.
 
     Raises:
       ValueError: the struct is larger than a CTA's shared memory.
@@ -22,7 +21,7 @@ def checked_storage(storage: Any, config: object) -> Any:
 
 
 def storage_of_fields(fields: dict[str, Any], config: object) -> Any:
-    """The struct of a CTA's shared memory with these fields, for kernels whose configurations have different ones.
+    """The struct of a CTA's shared memory with these fields, for a kernel whose fields depend on `config`.
 
     Raises:
       ValueError: the struct is larger than a CTA's shared memory.

@@ -17,8 +17,8 @@ DTYPES = {
 
 
 def quotient(value: Int32, divisor: int) -> Int32:
-    """value // divisor for a power of 2: a shift, which also rounds down. The compiler takes six instructions if it
-    does not know the sign, and in code that runs once every instruction waits to be fetched."""
+    """value // divisor for a power of 2, by a shift, which also rounds down. The compiler, which does not know the
+    sign, would take six instructions. In code that runs only once, each of them must first be fetched."""
     return value >> (divisor.bit_length() - 1)
 
 
@@ -29,7 +29,7 @@ def remainder(value: Int32, divisor: int) -> Int32:
 
 @cute.jit
 def divide(a: Int32, b: Int32):
-    """a // b for a >= 0 and b > 0, with a quarter of the compiler's instructions: see `quotient`."""
+    """a // b for a >= 0 and b > 0, in a quarter of the instructions that the compiler would take."""
     inverse = cute.arch.rcp_approx(Float32(b))
     q = Int32(Float32(a) * inverse)
     q += Int32(Float32(a - q * b) * inverse)
@@ -43,7 +43,7 @@ def divide(a: Int32, b: Int32):
 
 @cute.jit
 def prefetch(array: cute.Tensor, offset: Int32):
-    """Prefetch 128 bytes from element `offset` on into the L2 cache, if the array is that long."""
+    """Prefetch 128 bytes from element `offset` on into the L2 cache, if the array has this element."""
     if Int64(offset) < Int64(array.shape[0]) * array.shape[1]:
         cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
 
@@ -72,7 +72,7 @@ def kept(value: Int32):
 
 @cute.jit
 def running_sum(value: Int32, lane: Int32):
-    """The sum of the values of a lane and of the lanes before it."""
+    """The sum of the values of this lane and of all lanes before it."""
     for step in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)
         if lane >= 1 << step:

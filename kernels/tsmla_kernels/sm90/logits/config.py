@@ -18,10 +18,10 @@ HEAD_DIM = 128
 BLOCK = 64  # keys of a product: M of one WGMMA
 Q_STAGES = 2
 MAX_COLUMNS = 128  # columns of an accumulator: it and its weights take 96 registers
-MAX_TOKENS = 4  # query tokens of an accumulator: each has two sums
+MAX_TOKENS = 4  # query tokens of an accumulator: each takes two sums per lane
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
-FIXED_BYTES = 2048  # shared memory for barriers, descriptions and alignment
+FIXED_BYTES = 2048  # shared memory for barriers, descriptions of pieces, and alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class LogitsConfig:
     Attributes:
       num_heads: Hi. page_size: Z.
       packed: whether a page is Z keys and then Z scales; otherwise it has only keys.
-      ragged: whether a request's query tokens are found through cu_seqlens_q; otherwise each request has one.
-      writes_rows: whether the rows of a ragged call may be a chunk of the requests' query tokens. The kernel then also
-        writes how many keys each row sees, and its request, for the top-k that follows.
+      ragged: whether a request's query tokens are found through cu_seqlens_q; otherwise each request has one token.
+      writes_rows: whether the launch may have only a chunk of a ragged call's rows (query tokens). The kernel then also
+        writes each row's request and how many keys the row sees, for the top-k that follows.
       tokens: query tokens of an accumulator, a power of two.
       q_groups: groups of `tokens` tokens that a CTA holds and multiplies with each block of keys, a power of two.
       groups: math warpgroups, a multiple of q_groups. Each multiplies one group of tokens; warpgroups of the same group
@@ -81,8 +81,8 @@ class LogitsConfig:
 
     @property
     def stages(self) -> int:
-        """How many blocks of keys fit in shared memory: a multiple of the number of warpgroups that take them in
-        turn."""
+        """How many blocks of keys the ring in shared memory has: a multiple of the number of warpgroups that take
+        blocks in turn."""
         turns = self.groups // self.q_groups
         left = SMEM_BYTES - FIXED_BYTES - Q_STAGES * (self.q_bytes + 4 * self.weight_words)
         return min(left // (BLOCK * (HEAD_DIM + 4)), 16) // turns * turns
@@ -113,7 +113,7 @@ def logits_reasons(spec: IndexerLogitsSpec) -> list[str]:
 def logits_config(spec: IndexerLogitsSpec, num_sms: int = 132) -> LogitsConfig:
     """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors.
 
-    Each configuration serves requests of any number of tokens; the best one depends on their mean.
+    A ragged configuration serves requests of any number of tokens; the mean number decides which one is fastest.
     """
     requests, heads = spec.num_requests, spec.num_heads
     most = min(1 << (MAX_COLUMNS // heads).bit_length() - 1, MAX_TOKENS)
@@ -125,7 +125,7 @@ def logits_config(spec: IndexerLogitsSpec, num_sms: int = 132) -> LogitsConfig:
         mean = most * 4
     tokens = min(most, 1 << (mean - 1).bit_length())
     if mean > tokens == MAX_TOKENS and tokens * heads > MAX_COLUMNS - MAX_TOKENS * 8:
-        tokens //= 2  # eight sums and all 96 registers are too much for four warpgroups
+        tokens //= 2  # with four warpgroups, a thread has no room for eight sums next to 96 registers
     q_groups = 1 if mean <= tokens else 2 if mean <= 2 * tokens else 4
     return LogitsConfig(
         num_heads=heads,

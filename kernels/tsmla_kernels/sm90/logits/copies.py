@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.logits.memory import (
 from tsmla_kernels.sm90.logits.share import Line
 from tsmla_kernels.sm90.warp import advance, quotient, remainder
 
-TABLE_AHEAD = 32  # block-table entries that are read at once
+TABLE_AHEAD = 32  # block-table entries that are read at once, one per lane
 
 
 def layout_atom() -> cute.ComposedLayout:
@@ -41,7 +41,7 @@ def bulk_copy(target: cute.Pointer, source: Int64, size: Int32, barrier: cute.Po
 
 
 class Producer:
-    """Device functions of the producer warp. box: keys of one TMA copy; a page may have less than a block."""
+    """Device functions of the producer warp. box: keys of one TMA copy. It is less than a block if a page is."""
 
     def __init__(self, config: LogitsConfig) -> None:
         self.config, self.line = config, Line(config)
@@ -51,7 +51,7 @@ class Producer:
 
     @cute.jit
     def tensor_maps(self, arrays: Arrays) -> Tma:
-        """The TMA loads: q as rows of heads, keys as (key of a page, column, page)."""
+        """The TMA loads: q as (token and head, column), keys as (key of a page, column, page)."""
         config, load, atom = self.config, cpasync.CopyBulkTensorTileG2SOp(), layout_atom()
         rows = Int32(arrays.q.shape[0]) * config.num_heads
         q = cute.make_tensor(arrays.q.iterator, cute.make_layout((rows, HEAD_DIM), stride=(HEAD_DIM, 1)))
@@ -75,7 +75,7 @@ class Producer:
         q_stage, stage = Stage(Int32(0), Int32(1)), Stage(Int32(0), Int32(1))
         while left > 0:
             count = cutlass.min(left, self.line.blocks(request, position.tile) - position.block)
-            # The pages are loaded first, because issuing the copies of queries takes longer than loading the table.
+            # Load the pages first: the table's latency hides behind issuing the copies of the queries.
             pages = self.read_table(arrays, position.request, self.first_entry(position.block), request.keys)
             self.begin_piece(tma, arrays, shared, q_stage, position, request, count)
             q_stage = Stage(*advance(q_stage.index, q_stage.phase, Q_STAGES))
@@ -158,9 +158,9 @@ class Producer:
 
     @cute.jit
     def read_table(self, arrays: Arrays, r: Int32, first: Int32, keys: Int32):
-        """Read a lane's entry of request r's block table, from entry `first` on. It is 0 behind the request's last
-        page, where the table may hold anything. A page outside the cache counts as the nearest page inside: TMA would
-        give zeros for its keys, but its scales come by a plain copy."""
+        """Read entry `first` + lane of request r's block table. The result is 0 past the request's last page, where the
+        table may hold anything. A page outside the cache is replaced by the nearest page inside: TMA checks the
+        bounds of keys, but the plain copy of the scales does not."""
         entry = first + cute.arch.lane_idx()
         page = Int32(0)
         if entry < arrays.block_tables.shape[1] and entry * self.config.page_size < keys:
@@ -174,7 +174,7 @@ class Producer:
     ) -> None:  # fmt: skip
         """Copy box `h` of block `b`, which lies in `page`, with its scales, into stage `index`."""
         config, keys = self.config, shared.keys
-        box = quotient(remainder(b * BLOCK, config.page_size), BLOCK)  # 0 if a page has one box or a part of a block
+        box = quotient(remainder(b * BLOCK, config.page_size), BLOCK)  # the box's number in its page
         smem = cute.make_tensor(
             cute.recast_ptr(keys.memory, layout_atom().inner, dtype=Float8E4M3FN),
             cute.make_layout(

@@ -1,5 +1,5 @@
-"""The warps of indexer_logits next to the producer. They write -inf into the columns that a token does not see. With
-config.writes_rows they also write how many keys each row sees, and its request."""
+"""The three warps in the producer's warpgroup of indexer_logits. They write -inf into the columns that a token does not
+see. With config.writes_rows they also write each row's request and how many keys the row sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fill:
 
     @cute.jit
     def run(self, arrays: Arrays, warp: Int32) -> None:
-        """Fill this warp's parts of rows: the grid's filling warps take them in turn."""
+        """Fill this warp's parts (FILL_COLUMNS columns of a row). The filling warps of all CTAs take parts in turn."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         rows, width = arrays.logits.shape[0], arrays.logits.shape[1]
@@ -39,7 +39,7 @@ class Fill:
 
     @cute.jit
     def write_rows(self, arrays: Arrays, warp: Int32) -> None:
-        """Write the keys and the requests of rows, one row per lane."""
+        """Write how many keys each row sees, and its request, one row per lane."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         rows, before = arrays.logits.shape[0], rows_before(arrays)
@@ -51,7 +51,7 @@ class Fill:
 
     @cute.jit
     def row(self, arrays: Arrays, row: Int32):
-        """(the keys that the token of `row` sees, its request). A row that belongs to no request sees no keys."""
+        """(how many keys `row` sees, its request). A row that belongs to no request sees no keys."""
         requests = arrays.seq_lens.shape[0]
         keys, low = Int32(0), Int32(0)
         if const_expr(self.config.ragged):

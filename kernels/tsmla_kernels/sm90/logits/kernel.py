@@ -2,9 +2,9 @@
 
 DESIGN.md in this folder gives the reasons. Warpgroups of a CTA:
 
-  0 and 1   math: products of keys and queries in fp8, and their epilogue (products.py)
-  2         first warp: the producer finds the CTA's share and copies (share.py, copies.py);
-            the other warps write -inf behind the rows' ends (fill.py)
+  config.groups warpgroups   math: products of keys and queries in fp8, and their epilogue (products.py)
+  the last warpgroup         first warp: the producer finds the CTA's share and copies (share.py, copies.py);
+                             the other warps write -inf into the columns that a token does not see (fill.py)
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class IndexerLogits:
             self.init_barriers(shared)
         share = Share(Position(*[Int32(0)] * 3), Request(*[Int32(0)] * 3), Int32(0))
         if warp == self.producer_warp:
-            # The lengths are loaded while the other warps set up the barriers.
+            # This warp loads the lengths while warp 0 sets up the barriers.
             cpasync.prefetch_descriptor(tma.q.atom)
             cpasync.prefetch_descriptor(tma.keys.atom)
             block_idx, _, _ = cute.arch.block_idx()
@@ -101,7 +101,7 @@ class IndexerLogits:
     @cute.jit
     def run_beside_producer(self, arrays: Arrays, warp: Int32):
         """Run the three warps next to the producer."""
-        # A top-k of these logits may be launched as soon as there is room for it. It waits for this kernel's end.
+        # A top-k of these logits may start as soon as it has room. It waits for this kernel's end before it reads.
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.config.writes_rows):
             self.fill.write_rows(arrays, warp)

@@ -13,7 +13,7 @@ class Piece(IntEnum):
     """Words that describe a piece: a range of key blocks of one tile of query tokens."""
 
     BLOCK_BEGIN = 0
-    BLOCK_END = 1  # equal to BLOCK_BEGIN: the CTA's work ends
+    BLOCK_END = 1  # if it equals BLOCK_BEGIN, the CTA has no further piece
     ROW = 2  # the tile's first row of q and of the logits
     TOKENS = 3  # query tokens of the tile
     FIRST_KEYS = 4  # keys that the tile's first token sees
@@ -56,8 +56,8 @@ class Mma(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Buffers in shared memory, each with a `full` and an `empty` barrier. `scales` are separate: a key's scale, or a
-    head's weight."""
+    """Buffers in shared memory, each with a `full` and an `empty` barrier. `memory` has keys or queries; `scales` has
+    the keys' scales or the heads' weights."""
 
     memory: cute.Pointer
     scales: cute.Pointer
@@ -66,7 +66,7 @@ class Buffers(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A CTA's shared memory. pieces: [Piece, Q's stage], the description of the piece whose queries a stage has."""
+    """A CTA's shared memory. pieces: [Piece, stage of Q], the description of the piece whose queries the stage has."""
 
     q: Buffers
     keys: Buffers
@@ -74,7 +74,7 @@ class Shared(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stage of a ring, and the parity of the barrier that is waited for."""
+    """A stage of a ring, and the parity with which its barrier is waited for."""
 
     index: Int32
     phase: Int32
@@ -89,7 +89,7 @@ class Request(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place in the sequence of all key blocks of all tiles: request, tile from the request's end, block."""
+    """A place on the line of all tiles' key blocks: request, tile (counted from the request's end), block."""
 
     request: Int32
     tile: Int32
@@ -105,8 +105,8 @@ class Share(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The bundle that the copies of a piece need: its request's keys, its blocks, and the lane's entry of the block
-    table from the piece's first block on."""
+    """Facts for the copies of a piece: how many keys its request has, how many blocks the piece has, and a page for
+    each lane: the block table's entries from the piece's first block on."""
 
     keys: Int32
     blocks: Int32

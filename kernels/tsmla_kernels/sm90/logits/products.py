@@ -1,7 +1,7 @@
 """The math warpgroups of indexer_logits: the products of 64 keys with the heads of some tokens, and their logits.
 
 A product is S^T = K Q^T, keys by heads, in fp8. Its epilogue takes relu, weighs the heads, sums over them and
-multiplies by the key's scale. While one warpgroup does that, the tensor cores compute the products of others.
+multiplies by the key's scale. While one warpgroup does so, the tensor cores compute the products of other warpgroups.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Lane(NamedTuple):
     """A thread of a math warpgroup.
 
     Attributes:
-      q_group: the group of tokens that its warpgroup multiplies. thread: its number in the warpgroup. lane: its number
-        in the warp.
-      key: the key of a block whose logits it writes. token: the first of the tile's tokens whose logits it writes.
-      writes: 1 if it writes any logits.
+      q_group: the group of tokens that the thread's warpgroup multiplies. thread: its number in the warpgroup. lane:
+        its number in the warp.
+      key: the key, of each block, whose logits it writes. token: the first of the tile's tokens whose logits it writes.
+      writes: 1 if it writes logits, else 0.
     """
 
     q_group: Int32
@@ -55,10 +55,10 @@ class Held(NamedTuple):
 
     Attributes:
       q: Q of the warpgroup's tokens. weights: the weights of the lane's columns.
-      target: the address of a logit, for the lane's key of block 0 and the lane's first token. row_bytes: bytes from
-        one token's logits to the next token's.
-      limit: the number of keys that its first token sees, less the lane's key in a block. tokens: how many of the
-        piece's tokens remain from the lane's first one on.
+      target: the address of the lane's first token's logit for the lane's key of block 0. row_bytes: bytes from one
+        token's logits to the next token's.
+      limit: how many keys the lane's first token sees, less the number of the lane's key in a block. tokens: how many
+        of the piece's tokens remain from the lane's first token on; 0 if the lane writes no logits.
     """
 
     q: cute.Tensor
@@ -214,21 +214,20 @@ class Math:
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = sums[i] * scale
 
     def head_sums(self, acc: cute.Tensor, weights: cute.Tensor) -> list[Float32]:
-        """The lane's part of the sum over heads of weight * relu: for its two keys, for each token."""
+        """The lane's partial sums of weight * relu over heads, one for each of its two keys and each token."""
         pairs = self.config.num_heads // 8
         values = cute.make_tensor(
             acc.iterator, cute.make_layout((2, 2, self.config.columns // 8), stride=(2, 1, 4))
         )  # [row, column of a pair, pair]
         sums = [Float32(0.0) for _ in range(2 * self.tokens)]
-        # Neighbours in this order add to different sums, because an addition waits for the one before it on the same
-        # sum.
+        # Neighbours in this order add to different sums: an addition waits for the previous one to the same sum.
         for pair, token, column, row in itertools.product(range(pairs), range(self.tokens), range(2), range(2)):
             x, weight = values[row, column, token * pairs + pair], weights[column, token * pairs + pair]
             sums[row * self.tokens + token] += cute.arch.fmax(x, 0.0, nan=True) * weight
         return sums
 
     def sum_of_quad(self, sums: list[Float32], lane: Int32) -> list[Float32]:
-        """Add up the sums of four lanes. Each lane keeps the sums of one key and of half of the tokens."""
+        """Add up the sums of four lanes. Each lane keeps one key's sums of half of the tokens, or of the only token."""
         for bit in range(2):
             offset, upper, half = 1 << bit, ((lane >> bit) & 1) == 1, len(sums) // 2
             if half > 0:

@@ -1,8 +1,8 @@
-"""The sharing of indexer_logits' work: equal ranges of a line of key blocks, found inside the kernel.
+"""How CTAs share the work of indexer_logits: each finds its own range of a line of key blocks.
 
 A request's query tokens are cut into tiles from its last token on. So all tiles but one are full, and a tile that is
 `i` tiles before the last one sees exactly `i * tile_tokens` keys less. The line has the blocks of all tiles of all
-requests one after another. CTAs take equal numbers of neighbouring blocks.
+requests one after another. Each CTA takes a range of neighbouring blocks; the ranges' lengths differ by at most one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Line:
     def __init__(self, config: LogitsConfig) -> None:
         self.config = config
         self.tile_tokens = config.tile_tokens
-        self.tiles_of_block = BLOCK // config.tile_tokens  # number of tiles after which a tile has one block less
+        self.tiles_of_block = BLOCK // config.tile_tokens  # a tile so many tiles earlier has one block less
 
     @cute.jit
     def request(self, arrays: Arrays, r: Int32):
@@ -42,8 +42,7 @@ class Line:
                 row, end = arrays.cu_seqlens_q[r], arrays.cu_seqlens_q[r + 1]
                 if const_expr(self.config.writes_rows):
                     row, end = row - rows_before(arrays), end - rows_before(arrays)
-                    # The launch's tokens do not see the keys of the tokens after them, which are the request's last
-                    # keys.
+                    # The request's tokens after this launch's rows have its last keys, which no row here sees.
                     keys -= cutlass.max(end - rows, 0)
                 row, end = cutlass.max(cutlass.min(row, rows), 0), cutlass.max(cutlass.min(end, rows), 0)
                 tokens = end - row
@@ -60,31 +59,31 @@ class Line:
         return quotient(request.keys - tile * self.tile_tokens + (BLOCK - 1), BLOCK)
 
     def rising(self, count: Int32) -> Int32:
-        """The blocks of `count` tiles, modulo 2^32. The first tile sees `tile_tokens` keys, and each further one as
-        many more.
+        """The number of blocks of `count` tiles, modulo 2^32, if the first tile sees `tile_tokens` keys and each next
+        one `tile_tokens` more.
 
-        A request of a few tokens and millions of keys exceeds 2^32 here, but the difference that `blocks_before` takes
-        is right. Halving the product loses its upper bits, but multiplying by `per`, a multiple of 4, would shift these
-        out anyway.
+        The number may exceed 2^32 (few tokens, millions of keys), but `blocks_before` takes a difference, which is
+        right. The product wraps too: its half has a wrong top bit, which multiplying by `per`, an even number, shifts
+        out.
         """
         per = self.tiles_of_block
         whole = quotient(count, per)
         return per * quotient(whole * (whole + 1), 2) + (count - whole * per) * (whole + 1)
 
     def blocks_before(self, request: Request, tile: Int32) -> Int32:
-        """The blocks of the request's tiles before `tile`, which is at most `tiles`."""
+        """How many blocks the request's tiles before `tile` have; `tile` is at most `tiles(request)`."""
         if not self.config.ragged:
             return tile * quotient(request.keys + (BLOCK - 1), BLOCK)
         whole = quotient(request.keys + (self.tile_tokens - 1), self.tile_tokens)
         return self.rising(whole) - self.rising(whole - tile)
 
     def cost(self, request: Request) -> Int32:
-        """The blocks of all tiles of a request."""
+        """How many blocks all tiles of a request have."""
         return self.blocks_before(request, self.tiles(request))
 
     @cute.jit
     def share(self, arrays: Arrays, cta: Int32, ctas: Int32):
-        """Find the CTA's Share. Each lane reads one of the first 32 requests, once."""
+        """Find the CTA's Share. Each lane reads one of the first 32 requests and keeps it for the search."""
         lane = cute.arch.lane_idx()
         requests = arrays.seq_lens.shape[0]
         chunks = quotient(requests + 31, 32)
@@ -123,7 +122,7 @@ class Line:
             later = self.request(arrays, r)
             keys, tokens, row = later.keys, later.tokens, later.row
         request = Request(keys, tokens, row)
-        # Find its tile: the last one that begins at this block or before it.
+        # Find the request's tile: the last one that begins at block `begin` or before it.
         low, high = Int32(0), self.tiles(request)
         while high - low > 1:
             middle = quotient(low + high, 2)
@@ -136,7 +135,7 @@ class Line:
 
     @cute.jit
     def next_tile(self, arrays: Arrays, position: Position, request: Request):
-        """Find (position, request) of the first block of the tile after `position`. There must be such a tile."""
+        """Find (position, request) of the first block of the next tile after `position`. The line must have one."""
         r, tile = position.request, position.tile + 1
         keys, tokens, row = request.keys, request.tokens, request.row
         if tile >= self.tiles(request):
