@@ -43,10 +43,10 @@ class Tiling:
 
 
 def tiling(columns: int, *dtypes: str) -> Tiling:
-    """The tiling of rows of `columns` values, which are stored in one of these dtypes, or in each of them."""
+    """The tiling of rows of `columns` values, which are stored in each of `dtypes`, by one launch."""
     vector = STORE_BYTES // max(ITEMSIZE[dtype] for dtype in dtypes)
     chunks = columns // vector
-    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # reasons refuse rows without a chunk
+    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # the reasons refuse rows narrower than a chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +113,9 @@ class GatherConfig:
     """The static facts that an object of gather_kv_cache is compiled for.
 
     Attributes:
-      kv_dtype: the dtype of the cache. out_dtype: the dtype of the rows.
+      kv_dtype: the dtype of the cache. out_dtype: the dtype of the gathered rows.
       head_dim: D.
-      rounds: how many times a CTA's threads go over its rows.
+      rounds: how many rows each thread of a CTA copies, one after the other or `unroll` at once.
       unroll: rows that a thread has in flight at once; it divides rounds.
     """
 

@@ -1,4 +1,4 @@
-"""The kernels of the paged cache: writing rows into its slots, with or without rotating them first, and gathering rows.
+"""The kernels of the paged cache. They write rows into its slots, with or without a rotation first, or gather rows.
 DESIGN.md in this folder gives the reasons.
 
 Each kernel moves every row once, in one launch. A thread owns one chunk of columns (16 bytes of results) and walks down
@@ -25,7 +25,7 @@ DTYPES = {
     "float32": cutlass.Float32,
     "float8_e4m3fn": cutlass.Float8E4M3FN,
 }
-NOWHERE = -1  # the slot of a row that is not in the cache
+NOWHERE = -1  # the slot of a row that is not in the cache; also the request of a row without one
 
 
 def values_at(dtype, address, count):
@@ -71,7 +71,7 @@ def slot_address(cache, slot, column_bytes):
 
 
 def is_written(is_row, cache, slot):
-    """Whether a slot lies in a cache [P, Z, D] and has a row to be written."""
+    """Whether a row is written: `is_row` holds, and the slot lies in the cache [P, Z, D]."""
     return is_row & (slot >= 0) & (Int64(slot) < Int64(cache.shape[0]) * Int64(cache.shape[1]))
 
 
@@ -166,7 +166,7 @@ class RopeWriteKvCache:
     """rope_write_kv_cache: `config` is static, all shapes but D, L and R are dynamic.
 
     Operands of the launcher: kv_cache [P, Z, D], which is not read, and RopeWriteArrays, whose new_kv_cache is the same
-    memory. The rows of the grid are first the N of q, then the T of the cache.
+    memory. The rows of the grid are first the N rows of q, then the T rows of the cache.
     """
 
     arrays = RopeWriteArrays
@@ -232,7 +232,7 @@ class RopeWriteKvCache:
                 ]
                 if const_expr(self.config.rope_layout == "interleaved"):
                     rotated = [[rotated[i % 2][i // 2] for i in range(vector)]]
-                # Rounded to the inputs' dtype, as an unfused rotation would do before the quantisation.
+                # Round to the inputs' dtype, as a separate rotation would do before the quantisation.
                 stores = [self.rounded(values) for values in rotated]
                 column = latent_dim + pair * (3 - len(stores))
                 self.write(arrays, first_row + u * tiling.rows, slots[u], column, stores, factors)
@@ -247,8 +247,9 @@ class RopeWriteKvCache:
         num_heads: Int32,
         column_bytes: Int32,
     ):
-        """(address, token, slot) of a row of the grid: the address from which it is read, and its slot in the cache. A
-        row past the last one is read as the last one. `q_part` and `kv_part` are the inputs that have the row."""
+        """(address, token, slot) of a row of the grid: the address from which the row is read, its token, and its slot
+        in the cache (0 for a row of q). A row past the last one is read as the last one. `q_part` and `kv_part` are the
+        inputs that hold rows of q and of the cache."""
         q_rows = arrays.q.shape[0]
         row = cutlass.min(row, q_rows + arrays.slot_mapping.shape[0] - 1)
         address = row_address(q_part, cutlass.min(row, q_rows - 1), column_bytes)
@@ -273,7 +274,7 @@ class RopeWriteKvCache:
         return [[value.to(Float32) for value in side] for side in sides]
 
     def rounded(self, values):
-        """Round `values` to the inputs' dtype. The results are in registers."""
+        """Round `values` to the inputs' dtype, into registers."""
         registers = cute.make_rmem_tensor((len(values),), self.in_dtype)
         for i, value in enumerate(values):
             registers[i] = value.to(self.in_dtype)
@@ -289,8 +290,8 @@ class RopeWriteKvCache:
         stores: Sequence[cute.Tensor],
         factors: tuple[Float32, Float32],
     ):
-        """Write values of a row of the grid, times the factor of q or of the cache, into q or into the cache's slot.
-        The first of `stores` is written at `column`, the second half a rope vector further on."""
+        """Write values of a row of the grid into q or into the cache's slot, multiplied by the factor of q or of the
+        cache. The first of `stores` is written at `column`, the second, if any, half a rope vector further on."""
         q_rows = arrays.q.shape[0]
         if row < q_rows:
             for i in cutlass.range_constexpr(len(stores)):
@@ -387,8 +388,8 @@ class GatherKvCache:
 
     @cute.jit
     def owner(self, row: Int32, lens: cute.Tensor, ends: cute.Tensor, totals: cute.Tensor, tidx: Int32):
-        """Find (request, position in the request) of a packed row. The request is -1 if the row belongs to no
-        request."""
+        """Find (request, position) of a row of `out`; the position counts from starts[request]. The request is -1
+        if the row belongs to no request."""
         batch, warp, lane = lens.shape[0], tidx // 32, tidx % 32
         request, position, before = Int32(NOWHERE), Int32(0), Int32(0)
         for segment in cutlass.range(cute.ceil_div(batch, self.segment), unroll=1):
@@ -430,8 +431,8 @@ class GatherKvCache:
     def slot(
         self, request: Int32, position: Int32, cache: cute.Tensor, block_tables: cute.Tensor, starts: cute.Tensor
     ) -> Int64:
-        """The slot of a request's token, or NOWHERE if the token is not inside the table. A page outside the cache
-        counts as the nearest page inside."""
+        """The slot of a request's token, or NOWHERE if the block table has no entry for the token. A page outside the
+        cache is replaced by the nearest page inside."""
         slot = Int64(NOWHERE)
         if request >= 0:
             page_size = cache.shape[1]

@@ -1,2 +1,2 @@
-"""The merging of partial attention results by their log-sum-exps: the kernel and its configurations, for any
+"""The kernel that merges partial attention results by their log-sum-exps, and its configurations, for any
 architecture."""

@@ -58,5 +58,5 @@ def merge_reasons(spec: MergeSpec) -> list[str]:
 def merge_config(spec: MergeSpec) -> MergeConfig:
     """The configuration that serves `spec`."""
     assert isinstance(spec.head_dim, int)
-    # A thread has about 64 bytes in flight, in few enough registers for all threads that a multiprocessor can hold.
+    # Bytes in flight per thread: 64 for two parts, 16 per part for more.
     return MergeConfig(spec.out_dtype, spec.head_dim, spec.num_parts, unroll=2 if spec.num_parts <= 2 else 1)

@@ -1,8 +1,8 @@
-"""merge_attention_states in one launch: it merges partial attention results over disjoint keys into one result, perhaps
-in place.
+"""merge_attention_states in one launch: it merges partial attention results over disjoint keys into one result, which
+may overwrite one of them.
 
-As in the cache kernels, every row is moved once: a thread owns 16 bytes of columns and walks down the rows, with a few
-rows of all partial results in flight. cache_ops/DESIGN.md gives the cost.
+As in the cache kernels, every row is moved once. A thread owns 16 bytes of columns of one or two rows, and loads them
+from all partial results before it uses any. DESIGN.md in this folder gives the reasons.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MergeAttentionStates:
             merged = cute.make_rmem_tensor((tiling.vector,), Float32)
             for i in cutlass.range_constexpr(tiling.vector):
                 terms = [value[i].to(Float32) * weight for value, weight in zip(values[u], weights, strict=True)]
-                # A value whose weight is 0 may be NaN.
+                # A value whose weight is 0 may be NaN, and 0 * NaN is NaN.
                 terms = [
                     cutlass.select_(weight == 0.0, Float32(0.0), term)
                     for term, weight in zip(terms, weights, strict=True)
@@ -78,8 +78,8 @@ class MergeAttentionStates:
 
     def weights(self, lses):
         """The weight of each partial result in a row, and the merged lse. They are 0 and -inf if no partial result saw
-        a key, and NaN if an lse is NaN. An lse of +inf says that no key was seen, too: FlashAttention and FlashMLA
-        write it."""
+        a key; the merged lse is NaN if an lse is NaN. An lse of +inf means the same as -inf (no key was seen), because
+        FlashAttention and FlashMLA write +inf."""
         lses = [cutlass.select_(lse == Float32.inf, -Float32.inf, lse) for lse in lses]
         maximum = lses[0]
         for lse in lses[1:]:
@@ -90,6 +90,6 @@ class MergeAttentionStates:
         terms = [cute.math.exp2((lse - maximum) * LOG2_E, fastmath=True) for lse in lses]
         total = cutlass.select_(no_keys, Float32(1.0), sum(terms[1:], terms[0]))
         inverse = Float32(1.0) / total
-        # fmax ignores NaN, so no_keys may hide a NaN. The sum is -inf, or this NaN.
+        # fmax ignores NaN, so an lse may be NaN if no_keys. The sum of the lses is then NaN, otherwise -inf.
         merged = cutlass.select_(no_keys, sum(lses[1:], lses[0]), maximum + cute.math.log(total))
         return [term * inverse for term in terms], merged
