@@ -1,8 +1,8 @@
 """compress_write_kv_cache in one launch: V4's compressor, the norm, rope and quantisation of its entries, their write
 into the cache, and the new state. DESIGN.md in this folder gives the reasons.
 
-A CTA pools one entry; if the window is long, a cluster does. The first CTA of a request pools, one after the other, the
-entries that reach back into the state, and then writes the state. So no CTA reads what another one writes.
+A CTA, or a cluster if the window is long, pools one entry. The first CTA of a request pools, one after the other, the
+entries that reach back into the state, and then writes the state. So no CTA reads state that another one writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CompressWriteKvCache:
         @cute.struct
         class Storage:
             """greatest, total, pooled: Sums of the CTA's parts. merged: Sums of the cluster's CTAs, in the first CTA.
-            squares: sums of the warps of a row."""
+            squares: the sum of squares of each warp that holds a part of a row."""
 
             greatest: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
             total: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
@@ -85,7 +85,7 @@ class CompressWriteKvCache:
         place = Place(rank, thread // config.lanes, lane, lane * LANE_CHANNELS)
         weights = self.norm_weights(arrays, place)
         index, number = self.owner(arrays.cu_seqlens_q, arrays.seq_lens.shape[0], block, thread & 31)
-        # Offsets and lengths that are not sound become some that are: nothing outside of the arrays is touched.
+        # Clamp invalid offsets and lengths, so that nothing outside the arrays is read or written.
         num_tokens = arrays.kv_score.shape[0]
         token = cutlass.min(cutlass.max(arrays.cu_seqlens_q[index], 0), num_tokens)
         tokens = cutlass.min(cutlass.max(arrays.cu_seqlens_q[index + 1], token), num_tokens) - token
@@ -94,14 +94,14 @@ class CompressWriteKvCache:
         request = Request(index, token, start, length, arrays.state_slots[index])
         first_entry = start // config.ratio
         count = length // config.ratio - first_entry  # entries that the request's new tokens complete
-        # The first `series` entries may reach back into the state, so one CTA pools them in turn.
+        # The first `series` entries may reach back into the state, so the first CTA pools them in turn.
         turns = Int32(0)
         if number == 0:
             turns = cutlass.min(count, config.series)
         elif number >= config.series and number < count:
             turns = Int32(1)
         if const_expr(config.cluster > 1):
-            cute.arch.cluster_wait()  # the first CTA runs, so that hand_over may write into its shared memory
+            cute.arch.cluster_wait()  # the first CTA has started, so hand_over may write into its memory
         for turn in cutlass.range(turns, unroll=1):
             entry = first_entry + number + turn
             target = self.target(arrays, request, entry, place)
@@ -117,7 +117,7 @@ class CompressWriteKvCache:
                 values = self.normed(self.combined(sums, count, place), weights, place, squares)
                 if place.part == 0:
                     self.write(arrays, target, place, values)
-            # All threads meet before another entry uses the same shared memory.
+            # Wait until all threads have read the shared memory that the next entry overwrites.
             if const_expr(config.cluster > 1 and config.series > 1):
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
@@ -128,8 +128,8 @@ class CompressWriteKvCache:
 
     @cute.jit
     def owner(self, cu_seqlens_q: cute.Tensor, num_requests: Int32, block: Int32, lane: Int32):
-        """(request, number) of the CTA: each request has a CTA, and one more for every `ratio` tokens. All lanes call
-        it."""
+        """Find the CTA's request, and the CTA's number in it. A request has one CTA, and one more for every `ratio`
+        tokens. All lanes of a warp call this function."""
         count = Int32(0)
         for i in cutlass.range(cute.ceil_div(num_requests, 32), unroll=1):
             request = i * 32 + lane
@@ -164,7 +164,7 @@ class CompressWriteKvCache:
         for chunk in cutlass.range(rows // at_once, unroll=1):
             held = []
             position = begin + chunk * at_once
-            # The ring is no shorter than the window.
+            # The ring is at least as long as the window, so adding it once makes a negative position positive.
             ring_row = cutlass.select_(position < 0, position + source.ring, position) % source.ring
             for u in cutlass.range_constexpr(at_once):
                 row = first + chunk * at_once + u
@@ -174,7 +174,7 @@ class CompressWriteKvCache:
                 new = greatest[i]
                 for score in scores:
                     new = cutlass.max(new, score)
-                # If no token has been seen yet, the weights are exp2(-inf) = 0.
+                # Until a token has been seen, `new` is -inf; anchor 0 then gives weights of 0 instead of NaN.
                 anchor = Float32(0.0)
                 if new > -INFINITY:
                     anchor = new
@@ -205,9 +205,9 @@ class CompressWriteKvCache:
 
     @cute.jit
     def window_row(self, source: Source, position: Int32, ring_row: Int32, row: Int32):
-        """Load kv and the biased score of a thread's channels in a row of the window: from a new token, or from the
-        state's row `ring_row`, which may be one round ahead. Tokens before the beginning of the sequence have kv 0 and
-        score -inf."""
+        """Load kv and the biased score of a thread's channels in a row of the window: from a new token, or from row
+        `ring_row` of the ring, less the ring's length if it is past the end. Tokens before the beginning of the
+        sequence have kv 0 and score -inf."""
         config = self.config
         series, row_bytes = 0, 8 * config.width
         if const_expr(config.series > 1):
@@ -231,12 +231,12 @@ class CompressWriteKvCache:
         return kv, score
 
     def channels_of(self, target: cute.Tensor, slot, place):
-        """A thread's channels of a slot: a view of shared memory."""
+        """A view of a thread's channels in slot `slot` of a tensor of Sums in shared memory."""
         at = target.iterator + (slot * self.config.channels + place.channel)
         return cute.make_tensor(at.align(16), cute.make_layout(LANE_CHANNELS))
 
     def slot_of(self, target: cute.Tensor, slot, place):
-        """A thread's channels of a slot, loaded into registers."""
+        """A thread's channels in slot `slot` of a tensor of Sums, loaded into registers."""
         registers = cute.make_rmem_tensor((LANE_CHANNELS,), Float32)
         cute.autovec_copy(self.channels_of(target, slot, place), registers)
         return registers
@@ -260,7 +260,7 @@ class CompressWriteKvCache:
         for slot in cutlass.range(count, unroll=1):
             tops, totals, sums_of = (self.slot_of(target, slot, place) for target in sums)
             for i in cutlass.range_constexpr(LANE_CHANNELS):
-                # A slot without a seen token has -inf, and so have all slots before it: their weight is 0.
+                # A slot without tokens has -inf. Its weight is 0, also if `greatest` is -inf.
                 weight = Float32(0.0)
                 if tops[i] > -INFINITY:
                     weight = exp2((tops[i] - greatest[i]) * LOG2_E)
@@ -293,8 +293,8 @@ class CompressWriteKvCache:
     def normed(
         self, sums: Sums, weights: cute.Tensor, place: Place, squares: cute.Tensor
     ):
-        """Compute a thread's channels of the entry, pooled and normed. All threads of the CTA call it; every part gets
-        the same values."""
+        """Compute a thread's channels of the entry, pooled and normed. All threads of the CTA call this function; the
+        threads of each part compute the same values."""
         config = self.config
         values = cute.make_rmem_tensor((LANE_CHANNELS,), Float32)
         square = Float32(0.0)
@@ -319,7 +319,7 @@ class CompressWriteKvCache:
     def target(
         self, arrays: CompressArrays, request: Request, entry: Int32, place: Place
     ):
-        """Find the place to which an entry is written."""
+        """Find the place to which an entry is written, and load the cos and sin of the thread's channels."""
         config = self.config
         page_size = config.page_size if const_expr(config.cache == "v4") else arrays.new_cache.shape[1]
         width = arrays.block_tables.shape[1]
@@ -341,7 +341,7 @@ class CompressWriteKvCache:
     def write(
         self, arrays: CompressArrays, target: Target, place: Place, values: cute.Tensor
     ):
-        """Rotate an entry's channels, quantise them and write them into the entry's slot. Whole warps call it."""
+        """Rotate an entry's channels, quantise them and write them into the entry's slot. Whole warps call this."""
         config = self.config
         if place.channel >= config.channels - config.rope_dim:
             for i in cutlass.range_constexpr(2):
@@ -381,7 +381,7 @@ class CompressWriteKvCache:
             else:
                 rope = place.channel - V4_PACKED.nope_dim
                 store(BFloat16, row + Int64(V4_PACKED.nope_dim + 2 * rope), values)
-                exponent = Int32(-BIAS)  # the byte behind the scales is 0
+                exponent = Int32(-BIAS)  # so that the byte after the seven scales is 0
             if place.channel % V4_PACKED.group == 0:
                 values_at(Uint8, scales + Int64(group), 1)[0] = Uint8(exponent + BIAS)
         elif const_expr(config.cache == "indexer"):
@@ -403,7 +403,8 @@ class CompressWriteKvCache:
 
     @cute.jit
     def keep(self, arrays: CompressArrays, request: Request, thread: Int32):
-        """Write the request's last new tokens into its ring, with biased scores. All threads of the cluster call it."""
+        """Write the request's last new tokens into its ring, with biased scores. All threads of the cluster call this
+        function."""
         config = self.config
         ring = arrays.new_state.shape[1]
         vectors = 2 * config.width // LANE_CHANNELS  # vectors of a row of the state

@@ -15,7 +15,7 @@ WEIGHTS = ("bfloat16", "float16", "float32")
 LANE_CHANNELS = 4
 """Neighbouring channels that a thread pools: 16 bytes of a row."""
 MAX_THREADS = 256
-MOST_KEPT = 1 << 32  # most float32 that a request's ring gets; a thread copies four at once and counts in int32
+MOST_KEPT = 1 << 32  # values that a call may write to a ring: a thread copies four at once and counts in int32
 MAX_CLUSTER = 4
 ROWS_AT_ONCE = 4
 """Rows of a window that a thread has in flight."""
@@ -23,11 +23,12 @@ ROWS_AT_ONCE = 4
 
 @dataclasses.dataclass(frozen=True)
 class CompressWriteConfig:
-    """The static facts that an object of compress_write_kv_cache is compiled for. Tokens, requests, states, their ring,
-    pages and the page size of a cache of three axes are dynamic.
+    """The static facts that an object of compress_write_kv_cache is compiled for. Tokens, requests, states, the rows
+    of a state's ring, pages, and the page size of a cache of three axes are dynamic.
 
     Attributes:
-      ratio: tokens per entry. series: 2 if an entry pools two windows, else 1. channels: C.
+      ratio: tokens per entry. series: 2 if an entry also pools the `ratio` tokens before its own, for which each
+        token has a second kv and score; else 1. channels: C.
       cache: "v4" (packed pages of two axes), "indexer" (packed keys), or the dtype of a plain cache.
       weight_dtype: the dtype of the norm's weights.
       rope_dim: how many channels, the last ones, are rotated.
@@ -54,7 +55,7 @@ class CompressWriteConfig:
 
     @property
     def width(self) -> int:
-        """W: columns of kv, and of the scores."""
+        """W: columns of a token's kv, and as many of its scores."""
         return self.series * self.channels
 
     @property
@@ -112,7 +113,7 @@ def compress_write_config(spec: CompressWriteSpec) -> CompressWriteConfig:
     """The configuration that serves `spec`."""
     compress = spec.compress
     lanes = compress.channels // LANE_CHANNELS
-    # There are as many threads as leave ROWS_AT_ONCE rows for each, in one CTA if they fit.
+    # A thread pools ROWS_AT_ONCE rows if MAX_THREADS and MAX_CLUSTER allow so many threads, otherwise more.
     shares = max(compress.window // ROWS_AT_ONCE, 1)
     parts = min(shares, max(MAX_THREADS // lanes, 1))
     return CompressWriteConfig(

@@ -9,8 +9,8 @@ from cutlass import Int32, Int64
 
 
 class CompressArrays(NamedTuple):
-    """The operands after cache, state and state_positions. These three are read as new_cache, new_state and
-    new_positions.
+    """The operands after cache, state and state_positions. These three are the same memory as new_cache, new_state and
+    new_positions, through which the kernel reads them.
 
     Attributes:
       kv_score: [T, 2 W]. ape: [ratio, W]. state_slots, seq_lens: [B]. cu_seqlens_q: [B + 1].
@@ -33,8 +33,8 @@ class CompressArrays(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request: its index, its first new token, that token's position, its length with the new tokens, and its
-    state."""
+    """A request: its index, its first new token, that token's position, its length with the new tokens, and the
+    index of its state."""
 
     index: Int32
     token: Int32
@@ -47,10 +47,9 @@ class Source(NamedTuple):
     """The addresses from which a thread reads the rows of a request's windows.
 
     Attributes:
-      new, old, bias: addresses of its first channel in the first new token, in the first row of the state's ring, and
-        in the first row of ape.
-      start: position of the request's first new token. token: the difference between a new token's index and its
-        position.
+      new, old, bias: addresses of the thread's first channel in the first row of kv_score, of the state's ring, and of
+        ape.
+      start: position of the request's first new token. token: the row of a new token in kv_score, less its position.
       ring: rows of the ring.
     """
 
@@ -64,7 +63,7 @@ class Source(NamedTuple):
 
 class Sums(NamedTuple):
     """Sums of each channel over some rows of a window: the greatest score, the sum of the weights, and the weighted sum
-    of kv. They are tensors in shared memory [slots, C], or in registers."""
+    of kv. Each is a tensor in shared memory [slots, C], with a slot for each part or CTA, or in registers."""
 
     greatest: cute.Tensor
     total: cute.Tensor

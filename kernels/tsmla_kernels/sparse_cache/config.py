@@ -1,7 +1,7 @@
 """Which kernel of the packed caches serves a call: static configurations. Imports no cutlass.
 
-Each is a function of dtypes, widths and the rotation alone, so that one compiled object serves every number of tokens
-and pages, and every page size.
+A compiled object serves every number of tokens and pages, and every page size. Only the choice of indexer_quantize's
+configuration depends on the number of tokens, because few rows are faster with other CTAs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 INPUTS = ("bfloat16", "float16", "float32")
 WARPS = 4
 LANE_VALUES = 8
-"""How many values of an indexer row a lane has: half a warp has a row of 128."""
+"""How many values of an indexer row a lane has; half a warp has all 128."""
 FEW_ROWS = 1 << 14
-"""Up to this many rows of queries, a launch takes as long as for one row."""
+"""Up to this many rows of queries, the time of a launch hardly depends on their number."""
 FEW_ROWS_WARPS = 16
-"""Warps of a CTA for so few rows, because starting CTAs takes time."""
+"""Warps of a CTA for at most FEW_ROWS rows: fewer, larger CTAs take less time to start."""
 ROW_LANES = INDEXER.head_dim // LANE_VALUES
 
 
@@ -85,12 +85,12 @@ class IndexerQuantizeConfig:
 
     @property
     def warp_rows(self) -> int:
-        """How many neighbouring rows of q a warp has."""
+        """How many neighbouring rows of q a warp has: `unroll` per half."""
         return 2 * self.unroll
 
     @property
     def constant(self) -> float:
-        """The constants of the indexer's logits, which are folded into the weights."""
+        """The constant factor of the indexer's logits, which is folded into the weights."""
         return float(INDEXER.head_dim**-0.5 * self.num_heads**-0.5)
 
 

@@ -82,7 +82,7 @@ class WritePackedKvCache:
         if const_expr(self.config.rotates):
             angle = [load(Float32, row_address(table, token, lane * 4), 1)[0] for table in (cos, sin)]
             turned = pair[0] * angle[0] - pair[1] * angle[1], pair[1] * angle[0] + pair[0] * angle[1]
-            # Rounded to the inputs' dtype, as an unfused rotation would do before the packing.
+            # Round to the inputs' dtype, as a separate rotation would do before the packing.
             pair = [value.to(self.in_dtype).to(Float32) for value in turned]
 
         bits = greatest_bits(values, LATENT_VALUES)
@@ -121,7 +121,7 @@ class WritePackedKvCache:
 
 
 class IndexerRows:
-    """Rows of the indexer's 128 values in half a warp. A lane's number is the one in its row, 0 to 15."""
+    """Device functions for rows of the indexer's 128 values. Half a warp has a row; lanes count from 0 to 15 in it."""
 
     def __init__(self, config: IndexerWriteConfig | IndexerQuantizeConfig) -> None:
         self.config: Any = config
@@ -130,7 +130,7 @@ class IndexerRows:
 
     @cute.jit
     def values_of(self, array: cute.Tensor, row: Int32, columns: list[Int32]):
-        """A lane's values of a row, in the array's dtype. `columns` are the result of RowRotation.columns."""
+        """A lane's values of a row, in the array's dtype. `columns` is the result of RowRotation.columns."""
         values = cute.make_rmem_tensor((LANE_VALUES,), self.in_dtype)
         count = LANE_VALUES // len(columns)
         for i in cutlass.range_constexpr(len(columns)):
@@ -152,7 +152,7 @@ class IndexerRows:
     @cute.jit
     def quantized(self, values: cute.Tensor, floor: cutlass.Constexpr[float]):
         """The lane's values divided by the row's power-of-two scale, and the scale's exponent. All lanes of the warp
-        call it."""
+        call this function."""
         bits = greatest_bits(values, LANE_VALUES)
         for step in cutlass.range_constexpr(ROW_LANES.bit_length() - 1):
             bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
@@ -248,7 +248,7 @@ class IndexerQuantize(IndexerRows):
         rotates, one_token = config.rope_dim > 0, config.num_heads % config.warp_rows == 0
         rows, held, factors, angles = [], [], [], []
         for u in cutlass.range_constexpr(config.unroll):
-            # A row past the last one is replaced by the last one, which is written again with the same values.
+            # Lanes past the last row work on the last row, and write the same values to it again.
             row = cutlass.min(first + 2 * u + (thread >> 4) % 2, num_rows - 1)
             rows.append(row)
             held.append(self.values_of(q, row, columns))

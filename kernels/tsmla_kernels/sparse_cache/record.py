@@ -16,7 +16,7 @@ from tsmla_kernels.sparse_cache import config as packed_config
 
 
 def _angles(given: bool) -> tuple[Operand, ...]:
-    """The operands cos and sin [T, R / 2], or wider rows."""
+    """The operands cos and sin, [T, R / 2] or with wider rows, if `given`."""
     return (Operand("cos", "float32", (None, None)), Operand("sin", "float32", (None, None))) if given else ()
 
 
@@ -58,7 +58,7 @@ def indexer_quantize_operands(config: packed_config.IndexerQuantizeConfig) -> tu
 
 
 def compress_write_operands(config: compress_config.CompressWriteConfig) -> tuple[Operand, ...]:
-    """The operands. Rows of kv_score and of the state have kv and scores side by side."""
+    """The operands. A row of kv_score or of the state has W columns of kv, then W of scores."""
     row = 2 * config.width
     cache: tuple[int | None, ...] = (None, None, config.channels)
     dtype = config.cache

@@ -17,7 +17,7 @@ MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
 BIAS = 127
 FP8_MAX_EXPONENT = 8
 FP8_MAX_MANTISSA = 0x600000
-"""448 is 1.75 * 2^8: a maximum m * 2^e fits below 448 * 2^k where e - 8 < k, or e - 8 == k and m <= 1.75."""
+"""448 is 1.75 * 2^8: a maximum m * 2^e is at most 448 * 2^k if e - 8 < k, or if e - 8 == k and m <= 1.75."""
 
 
 def float_bits(value: float) -> int:
@@ -26,8 +26,8 @@ def float_bits(value: float) -> int:
 
 
 def greatest_bits(values, count):
-    """The bits of the greatest magnitude among `count` float32 registers. As integers, bits ascend with the magnitudes,
-    and a NaN is above all numbers."""
+    """The bits of the greatest magnitude among the first `count` values, as float32. Compared as integers, the bits of
+    a greater magnitude are greater, and those of a NaN are above all numbers."""
     bits = Uint32(0)
     for i in range(count):
         magnitude = values[i].to(Float32).bitcast(Uint32) & 0x7FFFFFFF
@@ -46,13 +46,13 @@ def scale_exponent(bits: Uint32, floor: cutlass.Constexpr[float]):
 
 
 def power_of_two(exponent):
-    """2^exponent. This must be a normal number of float32."""
+    """2^exponent, which must be a normal float32."""
     return ((exponent + BIAS) << MANTISSA_BITS).bitcast(Float32)
 
 
 def ask(dtype: str, address: Int64) -> Float32:
-    """Load a value at an address of global memory, as float32, at this place. A plain load would be moved by the
-    compiler to its first use, behind other waits."""
+    """Load a value at an address of global memory, as float32. The load is issued here: the compiler would move a plain
+    load down to its first use, after waits for other loads."""
     kind = f"b{DTYPES[dtype].width}"
     widen = {
         "bfloat16": "cvt.u32.u16 t, h; shl.b32 t, t, 16; mov.b32 {$w0}, t;",
@@ -67,7 +67,7 @@ def ask(dtype: str, address: Int64) -> Float32:
 
 
 def rotated_pair(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
-    """(a cos - b sin, b cos + a sin), each with one rounding of the second product and one of the sum."""
+    """(a cos - b sin, b cos + a sin). The second product of each is rounded, and then the sum; the first is exact."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 s, t; mul.rn.f32 s, {$r1}, {$r3}; neg.f32 s, s; mul.rn.f32 t, {$r0}, {$r3};"
         " fma.rn.f32 {$w0}, {$r0}, {$r2}, s; fma.rn.f32 {$w1}, {$r1}, {$r2}, t; }",
@@ -77,10 +77,10 @@ def rotated_pair(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Fl
 
 
 class RowRotation:
-    """Rope on some columns of rows of 128 that half a warp holds, with LANE_VALUES columns per lane. These are
-    neighbours, unless the members of a pair lie in different halves of the rotated columns: then half of them are of
-    the first half, and the others are their partners in the second half. `config` has rope_dim, rope_offset and
-    rope_layout."""
+    """Rope on some columns of rows of 128, which half a warp holds, with LANE_VALUES columns per lane. A lane's columns
+    are neighbours, unless pairs have their members in different halves of the rotated columns: a lane that rotates
+    then has LANE_VALUES / 2 neighbours of the first half, and their partners in the second half. `config` gives
+    rope_dim, rope_offset and rope_layout."""
 
     def __init__(self, config: IndexerWriteConfig | IndexerQuantizeConfig) -> None:
         self.dim, self.offset = config.rope_dim, config.rope_offset
@@ -106,7 +106,7 @@ class RowRotation:
 
     @cute.jit
     def angles(self, cos: cute.Tensor, sin: cute.Tensor, token: Int32, lane: Int32):
-        """(cos, sin) of a lane's pairs."""
+        """(cos, sin) of a lane's pairs; any values if the lane does not rotate."""
         width = LANE_VALUES // 2
         first = (lane * LANE_VALUES - self.offset) >> 1
         first = cutlass.min(cutlass.max(first, 0), self.dim // 2 - width)
