@@ -96,7 +96,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 figures: $(VENV)/.dev
-	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python -m benchmarks.figures
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/build.py

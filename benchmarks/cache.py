@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
-from figures import LATENT, ROPE
+from floors import LATENT, ROPE
 from harness import ARCH, Record, time_all, within_budget
 from harness import launch as launch_object
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import app
-from figures import BYTES_PER_S
+from floors import BYTES_PER_S
 from harness import ARCH, POINTS, Record, launch, time_all, within_budget
 
 KINDS = {"v4_4": (4, 2, 512, "v4"), "v4_128": (128, 1, 512, "v4"), "indexer_4": (4, 2, 128, "indexer")}

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from figure_pages import bytes_per_s
+from floors import bytes_per_s
 from harness import POINTS, Record, least_seconds, within_budget
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P

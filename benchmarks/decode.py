@@ -24,7 +24,7 @@ from typing import Any
 
 from absl import app, flags
 from compiling import compile_all
-from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
+from floors import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
 from harness import (
     ARCH,
     JIT,

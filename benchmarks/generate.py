@@ -44,7 +44,7 @@ import jax
 import numpy as np
 from absl import app, flags
 from compiling import COMPILE_ONLY
-from figure_pages import FLOPS_PER_S, bytes_per_s
+from floors import FLOPS_PER_S, bytes_per_s
 from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P

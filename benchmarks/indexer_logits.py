@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from absl import app
 from compiling import compile_all
-from figures import BYTES_PER_S, FLOPS_PER_S
+from floors import BYTES_PER_S, FLOPS_PER_S
 from harness import ARCH, POINTS, Record, launch, load_peers, print_ratios, time_all, within_budget
 
 HEADS, DIM, PAGE = 64, 128, 64

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app
 from compiling import compile_all
-from figures import BYTES_PER_S
+from floors import BYTES_PER_S
 from harness import ARCH, POINTS, Record, launch, load_peers, print_ratios, time_all, within_budget
 
 ROWS, COLUMNS, K = (1, 8, 64, 128, 4096), (8192, 32768, 131072), 2048

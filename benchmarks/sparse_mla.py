@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 from compiling import compile_all
-from figures import BYTES_PER_S, FLOPS_PER_S
+from floors import BYTES_PER_S, FLOPS_PER_S
 from harness import ARCH, POINTS, Record, allocate, in_processes, launch, load_peers, print_ratios, started, time_all
 
 SKIP = flags.DEFINE_string("skip", "", "points of peers to leave out, separated by /")

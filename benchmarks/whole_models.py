@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
 from absl import flags
-from figure_pages import equal_tokens
 
 CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "folder of checkpoints of random weights, one a model")
 COMPARE = flags.DEFINE_string("compare", None, "rows of another run, to compare tokens with")
@@ -87,7 +87,8 @@ def equal_share(row: dict[str, Any]) -> float | None:
         return None
     for other in json.loads(Path(COMPARE.value).read_text()):
         if "tokens" in other and all(other[name] == row[name] for name in ("mode", "b", "context")):
-            return equal_tokens(row["tokens"], other["tokens"])
+            pairs = zip(sum(row["tokens"], []), sum(other["tokens"], []), strict=True)
+            return statistics.fmean(ours == theirs for ours, theirs in pairs)
     return None
 
 

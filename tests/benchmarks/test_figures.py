@@ -1,25 +1,12 @@
 """`make figures` on made-up results: what it writes, and that nothing is shown that the file does not hold."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a program of that folder
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["figures"] = module
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import figures, table
+from benchmarks.records import attention, others
 
 
 def row(peer: str, us: float, **changes: object) -> dict[str, object]:
@@ -30,20 +17,40 @@ def row(peer: str, us: float, **changes: object) -> dict[str, object]:
 
 
 def place(folder: Path, rows: object) -> list[str]:
-    """Write `rows` and a README with markers into `folder`; return main's arguments."""
-    (folder / "decode_bf16.json").write_text(json.dumps(rows))
+    """Write `rows` and a README with markers into the tree `folder`; return main's arguments."""
+    put(folder, "decode_bf16", rows)
     (folder / "README.md").write_text("before\n<!-- decode_bf16 -->\nold\n<!-- /decode_bf16 -->\nafter\n")
     return arguments(folder)
 
 
+def put(folder: Path, name: str, rows: object, device: str = "h200") -> None:
+    """Write a record into the tree; `rows` may be a text."""
+    results = folder / "benchmarks" / "results" / device
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(rows if isinstance(rows, str) else json.dumps(rows))
+
+
+def with_markers(folder: Path, *names: str) -> list[str]:
+    """A benchmarks/README.md with these parts to fill; main's arguments."""
+    text = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names)
+    (folder / "benchmarks" / "README.md").write_text(text)
+    return arguments(folder)
+
+
+def page_of(folder: Path) -> str:
+    return (folder / "benchmarks" / "README.md").read_text()
+
+
 def arguments(folder: Path) -> list[str]:
-    paths = {"results": ".", "figures": "figures", "cpu-results": "cpu.json"}
-    paths |= {"mesh-results": "mesh", "h100-results": "h100"}
-    paths |= {"readme": "README.md", "page": "README.md"}
-    return [f"--{name}={folder / path}" for name, path in paths.items()]
+    return [f"--root={folder}"]
 
 
-def test_readme_table_and_figures_come_from_the_file(figures: ModuleType, tmp_path: Path) -> None:
+def is_png(path: Path) -> bool:
+    data = path.read_bytes()
+    return data.startswith(b"\x89PNG") and 2_000 < len(data) < 300_000
+
+
+def test_readme_table_and_figures_come_from_the_file(tmp_path: Path) -> None:
     rows = [row("tsmla", 10.0), row("flashmla", 40.0), row("fa4", 20.0)]
     rows += [row("tsmla", 9.0, h=128, varlen=True), row("fa3", 6.0, h=128, varlen=True)]
     given = place(tmp_path, rows)
@@ -54,58 +61,57 @@ def test_readme_table_and_figures_come_from_the_file(figures: ModuleType, tmp_pa
     assert "| B, S, H, keys | floor | FlashMLA | FA4 SM90 | **tsmla** | / best peer | of floor |" in readme
     assert "| 4, 1, 16, 4096 | 5.0 | 40.0 | 20.0 | **10.0** | 0.50 | 50% |" in readme
     assert "ragged" not in readme  # the short table leaves it out, the full one has it
-    full = (tmp_path / "figures" / "decode_bf16.md").read_text()
+    full = (tmp_path / "benchmarks" / "figures" / "decode_bf16.md").read_text()
     assert "## 128 heads\n\n| B, S, H, keys | floor | FlashMLA | FA3 | FA4 SM90 |" in full  # the columns of all heads
     assert "| 4, 1, 128, 4096, ragged | 5.0 | - | 6.0 | - | **9.0** | 1.50 | 56% |" in full
-    assert "(figures/decode_bf16_relative.png)" in readme and "(figures/decode_bf16.md)" in readme
+    assert "(benchmarks/figures/decode_bf16_relative.png)" in readme and "(benchmarks/figures/decode_bf16.md)" in readme
     assert "2 points; tsmla's time over the best peer's: geometric mean 0.87" in readme  # sqrt(0.5 * 1.5)
     assert "worst 1.50, ahead at 1 of 2" in readme
     assert "NVIDIA H200; commit abc1234; 2026-11-21" in readme
     for kind in ("relative", "roofline"):
         assert f"(decode_bf16_{kind}.png)" in full
-        png = (tmp_path / "figures" / f"decode_bf16_{kind}.png").read_bytes()
-        assert png.startswith(b"\x89PNG") and 2_000 < len(png) < 300_000
+        assert is_png(tmp_path / "benchmarks" / "figures" / f"decode_bf16_{kind}.png")
     assert figures.main(given) == 0
     assert (tmp_path / "README.md").read_text() == readme
 
 
-def test_a_point_measured_again_replaces_the_older(figures: ModuleType, tmp_path: Path) -> None:
+def test_a_point_measured_again_replaces_the_older(tmp_path: Path) -> None:
     place(tmp_path, [row("tsmla", 7.0, date="2026-11-22"), row("tsmla", 10.0), row("fa3", 14.0)])
-    points, _ = figures.load(tmp_path / "decode_bf16.json")
-    assert [point.us for point in points] == [{"tsmla": 7.0, "fa3": 14.0}]
-    assert points[0].ratio() == 0.5
+    path = tmp_path / "benchmarks" / "results" / "h200" / "decode_bf16.json"
+    (point,) = table.load(path, attention.decode("bf16")).points
+    assert {peer: point.us(peer) for peer in point.rows} == {"tsmla": 7.0, "fa3": 14.0}
+    assert point.ratio("tsmla", *attention.DENSE) == 0.5
 
 
-def test_ours_in_jit_is_shown_and_not_compared(figures: ModuleType, tmp_path: Path) -> None:
-    assert figures.main(place(tmp_path, [row("tsmla", 10.0), row("tsmla_jit", 12.0), row("fa3", 20.0)])) == 0
+def test_bf16_queries_are_shown_and_not_compared(tmp_path: Path) -> None:
+    assert figures.main(place(tmp_path, [row("tsmla", 10.0), row("tsmla_bf16_q", 12.0), row("fa3", 20.0)])) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "| **tsmla** | / best peer | of floor | in jax.jit |" in readme
+    assert "| **tsmla** | / best peer | of floor | bf16 queries |" in readme
     assert "| 4, 1, 16, 4096 | 5.0 | 20.0 | **10.0** | 0.50 | 50% | 12.0 |" in readme
 
 
-def test_only_ours_measured_shows_no_comparison(figures: ModuleType, tmp_path: Path) -> None:
+def test_only_ours_measured_shows_no_comparison(tmp_path: Path) -> None:
     assert figures.main(place(tmp_path, [row("tsmla", 10.0)])) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "geometric mean" not in readme
-    assert "| 4, 1, 16, 4096 | 5.0 | **10.0** | - | 50% |" in readme
+    assert "| 4, 1, 16, 4096 | 5.0 | **10.0** | 50% |" in readme
 
 
-def test_the_sparse_record_has_modes_and_fa3_apart(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_sparse_record_has_modes_and_fa3_apart(tmp_path: Path) -> None:
     sizes = {"tsmla": 15.0, "flashmla": 30.0, "legacy": 25.0, "fa3": 20.0}
     rows = [row(peer, us, b=8, keys=2048, mode="v32") for peer, us in sizes.items()]
     rows += [row(peer, us, b=64, h=64, keys=640, mode="v4-512") for peer, us in (("tsmla", 10.0), ("legacy", 40.0))]
-    (tmp_path / "sparse_mla.json").write_text(json.dumps(rows))
-    (tmp_path / "README.md").write_text("before\n<!-- sparse_mla -->\nold\n<!-- /sparse_mla -->\nafter\n")
-    assert figures.main(arguments(tmp_path)) == 0
-    readme = (tmp_path / "README.md").read_text()
+    put(tmp_path, "sparse_mla", rows)
+    assert figures.main(with_markers(tmp_path, "sparse_mla")) == 0
+    readme = page_of(tmp_path)
     assert "| B, S, H, keys | floor | FlashMLA | SGLang | FA3 | **tsmla** | / best peer | of floor |" in readme
     assert "| 8, 1, 16, V3.2 | 5.0 | 30.0 | 25.0 | 20.0 | **15.0** | 0.60 | 33% |" in readme
     assert "| 64, 1, 64, V4, 128 + 512 | 5.0 | - | 40.0 | - | **10.0** | 0.25 | 50% |" in readme
     assert "V3.2: 1 points; tsmla's time over the best peer's: geometric mean 0.60" in readme
     assert "over FA3's on a bf16 cache 0.75, worst 0.75" in readme
     for mode in ("v32", "v4-512"):
-        assert (tmp_path / "figures" / f"sparse_mla_{mode}_relative.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "sparse_mla.json").write_text(json.dumps([row("tsmla", 3.0)]))
+        assert is_png(tmp_path / "benchmarks" / "figures" / f"sparse_mla_{mode}_relative.png")
+    put(tmp_path, "sparse_mla", [row("tsmla", 3.0)])
     assert figures.main(arguments(tmp_path)) == 2
 
 
@@ -118,45 +124,41 @@ def test_the_sparse_record_has_modes_and_fa3_apart(figures: ModuleType, tmp_path
         ([row("tsmla", 0.0)], "must be positive"),
     ],
 )
-def test_bad_results_are_refused(
-    figures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: object, said: str
-) -> None:
+def test_bad_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: object, said: str) -> None:
     assert figures.main(place(tmp_path, rows)) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
 
-def test_missing_markers_are_refused(figures: ModuleType) -> None:
+def test_missing_markers_are_refused() -> None:
     with pytest.raises(ValueError, match="once each"):
-        figures.between_markers("<!-- /decode_bf16 --> <!-- decode_bf16 -->", "decode_bf16", "x")
+        table.between_markers("<!-- /decode_bf16 --> <!-- decode_bf16 -->", "decode_bf16", "x")
 
 
-def test_nothing_recorded_changes_nothing(figures: ModuleType, tmp_path: Path) -> None:
+def test_nothing_recorded_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("as it was")
     assert figures.main(arguments(tmp_path)) == 0
     assert (tmp_path / "README.md").read_text() == "as it was"
 
 
-def test_the_cpu_sentence_comes_from_its_file(
-    figures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cpu_sentence_comes_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = {"xla": {"ms": 407.5, "compiled_peak_ratio": 1.039}, "gather": {"ms": 1456.0, "compiled_peak_ratio": 3.831}}
     call = dict(
         machine="a CPU, 2 cores", commit="0123456789", date="2026-11-21T02:50", dtype="bfloat16", b=8, s=1, h=16
     )
-    (tmp_path / "cpu.json").write_text(json.dumps({**times, **call, "keys": 32768}))
+    put(tmp_path, "decode_xla", {**times, **call, "keys": 32768}, "cpu")
     (tmp_path / "README.md").write_text("as it was")
     assert figures.main(arguments(tmp_path)) == 0
-    page = (tmp_path / "figures" / "decode_cpu.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "decode_cpu.md").read_text()
     assert "(a CPU, 2 cores; commit 0123456, 2026-11-21)" in page
     assert "xla takes 408 ms, the version that gathers the cache first 1456 ms" in page
     assert "is 1.04 against 3.83." in page
-    (tmp_path / "cpu.json").write_text(json.dumps({**times, **call}))
+    put(tmp_path, "decode_xla", {**times, **call}, "cpu")
     assert figures.main(arguments(tmp_path)) == 2
     assert "KeyError 'keys'" in capsys.readouterr().err
 
 
-def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp_path: Path) -> None:
+def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
     common = {
         "dtype": "bf16",
         "head_dims": [192, 128],
@@ -178,41 +180,40 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     ]
     packed = {"dtypes": ["float32", "uint8"], "us": 5.4, "copy_us": 4.5}
     cache += [{**cache[0], **packed, "op": "write_indexer_cache", "tokens": tokens} for tokens in (128, 4096)]
-    (tmp_path / "prefill.json").write_text(json.dumps(prefill))
-    (tmp_path / "cache.json").write_text(json.dumps(cache))
+    put(tmp_path, "prefill", prefill)
+    put(tmp_path, "cache", cache)
     merged = [{**cache[0], "op": "merge_attention_states", "tokens": tokens, "us": 4.0} for tokens in (1, 4096)]
-    (tmp_path / "merge.json").write_text(json.dumps(merged))
+    put(tmp_path, "merge", merged)
     names = ("prefill", "cache", "merge")
-    (tmp_path / "README.md").write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
-    assert figures.main(arguments(tmp_path)) == 0
-    readme = (tmp_path / "README.md").read_text()
+    assert figures.main(with_markers(tmp_path, *names)) == 0
+    readme = page_of(tmp_path)
     assert "old" not in readme
-    assert "| 1x2048h128 | 400 |" in (tmp_path / "figures" / "prefill.md").read_text()
+    assert "| 1x2048h128 | 400 |" in (tmp_path / "benchmarks" / "figures" / "prefill.md").read_text()
     assert "FA3 0.75 (1 point)" in readme and "| 1x2048h128 | 400 | 600 | **300** | 0.75 | 600 |" in readme
     assert "take 1.20 to 1.20 times a copy of the same bytes from 4096 tokens on" in readme
-    page = (tmp_path / "figures" / "cache.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "cache.md").read_text()
     assert "| | T 128 | T 4096 |" in page and "| `write_kv_cache`, bfloat16 | - | 6.0 (1.20) |" in page
     assert "| `write_indexer_cache`, float32 to uint8 | 5.4 (1.20) | 5.4 (1.20) |" in page
     assert "Merging takes 0.80 to 0.80 times a copy of the same bytes from 4096 tokens on" in readme
-    page = (tmp_path / "figures" / "merge.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "merge.md").read_text()
     assert "| | T 1 | T 4096 |" in page and "| `merge_attention_states`, bfloat16 | 4.0 (0.80) | 4.0 (0.80) |" in page
     for name in ("prefill_relative", "prefill_rates", "cache_relative", "merge_relative"):
-        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert is_png(tmp_path / "benchmarks" / "figures" / f"{name}.png")
     assert "fp8" not in readme
     prefill.append({**prefill[0], "peer": "tsmla_fp8", "us": 210.0})
-    (tmp_path / "prefill.json").write_text(json.dumps(prefill))
+    put(tmp_path, "prefill", prefill)
     assert figures.main(arguments(tmp_path)) == 0
-    assert "| **300** | 0.75 | 600 | 210 | 0.70 |" in (tmp_path / "README.md").read_text()
+    assert "| **300** | 0.75 | 600 | 210 | 0.70 |" in page_of(tmp_path)
     # Another run is compared within itself alone.
     earlier = [{**prefill[0], "us": 330.0, "commit": "0ld0000"}, {**prefill[0], "peer": "fa4", "us": 300.0}]
-    (tmp_path / "prefill_fa4.json").write_text(json.dumps(earlier))
+    put(tmp_path, "prefill_fa4", earlier)
     assert figures.main(arguments(tmp_path)) == 0
-    page = (tmp_path / "figures" / "prefill.md").read_text()
-    assert "| 1x2048h128 | 400 | 600 | **300** |" in page and "| 1x2048h128 | 300 | **330** | - | 600 |" in page
-    assert "FA4 SM90 1.10 (1 point); commit 0ld0000" in (tmp_path / "README.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "prefill.md").read_text()
+    assert "| 1x2048h128 | 400 | 600 | **300** |" in page and "| 1x2048h128 | 300 | **330** | 600 |" in page
+    assert "FA4 SM90 1.10 (1 point); commit 0ld0000" in page_of(tmp_path)
 
 
-def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_gradients_figure_and_sentence_come_from_its_file(tmp_path: Path) -> None:
     common = {"dtype": "bf16", "b": 1, "device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-21"}
     times = {
         4096: {"tsmla": 400.0, "tsmla_deterministic": 440.0, "cudnn": 600.0, "fa4": 500.0},
@@ -223,42 +224,37 @@ def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleTyp
         for length, each in times.items()
         for peer, us in each.items()
     ]
-    (tmp_path / "prefill_backward.json").write_text(json.dumps(rows))
-    (tmp_path / "README.md").write_text("<!-- prefill_backward -->\nold\n<!-- /prefill_backward -->\n")
-    assert figures.main(arguments(tmp_path)) == 0
-    readme = (tmp_path / "README.md").read_text()
+    put(tmp_path, "prefill_backward", rows)
+    assert figures.main(with_markers(tmp_path, "prefill_backward")) == 0
+    readme = page_of(tmp_path)
     assert "old" not in readme and "(figures/prefill_backward.md)" in readme
     # sqrt(400 / 500 * 1800 / 2000), sqrt(400 / 600 * 1800 / 2000), sqrt(440 / 400)
     assert "over the best peer 0.85 (worst 0.90, 2 points), cuDNN 0.77 (worst 0.90, 2 points)" in readme
     assert "FA4 SM90 0.80 (1 point)" in readme
     assert "deterministic over default 1.05 (worst 1.10, 2 points)" in readme
-    page = (tmp_path / "figures" / "prefill_backward.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "prefill_backward.md").read_text()
     assert "| B x T, H | **tsmla** | deterministic | cuDNN | FA4 SM90 | TFLOP/s |" in page
     assert "| 8192h16 | 1800 | 1800 | 2000 | - | 500 |" in page
-    png = (tmp_path / "figures" / "prefill_backward_relative.png").read_bytes()
-    assert png.startswith(b"\x89PNG") and 2_000 < len(png) < 300_000
+    assert is_png(tmp_path / "benchmarks" / "figures" / "prefill_backward_relative.png")
 
 
 @pytest.mark.parametrize(
     "name", ["prefill", "prefill_backward", "cache", "sparse_layer", "segment_attention", "indexer_topk", "vllm"]
 )
-def test_a_file_without_its_fields_is_named(
-    figures: ModuleType, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / f"{name}.json").write_text('[{"peer": "%s"}]' % ("vllm" if name == "vllm" else "tsmla"))
-    (tmp_path / "README.md").write_text(f"<!-- {name} -->\n<!-- /{name} -->\n")
+def test_a_file_without_its_fields_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, name, [{"peer": "vllm" if name == "vllm" else "tsmla"}])
+    with_markers(tmp_path, name)
     assert figures.main(arguments(tmp_path)) == 2
     assert f"{name}.json: KeyError" in capsys.readouterr().err
 
 
-def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Path) -> None:
+def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     fixed = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23", "context": 512}
     fixed |= {"mode": "v2-lite decode", "b": 16}
     rows = [{**fixed, "peer": "tsmla", "us": 8000.0, "floor_us": 6000.0, "tokens_per_s": 2000}]
-    (tmp_path / "generate.json").write_text(json.dumps(rows))
-    (tmp_path / "README.md").write_text("before\n<!-- generate -->\n<!-- /generate -->\nafter\n")
-    assert figures.main(arguments(tmp_path)) == 0
-    readme = (tmp_path / "README.md").read_text()
+    put(tmp_path, "generate", rows)
+    assert figures.main(with_markers(tmp_path, "generate")) == 0
+    readme = page_of(tmp_path)
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |\n" in readme and "512 tokens of context" in readme
     # vLLM's rows of the same weights stand beside ours: the fastest of its own backends and ours in it, no dummy
     # weights, no narrower cache, no texts of another length.
@@ -275,15 +271,15 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
         )
     ]  # fmt: skip
     rows += [{**rows[0], "b": 1}, {**rows[0], "context": 16384, "us": 9000.0}]
-    (tmp_path / "generate.json").write_text(json.dumps(rows))
-    (tmp_path / "vllm.json").write_text(json.dumps(vllm))
+    put(tmp_path, "generate", rows)
+    put(tmp_path, "vllm", vllm)
     assert figures.main(with_markers(tmp_path, "generate", "vllm")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 | 7.00 | 1.14 |\n" in readme
     assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - | - | - |\n" in readme
     assert "| v2-lite decode, 16,384 tokens | 16 | 6.00 | **9.00** | 67% | 2,000 | - | - | - | - |\n" in readme
     assert "timed (FLASHMLA, FLASH_ATTN_MLA)" in readme and "vLLM 0.26.0 read the same checkpoint" in readme
-    page = (tmp_path / "figures" / "vllm.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "vllm.md").read_text()
     names = "FLASHMLA | FLASH_ATTN_MLA | **tsmla** | FLASHMLA, fp8 cache | **tsmla**, fp8 cache"
     assert f"| step, context, B | {names} | tsmla / best other | tsmla / best other, fp8 cache |" in page
     assert "| v2-lite decode, 512, 16 | 9.00 | 10.00 | 7.00 | 5.00 | 6.00 | 0.78 | 1.20 |" in page
@@ -292,21 +288,15 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
     assert "| v2-lite prefill, 512, 16 | - | - | 50.00 | - | - | - | - |\n\n## Equal tokens" in page
     assert "| step, context, B | FLASHMLA = **tsmla** |\n" in page
     assert page.rstrip().endswith("| v2-lite decode, 512, 16 | 0.50 |")
-    assert (tmp_path / "figures" / "vllm_decode.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
+    assert is_png(tmp_path / "benchmarks" / "figures" / "vllm_decode.png")
+    put(tmp_path, "generate", [{**fixed, "b": 16}])
     assert figures.main(arguments(tmp_path)) == 2
 
 
 FIXED = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23"}
 
 
-def with_markers(folder: Path, *names: str) -> list[str]:
-    """A README with these parts to fill; main's arguments."""
-    (folder / "README.md").write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
-    return arguments(folder)
-
-
-def test_the_indexers_records_give_a_figure_and_a_table_each(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_indexers_records_give_a_figure_and_a_table_each(tmp_path: Path) -> None:
     logits = [
         {**FIXED, "mode": mode, "b": 1, "s": s, "keys": 8192, "floor_us": 5.0, "peer": peer, "us": us}
         for mode, s in (("decode", 2), ("prefill", 4096))
@@ -319,40 +309,40 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(figures: ModuleType
             ("position", "vllm_rows", 18.0),
         )
     ]  # fmt: skip
-    (tmp_path / "indexer_logits.json").write_text(json.dumps(logits))
-    (tmp_path / "select_topk.json").write_text(json.dumps(topk))
+    put(tmp_path, "indexer_logits", logits)
+    put(tmp_path, "select_topk", topk)
     assert figures.main(with_markers(tmp_path, "indexer_logits", "select_topk")) == 0
-    readme, folder = (tmp_path / "README.md").read_text(), tmp_path / "figures"
+    readme, folder = page_of(tmp_path), tmp_path / "benchmarks" / "figures"
     assert "old" not in readme and "DeepGEMM's 0.80 (worst 0.80, 2 points)" in readme
     assert "the best peer's 0.50 (1 point)" in readme and "The 2048 largest" in readme
     page = (folder / "indexer_logits.md").read_text()
     assert "| 1, 2, 8192 | 5.0 | 10.0 | **8.0** | 0.80 | 62% |" in page and "| 1, 4096, 8192, prefill |" in page
     page = (folder / "select_topk.md").read_text()
-    assert "| 8 x 32768 | 1.0 | - | - | 18.0 | 20.0 | **9.0** | 0.50 | 11.0 | - | - |" in page
+    assert "| 8 x 32768 | 1.0 | 18.0 | 20.0 | **9.0** | 0.50 | 11.0 |" in page
     for name in ("indexer_logits", "select_topk"):
         assert f"(figures/{name}_relative.png)" in readme
         for kind in ("relative", "floor"):
             assert f"({name}_{kind}.png)" in (folder / f"{name}.md").read_text()
-            assert (folder / f"{name}_{kind}.png").read_bytes().startswith(b"\x89PNG")
+            assert is_png(folder / f"{name}_{kind}.png")
 
 
-def test_the_selection_is_compared_with_the_peers_two_kernels(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_selection_is_compared_with_the_peers_two_kernels(tmp_path: Path) -> None:
     times = {"tsmla": 12.0, "tsmla_32": 13.0, "tsmla_two": 10.0, "tsmla_logits": 6.0, "deep_gemm": 8.0}
     times |= {"vllm_rows": 20.0, "sgl": 16.0}
     case = {**FIXED, "mode": "decode", "b": 8, "s": 1, "keys": 8192, "k": 2048, "h": 64, "floor_us": 2.0}
     rows = [{**case, "peer": peer, "us": us} for peer, us in times.items()]
-    (tmp_path / "indexer_topk.json").write_text(json.dumps(rows))
+    put(tmp_path, "indexer_topk", rows)
     assert figures.main(with_markers(tmp_path, "indexer_topk")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "fastest top-k's 0.50 (1 point), with one token a request 0.50" in readme
     assert "keep all logits, 1.20 (1 point)" in readme
-    page = (tmp_path / "figures" / "indexer_topk.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "indexer_topk.md").read_text()
     assert "| 8, 1, 8192 | 2.0 | 24.0 | 10.0 | **12.0** | 0.50 | 1.20 | 13.0 |" in page
     for kind in ("relative", "floor"):
-        assert (tmp_path / "figures" / f"indexer_topk_{kind}.png").read_bytes().startswith(b"\x89PNG")
+        assert is_png(tmp_path / "benchmarks" / "figures" / f"indexer_topk_{kind}.png")
 
 
-def test_sparse_prefill_is_compared_by_heads(figures: ModuleType, tmp_path: Path) -> None:
+def test_sparse_prefill_is_compared_by_heads(tmp_path: Path) -> None:
     times = {"tsmla": 50.0, "tsmla fp8 queries": 40.0, "flashmla": 100.0, "widen": 62.0}
     rows = [
         {**FIXED, "mode": "random", "length": 4096, "h": 16, "keys": 2048, "floor_us": 20.0, "rel_err": 0.01,
@@ -360,65 +350,64 @@ def test_sparse_prefill_is_compared_by_heads(figures: ModuleType, tmp_path: Path
         for peer, us in times.items()
     ]  # fmt: skip
     rows += [{**rows[i], "mode": "v4", "h": 64, "us": us} for i, us in ((0, 120.0), (2, 100.0))]
-    (tmp_path / "sparse_mla_prefill.json").write_text(json.dumps(rows))
+    put(tmp_path, "sparse_mla_prefill", rows)
     assert figures.main(with_markers(tmp_path, "sparse_mla_prefill")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "FlashMLA's 0.77 (worst 1.20, 2 points), geometric mean" in readme  # sqrt(0.5 * 1.2)
     assert "16 heads 0.50 (1 point), 64 heads 1.20 (1 point)" in readme
     assert "takes 62 to 62 us, which are not in its time" in readme and "fp8 queries take 0.80 (" in readme
     assert "| 4096, 16, V3.2, random keys | 20.0 | 100.0 | **50.0** | 0.50 | 40% | 40.0 |" in readme
-    page = (tmp_path / "figures" / "sparse_mla_prefill.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "sparse_mla_prefill.md").read_text()
     assert "## V4, 128 + 512\n\n| T, H |" in page and "| 4096, 64 | 20.0 | 100.0 | **120.0** | 1.20 | 17% | - |" in page
     for kind in ("relative", "floor"):
-        assert (tmp_path / "figures" / f"sparse_mla_prefill_{kind}.png").read_bytes().startswith(b"\x89PNG")
+        assert is_png(tmp_path / "benchmarks" / "figures" / f"sparse_mla_prefill_{kind}.png")
 
 
-def test_a_sparse_layer_is_shown_by_step_and_by_part(figures: ModuleType, tmp_path: Path) -> None:
+def test_a_sparse_layer_is_shown_by_step_and_by_part(tmp_path: Path) -> None:
     case = {**FIXED, "page": 64, "keys": 32768, "k": 2048, "h": 16, "same": 0.99}
     parts = {"write_kv": 7.0, "step": 40.0, "step by the host's clock": 60.0, "parts": 45.0}
     rows = [{**case, "b": b, "peer": "tsmla", "kernels": "", "part": part, "us": us}
             for b in (8, 1) for part, us in parts.items()]  # fmt: skip
     rows += [{**case, "b": 8, "peer": "engines", "kernels": "sgl legacy", "part": part, "us": 2 * us}
              for part, us in {"rope": 1.0, **parts}.items()]  # fmt: skip
-    (tmp_path / "sparse_layer.json").write_text(json.dumps(rows))
+    put(tmp_path, "sparse_layer", rows)
     assert figures.main(with_markers(tmp_path, "sparse_layer")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "32,768 keys a request, 2,048 of them selected" in readme
     assert "tsmla's time over theirs 0.50 (1 point)" in readme
     assert "| 1, 16 | - | **40.0** | - | - | 45.0 | - | 60.0 |" in readme
     assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 90.0 | 45.0 | 120.0 | 60.0 |" in readme
-    page = (tmp_path / "figures" / "sparse_layer.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "sparse_layer.md").read_text()
     assert "| `write_kv` | 7.0 | 7.0 |" in page and "| `rope` | 2.0 |\n" in page and "| sgl legacy |" in page
-    assert (tmp_path / "figures" / "sparse_layer.png").read_bytes().startswith(b"\x89PNG")
+    assert is_png(tmp_path / "benchmarks" / "figures" / "sparse_layer.png")
 
 
-def test_packed_rows_are_shown_forward_and_with_the_gradient(figures: ModuleType, tmp_path: Path) -> None:
+def test_packed_rows_are_shown_forward_and_with_the_gradient(tmp_path: Path) -> None:
     case = {**FIXED, "dtype": "bf16", "errors_at": "2x512h16s3", "point": "4x4096h16s8"}
     rows = [
         {**case, "peer": "tsmla", "forward_us": 50.0, "us": 300.0, "rel_err": [0.002, 0.003, 0.003, 0.002]},
         {**case, "peer": "cudnn", "forward_us": 100.0, "us": 400.0, "rel_err": [0.002, 0.004, 0.003, 0.002]},
         {**case, "peer": "tsmla_kv", "forward_us": 45.0, "us": 310.0, "rel_err": None},
     ]
-    (tmp_path / "segment_attention.json").write_text(json.dumps(rows))
+    put(tmp_path, "segment_attention", rows)
     assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "forward 0.50 (1 point), with its gradient 0.75 (1 point)" in readme
     assert "| 4x4096h16s8 | 400.0 | 300.0 | 310.0 | 0.75 |" in readme
-    page = (tmp_path / "figures" / "segment_attention.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "segment_attention.md").read_text()
     assert (
         "| 4x4096h16s8 | 100.0 | 50.0 | 45.0 | 0.50 |" in page and "| cuDNN | 0.20% | 0.40% | 0.30% | 0.20% |" in page
     )
-    assert (tmp_path / "figures" / "segment_attention.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "segment_attention.json").write_text(json.dumps(rows[:1]))  # ours alone
+    assert is_png(tmp_path / "benchmarks" / "figures" / "segment_attention.png")
+    put(tmp_path, "segment_attention", rows[:1])  # ours alone
     assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
-    assert "cuDNN" not in (tmp_path / "README.md").read_text()
+    assert "cuDNN" not in page_of(tmp_path)
 
 
-def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "mesh").mkdir()
+def test_several_gpus_are_compared_with_one(tmp_path: Path) -> None:
     case = {**FIXED, "b": 4, "heads": 16, "keys": 131072, "mode": "decode attention", "peer": "tsmla", "layers": 8}
     rows = [{**case, "context_parallel": n, "us": us, "floor_us": 140.0 / n} for n, us in ((1, 150.0), (2, 90.0))]
-    (tmp_path / "mesh" / "context_parallel.json").write_text(json.dumps(rows))
+    put(tmp_path, "context_parallel", rows, "h100x2")
     step = {**FIXED, "peer": "tsmla", "context": 512, "mode": "v2-lite decode", "b": 64, "us": 10000.0}
     step |= {"floor_us": 7000.0, "tokens_per_s": 6400, "layers": 27}
     copies = {"data_parallel": 2, "b": 128, "tokens_per_s": 12800}
@@ -426,14 +415,12 @@ def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path)
     mesh = {"data_parallel": 1, "expert_parallel": 2, "context_parallel": 1, "us": 8000.0, "tokens_per_s": 8000}
     prompt = {**step, "mode": "v2-lite prompt", "b": 1, "context": 32768, "tokens_per_s": 50000}
     longer = {"context": 131072, "context_parallel": 2}
-    (tmp_path / "mesh" / "generate.json").write_text(
-        json.dumps([
+    put(tmp_path, "generate", [
             step, {**step, **mesh}, {**step, **mesh, "b": 1}, {**step, **copies}, {**step, **mesh, **fewer},
             prompt, {**prompt, "context_parallel": 2, "tokens_per_s": 75000}, {**prompt, **longer},
-        ])
-    )  # fmt: skip
+        ], "h100x2")  # fmt: skip
     assert figures.main(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "old" not in readme and "2 GPUs 0.60 (1 point)" in readme
     assert "| 4, 16, 131072 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 |" in readme
     assert "| v2-lite decode, 27 layers | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - |" in readme
@@ -448,52 +435,51 @@ def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path)
     of_prompt = "7.00 | **10.00** | 70% |"
     assert f"| v2-lite prompt of 32,768 tokens, 27 layers | context 2 | 1 | {of_prompt} 75,000 | 1.50 |" in readme
     assert f"| v2-lite prompt of 131,072 tokens, 27 layers | context 2 | 1 | {of_prompt} 50,000 | - |" in readme
-    assert (tmp_path / "figures" / "context_parallel.png").read_bytes().startswith(b"\x89PNG")
+    assert is_png(tmp_path / "benchmarks" / "figures" / "context_parallel.png")
 
 
-def test_vllms_prompts_are_compared_by_the_means_of_their_starts(figures: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "h100").mkdir()
-    case = {**FIXED, "vllm": "0.26.0", "mode": "v2-lite prefill", "b": 8, "context": 512}
+def test_vllms_prompts_are_compared_by_the_means_of_their_starts(tmp_path: Path) -> None:
+    case = {**FIXED, "peer": "vllm", "vllm": "0.26.0", "mode": "v2-lite prefill", "b": 8, "context": 512}
     times = ("FLASH_ATTN_MLA", 50e3), ("CUSTOM", 52e3), ("FLASH_ATTN_MLA", 54e3), ("CUSTOM", 46e3)
     rows = [{**case, "backend": backend, "us": us} for backend, us in times]
-    (tmp_path / "h100" / "vllm_prompts.json").write_text(json.dumps(rows))
+    put(tmp_path, "vllm_prompts", rows, "h100")
     assert figures.main(with_markers(tmp_path, "vllm_prompts")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "the other's: 0.94 (1 point)" in readme
     assert "| 512, 8 | 50.00, 54.00 | 52.00, 46.00 | 0.94 |" in readme
 
 
-def test_the_compressors_table_comes_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_compressors_table_comes_from_its_file(tmp_path: Path) -> None:
     rows = [
         {**FIXED, "mode": mode, "kind": "v4_4", "b": b, "us": 9.0, "floor_us": 1.5}
         for mode, b in (("all", 8), ("prefill", 4096))
     ]
-    (tmp_path / "compress.json").write_text(json.dumps(rows))
+    put(tmp_path, "compress", rows)
     assert figures.main(with_markers(tmp_path, "compress")) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = page_of(tmp_path)
     assert "| | V4, 1 in 4 |" in readme and "| prefill of 4096 tokens | 9.0 (1.5) |" in readme
 
 
-def test_errors_are_drawn_of_every_record_that_has_them(figures: ModuleType, tmp_path: Path) -> None:
+def test_errors_are_drawn_of_every_record_that_has_them(tmp_path: Path) -> None:
     gradient = {**FIXED, "peer": "cudnn", "dq_err": 2e-3, "dk_err": 3e-3, "dv_err": None}
-    overview = sys.modules["overview_figures"]
-    (tmp_path / "decode_fp8.json").write_text(json.dumps([row("tsmla", 9.0), row("flashmla", 9.0)]))
-    (tmp_path / "prefill_backward.json").write_text(json.dumps([gradient, {**FIXED, "peer": "tsmla", "us": 1.0}]))
-    assert list(overview._errors_of(gradient)) == [2e-3, 3e-3]
-    assert "norm of the difference over norm" in overview.write_errors(tmp_path, tmp_path / "figures")
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+    results = tmp_path / "benchmarks" / "results" / "h200"
+    put(tmp_path, "decode_fp8", [row("tsmla", 9.0), row("flashmla", 9.0)])
+    put(tmp_path, "prefill_backward", [gradient, {**FIXED, "peer": "tsmla", "us": 1.0}])
+    assert list(others.errors_of(gradient)) == [2e-3, 3e-3]
+    assert "norm of the difference over norm" in others.write_errors(results, tmp_path / "benchmarks" / "figures")
+    assert sorted(path.name for path in (tmp_path / "benchmarks" / "figures").iterdir()) == [
         "errors.md", "errors_decode.png", "errors_prefill.png"
     ]  # fmt: skip
-    page = (tmp_path / "figures" / "errors.md").read_text()
+    page = (tmp_path / "benchmarks" / "figures" / "errors.md").read_text()
     assert "| decode, fp8 | tsmla | 1 | 0.20% | 0.20% | - |" in page
     assert "| gradient, bf16 | cuDNN | 1 | 0.20% | 0.30% | - |" in page
-    assert overview.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
-    (tmp_path / "decode_fp8.json").write_text('[{"us": 1.0}]')
+    assert others.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
+    put(tmp_path, "decode_fp8", [{"us": 1.0}])
     with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):
-        overview.write_errors(tmp_path, tmp_path / "figures")
+        others.write_errors(results, tmp_path / "benchmarks" / "figures")
 
 
-def test_bytes_of_a_token_are_those_of_the_layouts(figures: ModuleType) -> None:
-    sizes = sys.modules["overview_figures"].bytes_a_token()
+def test_bytes_of_a_token_are_those_of_the_layouts() -> None:
+    sizes = others.bytes_a_token()
     assert sizes["latent, bf16 or f16"] == 1152 and sizes["V3.2: packed, and the indexer's keys"] == 656 + 132
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)

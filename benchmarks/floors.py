@@ -1,0 +1,23 @@
+"""What a GPU was measured to do a second: floors of times and the lines of figures are made of it."""
+
+from __future__ import annotations
+
+LATENT, ROPE, PAGE = 512, 64, 64
+"""Columns of a dense cache's row, and rows of a page."""
+BYTES_PER_KEY = {"bf16": 2 * (LATENT + ROPE), "fp8": LATENT + ROPE}
+
+# Measured on an H200: the reads of a large copy, and a plain matrix product on random data.
+BYTES_PER_S = 4.35e12
+# An H100's products are as fast.
+H100_BYTES_PER_S = 3.09e12
+FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
+
+
+def bytes_per_s(device: str) -> float:
+    """What the memory of a GPU of that name reads a second, as it was measured."""
+    return H100_BYTES_PER_S if "H100" in device else BYTES_PER_S
+
+
+def floor_us(flops: float, moved: float, dtype: str = "bf16") -> float:
+    """The longer of what so many operations of that dtype and so many bytes take an H200, in microseconds."""
+    return max(flops / FLOPS_PER_S[dtype], moved / BYTES_PER_S) * 1e6

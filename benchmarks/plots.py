@@ -1,0 +1,258 @@
+"""The plots of records. A function that makes one returns what draws it, for a `table.Panel`."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.floors import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
+from benchmarks.table import OURS, Loaded, Point
+
+Draw = Callable[[Loaded, Path], bool]
+COLOURS = {
+    "tsmla": "tab:blue", "tsmla_fp8": "tab:cyan", "tsmla_deterministic": "tab:cyan", "tsmla_kv": "tab:purple",
+    "fa3": "tab:green", "fa4": "tab:orange", "cudnn": "tab:red",
+}  # fmt: skip
+
+
+class Mark(NamedTuple):
+    """A dot: the panel and the line that it is in, and its place. Values of x are sorted, and stand side by side."""
+
+    panel: str
+    line: str
+    x: Any
+    y: float
+
+
+@contextlib.contextmanager
+def drawn(
+    path: Path, size: tuple[float, float], panels: int, *, columns: int | None = None, widths: Sequence[float] = ()
+) -> Iterator[Sequence[Any]]:
+    """The axes of panels with one y axis, to draw on; written to `path` at the end. They stand side by side, or in rows
+    of `columns`."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = min(columns or panels, panels)
+    figure, grid = pyplot.subplots(-(-panels // columns), columns, figsize=size, sharey=True, squeeze=False,
+                                   width_ratios=widths or None, layout="constrained")  # fmt: skip
+    axes = [*grid.flat]
+    for each in axes[panels:]:
+        each.set_visible(False)
+    for each in axes[:panels]:
+        each.grid(True, axis="y", alpha=0.3)
+    try:
+        yield axes[:panels]
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+
+
+class Style(NamedTuple):
+    """How marks are drawn: as dots, bars or lines; `spread` sets lines of dots apart; x_name names a place on the axis,
+    which is a number on a logarithmic scale if `log`; width, columns and angle: of the plot, its panels and the names;
+    one: whether there is a line at 1; in_order: places stand as they come; log_y: the marks of a logarithmic y axis;
+    broken: where there are broken lines."""
+
+    y: str
+    x: str = ""
+    dots: bool = False
+    spread: float = 0.0
+    x_name: Callable[[Any], str] = str
+    log: bool = False
+    width: tuple[float, float] = (1.6, 2.2)
+    columns: int | None = None
+    angle: int = 0
+    one: bool = True
+    colours: Mapping[str, str] = {}
+    dashed: Callable[[str], bool] = lambda line: False
+    in_order: bool = False
+    log_y: tuple[float, ...] = ()
+    bars: bool = False
+    broken: tuple[float, ...] = ()
+
+
+def chart(marks: Callable[[Loaded], Iterable[Mark]], style: Style) -> Draw:
+    """Times, or times over others': a panel for each of the marks' panels, a line or a row of dots for each line."""
+
+    def draw(loaded: Loaded, path: Path) -> bool:
+        if not (found := list(marks(loaded))):
+            return False
+        panels, lines = (list(dict.fromkeys(each)) for each in ((m.panel for m in found), (m.line for m in found)))
+        places = list(dict.fromkeys(mark.x for mark in found))
+        xs = places if style.in_order else sorted(places)
+        rows = -(-len(panels) // style.columns) if style.columns else 1
+        size = (style.width[0] + style.width[1] * len(panels) / rows, 3.6 if rows == 1 else 3.05 * rows + 0.6)
+        with drawn(path, size, len(panels), columns=style.columns) as axes:
+            for each, panel in zip(axes, panels, strict=True):
+                _panel(each, [mark for mark in found if mark.panel == panel], lines, xs, style)
+                each.set_title(panel, fontsize=9)
+            if style.log_y:
+                axes[0].set(yscale="log", ylim=(style.log_y[0], style.log_y[-1]))
+                axes[0].set_yticks(style.log_y, [f"{y:g}" for y in style.log_y])
+                axes[0].minorticks_off()
+            else:
+                axes[0].set_ylim(0, 1.05 * max([float(style.one), *(mark.y for mark in found)]))
+            axes[0].figure.supylabel(style.y, fontsize=10)
+            axes[0].figure.supxlabel(style.x, fontsize=9)
+        return True
+
+    return draw
+
+
+def _panel(axes: Any, marks: Sequence[Mark], lines: Sequence[str], xs: Sequence[Any], style: Style) -> None:
+    lines = [line for line in lines if any(mark.line == line for mark in marks)]
+    for i, line in enumerate(lines):
+        at = sorted((xs.index(mark.x), mark.y) for mark in marks if mark.line == line)
+        places = [xs[x] if style.log else x + style.spread * (i - (len(lines) - 1) / 2) for x, _ in at]
+        ys, colour = [y for _, y in at], style.colours.get(line, f"C{i}")
+        if style.bars:
+            axes.bar(places, ys, width=0.36, label=line, color=colour)
+        elif style.dots:
+            axes.scatter(places, ys, s=20, linewidths=0, label=line, color=colour)
+        else:
+            axes.plot(places, ys, "--" if style.dashed(line) else "-", marker="o", markersize=4, linewidth=1,
+                      label=line, color=colour)  # fmt: skip
+    if style.one:
+        axes.axhline(1, color="0.4", linewidth=1)
+    for y in style.broken:
+        axes.axhline(y, color="0.4", linewidth=1, linestyle="--")
+    if style.log:
+        axes.set(xscale="log")
+        axes.minorticks_off()
+    turned = {"rotation": style.angle, "ha": "right"} if style.angle else {}
+    axes.set_xticks(xs if style.log else range(len(xs)), [style.x_name(x) for x in xs], fontsize=8, **turned)
+    if any(lines):
+        axes.legend(frameon=False, fontsize=7, loc="best", ncols=2 if len(lines) > 3 and style.width[0] != 1.6 else 1)
+
+
+def floors(panel: Callable[[Point], str], best: Callable[[Point], float | None]) -> Draw:
+    """Times by the floor of their bytes and operations, ours and the best peer's; a dot a point."""
+
+    def draw(loaded: Loaded, path: Path) -> bool:
+        points = [point for point in loaded.points if point.floor > 0 and OURS in point.rows]  # rounded to 0.01
+        titles = list(dict.fromkeys(map(panel, points)))
+        with drawn(path, (max(6.5, 1.6 + 2.4 * len(titles)), 3.8), len(titles)) as panels:
+            for axes, title in zip(panels, titles, strict=True):
+                mine = [point for point in points if panel(point) == title]
+                ends = [f(point.floor for point in mine) for f in (min, max)]
+                axes.plot(ends, ends, color="0.4", linewidth=1, label="floor")
+                for label, colour, us in (("best peer", "tab:orange", best), ("tsmla", "tab:blue", _ours)):
+                    at = [(point.floor, taken) for point in mine if (taken := us(point))]
+                    if at:
+                        axes.scatter(*zip(*at, strict=True), s=14, alpha=0.6, linewidths=0, color=colour, label=label)
+                axes.set(xscale="log", yscale="log")
+                axes.minorticks_off()
+                axes.set_title(title, fontsize=9)
+                axes.grid(True, axis="x", alpha=0.3)
+            panels[0].set_ylabel("time, us")
+            panels[0].figure.supxlabel("floor, us", fontsize=9)
+            panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
+        return True
+
+    return draw
+
+
+def _ours(point: Point) -> float | None:
+    return point.us(OURS)
+
+
+def rates(names: Mapping[str, str]) -> Draw:
+    """TFLOP/s of every point, a dot a peer of `names`; the lines are rates of plain matrix products."""
+
+    def draw(loaded: Loaded, path: Path) -> bool:
+        points = loaded.points
+        peers = [peer for peer in names if any(peer in point.rows for point in points)]
+        with drawn(path, (8.4, 4.2), 1) as (axes,):
+            for i, peer in enumerate(peers):
+                at = [(x + 0.12 * (i - (len(peers) - 1) / 2), rate) for x, point in enumerate(points)
+                      if (rate := point.rows.get(peer, {}).get("tflops"))]  # fmt: skip
+                axes.scatter(*zip(*at, strict=True), s=22, linewidths=0, color=COLOURS.get(peer), label=names[peer])
+            for dtype, rate in FLOPS_PER_S.items():
+                if dtype == "bf16" or f"{OURS}_{dtype}" in peers:
+                    line = "-" if dtype == "bf16" else "--"
+                    axes.axhline(rate / 1e12, color="0.4", linewidth=1, linestyle=line)
+                    axes.annotate(f"matrix product, {dtype}", (0, rate / 1e12), (0, 3), textcoords="offset points",
+                                  fontsize=8)  # fmt: skip
+            axes.set_xticks(range(len(points)), [p.key[0] for p in points], fontsize=8, rotation=30, ha="right")
+            axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+            axes.set_ylabel("TFLOP/s")
+            axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right")
+        return True
+
+    return draw
+
+
+def roofline(dtype: str, best: Callable[[Point], float | None]) -> Draw:
+    """Attained arithmetic rate over arithmetic intensity of decode, ours and the best peer's, under the device's roof.
+
+    The rate is that of the floor times floor / time, so that ragged points stand by their real work.
+    """
+
+    def roof(intensity: float) -> float:
+        return min(intensity * BYTES_PER_S, FLOPS_PER_S[dtype]) / 1e12
+
+    def intensity(point: Point) -> float:
+        return float(2 * point["s"] * point["h"] * (2 * LATENT + ROPE) / BYTES_PER_KEY[dtype])
+
+    def draw(loaded: Loaded, path: Path) -> bool:
+        xs = sorted(map(intensity, loaded.points))
+        with drawn(path, (7, 4.2), 1) as (axes,):
+            line = sorted({xs[0] / 1.3, FLOPS_PER_S[dtype] / BYTES_PER_S, xs[-1] * 1.3})
+            axes.plot(line, [roof(x) for x in line], color="0.4", linewidth=1, label="floor: bandwidth, matrix rate")
+            # Set apart a little: both have the same intensities.
+            for label, colour, aside, us in (
+                ("best peer", "tab:orange", 1 / 1.04, best), ("tsmla", "tab:blue", 1.04, _ours),
+            ):  # fmt: skip
+                at = [(intensity(p) * aside, roof(intensity(p)) * p.floor / taken) for p in loaded.points
+                      if (taken := us(p))]  # fmt: skip
+                if at:
+                    axes.scatter(*zip(*at, strict=True), s=14, alpha=0.6, color=colour, linewidths=0, label=label)
+            axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of cache", ylabel="TFLOP/s")
+            axes.set_title(f"MLA decode, {dtype}", fontsize=10)
+            axes.grid(True, axis="x", alpha=0.3)
+            axes.legend(frameon=False, fontsize=8, loc="lower right")
+        return True
+
+    return draw
+
+
+def draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Relative errors by peer, a panel for each of `found`."""
+    columns = [len(errors) for errors in found.values()]
+    jitter = random.Random(0)
+    with drawn(path, (1.2 + 0.6 * sum(columns), 3.8), len(found), widths=columns) as panels:
+        for axes, (title, errors) in zip(panels, found.items(), strict=True):
+            for i, (peer, each) in enumerate(errors.items()):
+                xs = [i + jitter.uniform(-0.25, 0.25) for _ in each]
+                colour = "tab:blue" if peer.startswith("tsmla") else "tab:orange"
+                axes.scatter(xs, each, s=9, alpha=0.5, linewidths=0, color=colour)
+            axes.set_xticks(range(len(errors)), errors, fontsize=7, rotation=45)
+            axes.set_xlim(-0.6, len(errors) - 0.4)
+            axes.set_yscale("log")
+            axes.set_title(title, fontsize=9)
+        panels[0].minorticks_off()
+        ticks = [1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]
+        panels[0].set_yticks(ticks, [f"{tick:.1%}".replace(".0%", "%") for tick in ticks])
+        panels[0].set_ylabel("relative error")
+
+
+def draw_bars(formats: Mapping[str, float], path: Path) -> None:
+    """Bytes of a token, a bar a format."""
+    with drawn(path, (6.5, 2.8), 1) as (axes,):
+        axes.barh(range(len(formats)), list(formats.values()), color="tab:blue", height=0.6)
+        axes.set_yticks(range(len(formats)), list(formats), fontsize=8)
+        axes.invert_yaxis()
+        for i, count in enumerate(formats.values()):
+            axes.annotate(f"{count:,.0f}" if count > 100 else f"{count:.2g}", (count, i), (3, 0),
+                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+        axes.set(xscale="log", xlim=(1, 4e5))
+        axes.set_xlabel("bytes a token and layer", fontsize=9)
+        axes.grid(False, axis="y")
+        axes.grid(True, axis="x", alpha=0.3)

@@ -1,0 +1,365 @@
+"""Records of attention over dense and packed caches, and of prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks import plots
+from benchmarks.plots import Mark, Style, chart
+from benchmarks.table import (
+    FLOOR,
+    OF_FLOOR,
+    OURS,
+    RATE,
+    Column,
+    Loaded,
+    Panel,
+    Point,
+    Record,
+    load,
+    mean_and_worst,
+    means,
+    our_time,
+    over,
+    provenance,
+    quotient,
+    reading,
+    table,
+    table_of,
+    time,
+    whole,
+)
+
+# ---- one or a few tokens a request
+
+PEERS = {"flashmla": "FlashMLA", "legacy": "SGLang", "fa3": "FA3", "fa4": "FA4 SM90"}
+MODES = {"v32": "V3.2", "v4-512": "V4, 128 + 512", "v4-1024": "V4, 128 + 1024"}
+DENSE, PACKED = ("flashmla", "fa3", "fa4"), ("flashmla", "legacy")
+"""The peers that are compared: FA3's sparse form reads a bf16 cache."""
+# The README shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
+SHORT = ((1, 1, 16, 4096), (4, 1, 16, 81920), (64, 1, 16, 8192), (16, 1, 128, 8192), (64, 4, 128, 8192),
+         (32, 4, 128, 81920))  # fmt: skip
+SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32", 64, 1, 128), ("v32", 128, 2, 128),
+                ("v4-512", 64, 1, 64), ("v4-1024", 64, 1, 128))  # fmt: skip
+
+
+def compared(points: Sequence[Point], peers: Sequence[str]) -> str:
+    """How many points, and our times relative to the best peer's."""
+    ratios = [ratio for point in points if (ratio := point.ratio(OURS, *peers)) is not None]
+    if not ratios:
+        return f"{len(points)} points"
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return (f"{len(points)} points; tsmla's time over the best peer's: geometric mean {mean:.2f}, best "
+            f"{min(ratios):.2f}, worst {max(ratios):.2f}, ahead at {sum(ratio < 1 for ratio in ratios)} of "
+            f"{len(ratios)}")  # fmt: skip
+
+
+def decode_columns(peers: Sequence[str], keys: Callable[[Point], str]) -> Sequence[Column]:
+    name: Column = (
+        "B, S, H, keys",
+        lambda p: f"{p['b']}, {p['s']}, {p['h']}, {keys(p)}" + ", ragged" * bool(p["varlen"]),
+    )
+    others = [time(title, peer) for peer, title in PEERS.items()]
+    ours = [our_time(), over("/ best peer", OURS, *peers), OF_FLOOR, time("bf16 queries", "tsmla_bf16_q")]
+    return name, FLOOR, *others, *ours
+
+
+def relative(peers: Sequence[str], of: Callable[[Point], bool], x_name: Callable[[tuple[int, ...]], str],
+             label: str) -> plots.Draw:  # fmt: skip
+    """Our time over the best peer's, a panel for each number of heads, a dot a point."""
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for point in filter(of, loaded.points):
+            if (ratio := point.ratio(OURS, *peers)) is not None:
+                b, keys = point["b"], point["keys"]
+                yield Mark(f"H = {point['h']}", f"S = {point['s']}", (b * keys, b, keys), ratio)
+
+    return lambda loaded, path: chart(
+        marks, Style(f"time / best peer's, {label}", "B" if x_name((1, 1, 1)) == "1" else "B x keys", dots=True,
+                     spread=0.16, x_name=x_name, width=(0, 4.2), columns=2),
+    )(loaded, path)  # fmt: skip
+
+
+def decode(dtype: str) -> Record:
+    columns = decode_columns(DENSE, lambda point: str(point["keys"]))
+    name = f"decode_{dtype}"
+
+    def caption(loaded: Loaded) -> str:
+        pages = ", ".join(sorted({str(point["page"]) for point in loaded.points}))
+        said = f"{compared(loaded.points, DENSE)}. {provenance(loaded.rows)}"
+        return f"Microseconds, medians, {dtype}, page {pages}. {said}"
+
+    def short(loaded: Loaded) -> list[str]:
+        uniform = [point for point in loaded.points if not point["varlen"]]
+        chosen = [p for p in uniform if (p["b"], p["s"], p["h"], p["keys"]) in SHORT]
+        return [table(chosen or (uniform or loaded.points)[: len(SHORT)], columns)]
+
+    dots = relative(DENSE, lambda _: True, lambda x: f"{x[1]} x {x[2] // 1024}k", dtype)
+    text = f"time of decode over the best peer's, {dtype}"
+    panels = (
+        Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),
+        Panel(f"{name}_roofline", f"roofline of decode, {dtype}", plots.roofline(dtype, lambda p: p.best(*DENSE))),
+    )
+    return Record(
+        name, f"MLA decode, {dtype}", ("h", "s", "b", "keys", "varlen", "page"), caption,
+        whole(lambda _: columns, lambda point: f"{point['h']} heads"), short, panels,
+        order=lambda point: point.key, readme="README.md",
+    )  # fmt: skip
+
+
+def sparse() -> Record:
+    columns = decode_columns(PACKED, lambda point: MODES[point["mode"]])
+
+    def of_mode(mode: str) -> Callable[[Point], bool]:
+        return lambda point: point["mode"] == mode
+
+    def caption(loaded: Loaded) -> str:
+        sentences = []
+        for mode, title in MODES.items():
+            if mine := list(filter(of_mode(mode), loaded.points)):
+                sentence = f"{title}: {compared(mine, PACKED)}"
+                if fa3 := [ratio for point in mine if (ratio := point.ratio(OURS, "fa3")) is not None]:
+                    mean = math.exp(sum(map(math.log, fa3)) / len(fa3))
+                    sentence += f"; over FA3's on a bf16 cache {mean:.2f}, worst {max(fa3):.2f}"
+                sentences.append(f"{sentence}.")
+        said = " ".join(sentences)
+        return f"Microseconds, medians, bf16 queries over packed caches. {said} {provenance(loaded.rows)}"
+
+    def short(loaded: Loaded) -> list[str]:
+        chosen = [p for p in loaded.points if (p["mode"], p["b"], p["s"], p["h"]) in SHORT_SPARSE]
+        return [table(chosen or loaded.points[:6], columns, loaded.points)]
+
+    floor = plots.floors(lambda point: MODES[point["mode"]], lambda point: point.best(*PACKED))
+    panels = [Panel("sparse_mla_floor", "time of sparse_mla by its floor", floor)]
+    for mode, title in MODES.items():
+        dots = relative(PACKED, of_mode(mode), lambda x: str(x[1]), title)
+        text = "time of sparse_mla over the best peer's"
+        panels.append(Panel(f"sparse_mla_{mode}_relative", text, dots, shown=mode == "v32", section=title))
+    return Record(
+        "sparse_mla", "Sparse MLA, decode", ("mode", "h", "s", "b", "keys", "varlen", "page"), caption,
+        whole(lambda _: columns, lambda point: MODES[point["mode"]], panels), short, tuple(panels),
+        order=lambda point: ([*MODES].index(point["mode"]), *point.key),
+    )  # fmt: skip
+
+
+# ---- a prompt over packed caches
+
+FP8 = "tsmla fp8 queries"
+PROMPT_MODES = {
+    "random": "V3.2, random keys",
+    "shared80": "V3.2, 80 % shared with the token before",
+    "prompt": "V3.2, the first tokens of a text",
+    "v4": "V4, 128 + 512",
+}
+
+
+def sparse_prefill() -> Record:
+    def columns(name: Column) -> Sequence[Column]:
+        ours = [our_time(), over("/ FlashMLA", OURS, "flashmla"), OF_FLOOR, time("fp8 queries", FP8)]
+        return name, FLOOR, time("FlashMLA", "flashmla"), *ours
+
+    def caption(loaded: Loaded) -> str:
+        points, said = loaded.points, "Microseconds, medians, bf16 queries. "
+        if everywhere := mean_and_worst(point.ratio(OURS, "flashmla") for point in points):
+            by_heads = {
+                h: mean_and_worst(p.ratio(OURS, "flashmla") for p in points if p["h"] == h)
+                for h in sorted({point["h"] for point in points})
+            }
+            said += f"tsmla's time over FlashMLA's {everywhere}, geometric mean; "
+            said += ", ".join(f"{h} heads {each}" for h, each in by_heads.items() if each)
+            said += ". FlashMLA reads a bf16 copy of the keys, and has its queries padded to 64 or 128 heads. "
+        if copies := [us for point in points if (us := point.us("widen"))]:
+            said += f"Making the copy of V3.2's context of 131,072 keys takes {min(copies):.0f} to {max(copies):.0f} "
+            said += "us, which are not in its time. "
+        if fp8 := mean_and_worst(point.ratio(FP8, OURS) for point in points):
+            errors = [point.rows[FP8]["rel_err"] for point in points if FP8 in point.rows]
+            said += f"fp8 queries take {fp8} of the time of bf16 queries, and out's error against the bf16 queries "
+            said += f"that they were rounded from is {min(errors):.1%} to {max(errors):.1%}. "
+        return said + provenance(loaded.rows)
+
+    def short(loaded: Loaded) -> list[str]:
+        name: Column = "T, H, selection", lambda p: f"{p['length']}, {p['h']}, {PROMPT_MODES[p['mode']]}"
+        return [table([p for p in loaded.points if p["length"] == 4096], columns(name), loaded.points)]
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for p in loaded.points:
+            if (ratio := p.ratio(OURS, "flashmla")) is not None:
+                yield Mark(PROMPT_MODES[p["mode"]], f"T = {p['length']}", p["h"], ratio)
+
+    full = columns(("T, H", lambda p: f"{p['length']}, {p['h']}"))
+    lines = chart(marks, Style("time / FlashMLA's", "heads", width=(0, 4.2), columns=2))
+    floor = plots.floors(lambda p: "V4" if p["mode"] == "v4" else "V3.2", lambda p: p.us("flashmla"))
+    panels = (
+        Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),
+        Panel("sparse_mla_prefill_floor", "time by its floor", floor),
+    )
+    return Record(
+        "sparse_mla_prefill", "Sparse MLA, prefill", ("mode", "length", "h"), caption,
+        whole(lambda _: full, lambda point: PROMPT_MODES[point["mode"]]), short, panels,
+        order=lambda point: ([*PROMPT_MODES].index(point["mode"]), *point.key[1:]),
+    )  # fmt: skip
+
+
+# ---- prompts, expanded
+
+PREFILL_PEERS = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
+SHORT_PREFILL = ("1x8192h128", "4x4096h128", "1x8192h64", "4x4096h64", "1x8192h32", "1x32768h16", "16x1024h128",
+                 "ragged32h64")  # fmt: skip
+
+
+def prefill() -> Record:
+    columns: Sequence[Column] = (
+        ("B x T, H", lambda point: point["point"]), *(time(title, peer, 0) for peer, title in PREFILL_PEERS.items()),
+        our_time(digits=0), over("/ FA3", OURS, "fa3"), RATE, time("fp8", "tsmla_fp8", 0),
+        ("/ bf16", lambda point: quotient(point.us("tsmla_fp8"), point.us(OURS))),
+    )  # fmt: skip
+
+    def earlier(loaded: Loaded) -> tuple[str, Loaded] | None:
+        """A run with FA4, which is compared within itself alone, and what is said of it."""
+        path = loaded.path.with_name("prefill_fa4.json")
+        if not path.exists():
+            return None
+        with reading(path):
+            old = load(path, record)
+        return f"tsmla's time over {means(old.points, OURS, {'fa4': PREFILL_PEERS['fa4']})}", old
+
+    def caption(loaded: Loaded) -> str:
+        first = loaded.rows[0]
+        said = f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
+        said += f"tsmla's time over {means(loaded.points, OURS, PREFILL_PEERS)}, geometric means over the points that "
+        said += "each ran. "
+        if any("tsmla_fp8" in point.rows for point in loaded.points):
+            said += "fp8 is tsmla's own, q, k and v in e4m3. "
+        said += provenance(loaded.rows)
+        if old := earlier(loaded):
+            row = old[1].rows[0]
+            said += f" In a run of its own, {old[0]}; commit {row['commit']}; {row['date']}."
+        return said
+
+    def full(loaded: Loaded) -> list[str]:
+        blocks = [table(loaded.points, columns)]
+        if old := earlier(loaded):
+            blocks += ["## A run with FA4", f"{old[0]}. {provenance(old[1].rows)}", table(old[1].points, columns)]
+        return blocks
+
+    def short(loaded: Loaded) -> list[str]:
+        chosen = {point.key[0]: point for point in loaded.points if point.key[0] in SHORT_PREFILL}
+        return [table([chosen[name] for name in SHORT_PREFILL if name in chosen] or loaded.points, columns,
+                      loaded.points)]  # fmt: skip
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for point in loaded.points:
+            for peer, title in PREFILL_PEERS.items():
+                if (ratio := point.ratio(OURS, peer)) is not None:
+                    yield Mark("", f"over {title}", point.key[0], ratio)
+
+    colours = {f"over {title}": plots.COLOURS[peer] for peer, title in PREFILL_PEERS.items()}
+    style = Style("tsmla's time / a peer's", dots=True, spread=0.12, width=(8.4, 0), angle=30, in_order=True,
+                  colours=colours)  # fmt: skip
+    panels = (
+        Panel("prefill_relative", "time of prefill over the peers'", chart(marks, style), shown=True),
+        Panel("prefill_rates", "arithmetic rates of prefill",
+              plots.rates({OURS: OURS, **PREFILL_PEERS, "tsmla_fp8": "tsmla, fp8"})),
+    )  # fmt: skip
+    record = Record("prefill", "MLA prefill", ("point",), caption, full, short, panels)
+    return record
+
+
+# ---- the gradient
+
+BACKWARD_PEERS = {"cudnn": "cuDNN", "fa4": "FA4 SM90"}
+
+
+def prefill_backward() -> Record:
+    ours = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope"}
+    columns: Sequence[Column] = (
+        ("B x T, H", lambda point: point["point"]), ("**tsmla**", lambda point: f"{point.us(OURS):.0f}"),
+        *(time(title, peer, 0) for peer, title in (ours | BACKWARD_PEERS).items()), RATE,
+    )  # fmt: skip
+
+    def caption(loaded: Loaded) -> str:
+        points = loaded.points
+        best = mean_and_worst(point.ratio(OURS, *BACKWARD_PEERS) for point in points)
+        repeats = mean_and_worst(point.ratio("tsmla_deterministic", OURS) for point in points)
+        return (
+            f"The gradient of prefill on Hopper, the backward pass alone, causal {loaded.rows[0]['dtype']}: tsmla's "
+            f"time over the best peer {best}, {means(points, OURS, BACKWARD_PEERS)}, geometric means; deterministic "
+            f"over default {repeats}. {provenance(loaded.rows)}"
+        )
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        names = {OURS: OURS, "tsmla_deterministic": "tsmla, deterministic", "fa4": "FA4 SM90"}
+        for point in sorted(loaded.points, key=lambda point: (point["h"], point["length"])):
+            for peer, name in names.items():
+                if point["b"] == 1 and (ratio := point.ratio(peer, "cudnn")) is not None:
+                    yield Mark(f"H = {point['h']}", name, point["length"], ratio)
+
+    style = Style("time / cuDNN's", "tokens of the request", x_name=lambda length: f"{length // 1024}k")
+    panels = (
+        Panel("prefill_backward_relative", "time of the backward pass over cuDNN's", chart(marks, style)),
+        Panel("prefill_backward_rates", "arithmetic rates of the backward pass",
+              plots.rates({OURS: OURS, **ours, **BACKWARD_PEERS})),
+    )  # fmt: skip
+    return Record(
+        "prefill_backward", "The gradient of MLA prefill", ("point",), caption, whole(lambda _: columns),
+        panels=panels, unit="Microseconds. ",
+    )  # fmt: skip
+
+
+# ---- packed rows
+
+SEGMENT_PEERS = {"cudnn": "cuDNN", "tsmla": "**tsmla**", "tsmla_kv": "tsmla, kv"}
+KINDS = {"forward": "forward_us", "with its gradient": "us"}
+
+
+def segment_attention() -> Record:
+    def timed(loaded: Loaded, field: str) -> list[Point]:
+        """The points with that field of their rows as the time."""
+        return [Point(point.key, {peer: {**row, "us": row[field]} for peer, row in point.rows.items()})
+                for point in loaded.points]  # fmt: skip
+
+    columns: Sequence[Column] = (
+        ("rows x tokens, heads, segments a row", lambda point: point["point"]),
+        *(time(title, peer) for peer, title in SEGMENT_PEERS.items()), over("/ cuDNN", OURS, "cudnn"),
+    )  # fmt: skip
+
+    def caption(loaded: Loaded) -> str:
+        found = {kind: mean_and_worst(point.ratio(OURS, "cudnn") for point in timed(loaded, name))
+                 for kind, name in KINDS.items()}  # fmt: skip
+        said = ", ".join(f"{kind} {each}" for kind, each in found.items() if each)
+        compared = f"tsmla's time over cuDNN's: {said}, geometric means. " if said else ""
+        first = loaded.rows[0]["dtype"]
+        return f"Causal {first}, head dims 192 and 128, microseconds. {compared}{provenance(loaded.rows)}"
+
+    def full(loaded: Loaded) -> list[str]:
+        blocks = []
+        for kind, name in KINDS.items():
+            blocks += [f"## {kind.capitalize()}", table(timed(loaded, name), columns)]
+        errors = {row["peer"]: row["rel_err"] for row in loaded.rows if row["rel_err"]}
+        lines = [[title, *(f"{error:.2%}" for error in errors[peer])] for peer, title in SEGMENT_PEERS.items()
+                 if peer in errors]  # fmt: skip
+        at = loaded.rows[0]["errors_at"]
+        return [*blocks, "## Errors", f"Relative, at {at}, against the reference in float32.",
+                table_of(["", "out", "dq", "dk", "dv"], lines)]  # fmt: skip
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for kind, name in KINDS.items():
+            for point in timed(loaded, name):
+                for peer in (OURS, "tsmla_kv"):
+                    if (ratio := point.ratio(peer, "cudnn")) is not None:
+                        yield Mark(kind, SEGMENT_PEERS[peer].strip("*"), point.key[0], ratio)
+
+    style = Style("time / cuDNN's", dots=True, spread=0.12, width=(0, 4.2), angle=30, in_order=True,
+                  colours={"tsmla": "tab:blue", "tsmla, kv": "tab:purple"})  # fmt: skip
+    text = "time of attention over packed rows over cuDNN's"
+    return Record(
+        "segment_attention", "Packed rows", ("point",), caption, full,
+        lambda loaded: [table(timed(loaded, "us"), columns)],
+        (Panel("segment_attention", text, chart(marks, style), shown=True),),
+    )  # fmt: skip
+
+
+RECORDS = (
+    decode("bf16"), decode("fp8"), sparse(), sparse_prefill(), prefill(), prefill_backward(), segment_attention()
+)  # fmt: skip

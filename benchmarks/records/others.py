@@ -1,0 +1,249 @@
+"""Records of the caches' kernels and of a sparse layer, and what is made of several records or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import plots
+from benchmarks.floors import PAGE
+from benchmarks.plots import Mark, Style, chart
+from benchmarks.table import (
+    EMPTY,
+    OURS,
+    Column,
+    Loaded,
+    Panel,
+    Point,
+    Record,
+    Row,
+    mean_and_worst,
+    number,
+    our_time,
+    over,
+    provenance,
+    reading,
+    table,
+    table_of,
+    time,
+)
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED
+
+# ---- caches
+
+MANY_TOKENS = 4096  # from here on a sentence speaks of copies: fewer are bound by the launch
+
+
+def copies(name: str, title: str, what: str) -> Record:
+    """A record of `cache`: times beside that of copying the same bytes."""
+
+    def dtypes(row: Row) -> str:
+        return " to ".join(dict.fromkeys(row["dtypes"]))
+
+    def caption(loaded: Loaded) -> str:
+        many = [row["us"] / row["copy_us"] for row in loaded.rows if row["tokens"] >= MANY_TOKENS]
+        said = (
+            f"{what} {min(many):.2f} to {max(many):.2f} times a copy of the same bytes from {MANY_TOKENS} tokens on: "
+        )
+        return f"{said}[{name}.md]({{}}{name}.md)."
+
+    def full(loaded: Loaded) -> list[str]:
+        cells = {(f"`{row['op']}`, {dtypes(row)}", row["tokens"]): f"{row['us']:.1f} ({row['us'] / row['copy_us']:.2f})"
+                 for row in loaded.rows}  # fmt: skip
+        tokens = sorted({row["tokens"] for row in loaded.rows})
+        lines = [[line, *(cells.get((line, count), "-") for count in tokens)]
+                 for line in dict.fromkeys(line for line, _ in cells)]  # fmt: skip
+        return [table_of([EMPTY, *(f"T {count}" for count in tokens)], lines)]
+
+    def full_caption(loaded: Loaded) -> str:
+        return f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(loaded.rows)}"
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for row in loaded.rows:
+            line = dtypes(row).replace("float8_e4m3fn", "fp8").replace("bfloat16", "bf16")
+            yield Mark(row["op"], line, row["tokens"], row["us"] / row["copy_us"])
+
+    style = Style("time / copying the same bytes", "tokens", log=True, x_name=thousands)
+    panel = Panel(f"{name}_relative", "time over that of copying the same bytes", chart(marks, style))
+    return Record(name, title, (), caption, full, panels=(panel,), peer=lambda row: OURS, full_caption=full_caption)
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+def compress() -> Record:
+    kinds = {"v4_4": "V4, 1 in 4", "v4_128": "V4, 1 in 128", "indexer_4": "V4's indexer, 1 in 4"}
+
+    def name(point: Point) -> str:
+        mode, b = point.key
+        return f"prefill of {b} tokens" if mode == "prefill" else f"decode, B {b}, {mode} complete an entry"
+
+    def cell(kind: str) -> Callable[[Point], str]:
+        return lambda p: f"{p.us(kind):.1f} ({p.rows[kind]['floor_us']:.1f})" if kind in p.rows else "-"
+
+    columns: Sequence[Column] = ((EMPTY, name), *((title, cell(kind)) for kind, title in kinds.items()))
+    said = "`compress_write_kv_cache`, microseconds, and in brackets the floor of its bytes."
+    return Record(
+        "compress", "", ("mode", "b"), lambda loaded: f"{said} {provenance(loaded.rows)}",
+        short=lambda loaded: [table(loaded.points, columns)], peer=lambda row: row["kind"],
+    )  # fmt: skip
+
+
+# ---- a sparse layer
+
+ENGINES = "engines"
+STEP, SUM, ON_HOST = "step", "parts", "step by the host's clock"
+
+
+def sparse_layer() -> Record:
+    ours, theirs = (OURS, STEP), (ENGINES, STEP)
+    columns: Sequence[Column] = (
+        ("B, H", lambda point: f"{point['b']}, {point['h']}"), time("engines' kernels", theirs), our_time(ours),
+        over("/ engines'", ours, theirs), time("sum of parts: engines'", (ENGINES, SUM)), time("tsmla", (OURS, SUM)),
+        time("by the host's clock: engines'", (ENGINES, ON_HOST)), time("tsmla", (OURS, ON_HOST)),
+    )  # fmt: skip
+
+    def caption(loaded: Loaded) -> str:
+        ratios, first = mean_and_worst(point.ratio(ours, theirs) for point in loaded.points), loaded.rows[0]
+        compared = f"tsmla's time over theirs {ratios}, geometric mean. " if ratios else ""
+        return (
+            f"A decode step of a V3.2 layer without its projections, {first['keys']:,} keys a request, {first['k']:,} "
+            f"of them selected, microseconds by the GPU's clock: ours one function of jax, the engines' kernels one "
+            f"CUDA graph. {compared}{provenance(loaded.rows)}"
+        )
+
+    def parts(loaded: Loaded, peer: str, title: str) -> list[str]:
+        """The blocks of a peer's parts, each timed alone; none if it was not measured."""
+        points = [point for point in loaded.points if (peer, STEP) in point.rows]
+        if not points:
+            return []
+        names = dict.fromkeys(part for point in points for who, part in point.rows if who == peer)
+        lines = [[f"`{part}`", *(number(point.us((peer, part))) for point in points)] for part in names
+                 if part not in (STEP, SUM, ON_HOST)]  # fmt: skip
+        if peer == ENGINES:
+            lines.append(["top-k, attention", *(point.rows[theirs]["kernels"] for point in points)])
+        heads = ["", *(f"{point['b']}, {point['h']}" for point in points)]
+        return [f"## {title}", "Microseconds by B, H; each part alone.", table_of(heads, lines)]
+
+    def full(loaded: Loaded) -> list[str]:
+        both = parts(loaded, OURS, "Our parts") + parts(loaded, ENGINES, "The engines' parts")
+        return [table(loaded.points, columns), *both]
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for point in sorted(loaded.points, key=lambda point: (point["h"], point["b"])):
+            for peer, title in ((theirs, "engines' kernels"), (ours, "tsmla")):
+                if (us := point.us(peer)) is not None:
+                    yield Mark(f"H = {point['h']}", title, point["b"], us)
+
+    colours = {"engines' kernels": "tab:orange", "tsmla": "tab:blue"}
+    style = Style("us a step", "requests", bars=True, spread=0.4, width=(2, 3), one=False, colours=colours)
+    return Record(
+        "sparse_layer", "A sparse layer", ("b", "h"), caption, full, lambda loaded: [table(loaded.points, columns)],
+        (Panel("sparse_layer", "microseconds of a sparse layer's step", chart(marks, style), shown=True),),
+        peer=lambda row: (row["peer"], row["part"]), order=lambda point: point.key,
+    )  # fmt: skip
+
+
+RECORDS = (
+    copies("cache", "Cache kernels", "The kernels of the cache take"), copies("merge", "Merging", "Merging takes"),
+    compress(), sparse_layer(),
+)  # fmt: skip
+
+
+# ---- errors, of all records that have them
+
+ERROR_PEERS = {
+    "tsmla": "tsmla", "tsmla_bf16_q": "tsmla, bf16 q", "tsmla_fp8": "tsmla, fp8", "tsmla fp8 queries": "tsmla, fp8 q",
+    "tsmla_deterministic": "tsmla, det.", "flashmla": "FlashMLA", "legacy": "SGLang", "fa3": "FA3", "fa4": "FA4",
+    "cudnn": "cuDNN",
+}  # fmt: skip
+ERRORS = {
+    "errors_decode": {"decode_bf16": "decode, bf16", "decode_fp8": "decode, fp8", "sparse_mla": "sparse decode"},
+    "errors_prefill": {"prefill": "prefill", "prefill_fa4": "prefill, earlier run",
+                       "sparse_mla_prefill": "sparse prefill", "prefill_backward": "gradient, bf16"},
+}  # fmt: skip
+"""The plots of errors, and the panels of each: a record's name and a title."""
+
+
+def errors_of(row: Row) -> Iterator[float]:
+    for name in ("rel_err", "dq_err", "dk_err", "dv_err"):
+        if row.get(name):
+            yield float(row[name])
+
+
+def write_errors(results: Path, figures: Path) -> str:
+    """Draw the relative errors that the records of a folder hold, and write a page with their caption, if there are
+    any; return it.
+
+    Raises:
+      ValueError: a record can't be read.
+    """
+    used: list[Row] = []
+    lines: list[Sequence[str]] = []
+    for plot, titles in ERRORS.items():
+        found: dict[str, Mapping[str, list[float]]] = {}
+        for name, title in titles.items():
+            if not (path := results / f"{name}.json").exists():
+                continue
+            with reading(path):
+                rows = {peer: [row for row in json.loads(path.read_text()) if row["peer"] == peer]
+                        for peer in ERROR_PEERS}  # fmt: skip
+                errors = {peer: [error for row in mine for error in errors_of(row)] for peer, mine in rows.items()}
+            for peer in filter(errors.__getitem__, ERROR_PEERS):
+                lse = max((row["lse_err"] for row in rows[peer] if row.get("lse_err")), default=None)
+                ends = f"{min(errors[peer]):.2%}", f"{max(errors[peer]):.2%}"
+                small = "-" if lse is None else f"{lse:.0e}".replace("e-0", "e-")
+                lines.append((title, ERROR_PEERS[peer], str(len(rows[peer])), *ends, small))
+            if any(errors.values()):
+                found[title] = {ERROR_PEERS[peer].replace(", ", ",\n"): each for peer, each in errors.items() if each}
+                used += [row for mine in rows.values() for row in mine]
+        if found:
+            plots.draw_errors(found, figures / f"{plot}.png")
+    if not used:
+        return "none recorded"
+    said = (
+        "Errors relative to attention in float64 over the values that the inputs stand for (norm of the difference "
+        "over norm); of the gradient, those of q, k and v. The last column has the greatest absolute error of the "
+        f"logsumexp, where it was measured. {provenance(used)}"
+    )
+    heads = ["call", "kernel", "points", "least", "greatest", "of lse"]
+    body = table_of(heads, lines).replace("|---|---:|", "|---|---|", 1)
+    (figures / "errors.md").write_text(f"# Errors\n\n{said}\n\n{body}\n")
+    return said
+
+
+# ---- without a record, and one that is no list
+
+
+def bytes_a_token() -> dict[str, float]:
+    """Bytes of a layer's cache that one token takes in each format. V4's entries stand for 4 or 128 tokens; its windows
+    of the newest tokens don't grow with the text and are left out."""
+    dense = V32_PACKED.latent_dim + V32_PACKED.rope_dim
+    v4_entry = V4_PACKED.page_bytes(PAGE) / PAGE
+    return {
+        "V3's keys and values, expanded, bf16": 128 * (192 + 128) * 2,
+        "latent, bf16 or f16": dense * 2,
+        "V3.2: packed, and the indexer's keys": V32_PACKED.row_bytes + INDEXER.row_bytes,
+        "latent, fp8": dense,
+        "V4, 1 in 4: packed, and the indexer's keys": (v4_entry + INDEXER.row_bytes) / 4,
+        "V4, 1 in 128: packed": v4_entry / 128,
+    }
+
+
+def write_cpu(path: Path, figures: Path) -> str:
+    """Write a sentence about decode on a CPU, a page of its own; return it."""
+    record = json.loads(path.read_text())
+    with reading(path):
+        xla, gather = record["xla"], record["gather"]
+        said = (
+            f"On a CPU ({record['machine']}; commit {record['commit'][:7]}, {record['date'][:10]}), {record['dtype']} "
+            f"decode of B {record['b']}, S {record['s']}, H {record['h']} over {record['keys']} keys: xla takes "
+            f"{xla['ms']:.0f} ms, the version that gathers the cache first {gather['ms']:.0f} ms (medians); compiled "
+            f"peak memory, as a multiple of cache, inputs and outputs, is {xla['compiled_peak_ratio']:.2f} against "
+            f"{gather['compiled_peak_ratio']:.2f}."
+        )
+    figures.mkdir(parents=True, exist_ok=True)
+    (figures / "decode_cpu.md").write_text(f"# MLA decode on a CPU\n\n{said}\n")
+    return said

@@ -1,0 +1,272 @@
+"""Records as points, and the pages that are made of them: declared as `Record`s, written by `write`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+OURS = "tsmla"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a record: its key, and its row by peer."""
+
+    key: tuple[Any, ...]
+    rows: dict[Any, Row]
+
+    def __getitem__(self, name: str) -> Any:
+        """A field that all rows of the point share."""
+        return next(iter(self.rows.values()))[name]
+
+    def us(self, peer: Any) -> float | None:
+        """A peer's time; None if it was not measured here."""
+        return float(self.rows[peer]["us"]) if peer in self.rows else None
+
+    @property
+    def floor(self) -> float:
+        """Microseconds; ours where peers have floors of their own."""
+        return float(self.rows[OURS]["floor_us"] if OURS in self.rows else self["floor_us"])
+
+    def best(self, *peers: Any) -> float | None:
+        """The fastest of the peers' times; None if none of them was measured."""
+        return min((us for peer in peers if (us := self.us(peer)) is not None), default=None)
+
+    def ratio(self, ours: Any, *peers: Any) -> float | None:
+        """Our time over the fastest peer's; below 1 is faster, None if either is missing."""
+        mine, best = self.us(ours), self.best(*peers)
+        return mine / best if mine is not None and best is not None else None
+
+
+class Loaded(NamedTuple):
+    """A record that was read: its file, its rows and its points."""
+
+    path: Path
+    rows: list[Row]
+    points: list[Point]
+
+
+Column = tuple[str, Callable[[Point], str]]
+"""A column's heading, and a point's cell; "-" if there is nothing to show."""
+Columns = Callable[[Loaded], Sequence[Column]]
+Blocks = Callable[[Loaded], Sequence[str]]
+
+
+class Panel(NamedTuple):
+    """A plot: its file, its text, and what draws it and says whether there was anything to draw; on the short page too if `shown`, below a `section`'s heading if
+    one is named. full_text: its text on the full page, if that is another one."""
+
+    file: str
+    text: str
+    draw: Callable[[Loaded, Path], bool]
+    shown: bool = False
+    section: str = ""
+    full_text: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a file of `benchmarks/results` is shown.
+
+    Attributes:
+      name: its stem, and the name of its part of a README. folder: that of the file.
+      title: of its full page; empty if it has none.
+      key: the fields that tell points apart; none of them if each row is a point.
+      caption: the paragraph that both pages begin with.
+      full, short: the blocks of the full page, and those between caption and plots on the README.
+      panels: the plots. unit: what stands before the caption on the full page.
+      peer: the name of a row's peer. order: a key to sort points by, instead of the file's order.
+      readme: the README that has the part. part: the part's name, if it is not the record's.
+      rows_of: the rows to show, if not all.
+      full_caption: that of the full page, if it is another one; the README's then has the link itself.
+    """
+
+    name: str
+    title: str
+    key: tuple[str, ...]
+    caption: Callable[[Loaded], str]
+    full: Blocks = lambda _: ()
+    short: Blocks = lambda _: ()
+    panels: tuple[Panel, ...] = ()
+    unit: str = ""
+    peer: Callable[[Row], Any] = field(default=lambda row: row["peer"])
+    order: Callable[[Point], Any] | None = None
+    readme: str = "benchmarks/README.md"
+    folder: str = "h200"
+    part: str = ""
+    rows_of: Callable[[list[Row]], list[Row]] = field(default=lambda rows: rows)
+    full_caption: Callable[[Loaded], str] | None = None
+
+
+# ---- reading
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what a row lacks into a ValueError that names the record."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: {type(error).__name__} {error}") from error
+
+
+def load(path: Path, record: Record) -> Loaded:
+    """Read a record into its points. A point measured again replaces the older one.
+
+    Raises:
+      ValueError: the file is no list of rows, has none, or a time is not positive; KeyError: a row lacks a field.
+    """
+    rows = json.loads(path.read_text())
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("a list of objects was expected")
+    if not (rows := record.rows_of(rows)):
+        raise ValueError("no rows")
+    points: dict[tuple[Any, ...], Point] = {}
+    for index, row in enumerate(rows):
+        key = tuple(row[name] for name in record.key) or (index,)
+        if not row["us"] > 0:
+            raise ValueError(f"{row}: us must be positive")
+        found, peer = points.setdefault(key, Point(key, {})).rows, record.peer(row)
+        if peer not in found or str(row.get("date")) >= str(found[peer].get("date")):
+            found[peer] = row
+    found_points = list(points.values())
+    return Loaded(path, rows, sorted(found_points, key=record.order) if record.order else found_points)
+
+
+# ---- words
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """What rows were measured on and when."""
+    said = {name: ", ".join(sorted({str(row[name]) for row in rows})) for name in ("device", "commit", "date")}
+    return f"Device: {said['device']}; commit {said['commit']}; {said['date']}."
+
+
+def mean_and_worst(ratios: Iterable[float | None]) -> str:
+    """The geometric mean of ratios of times, the worst of them, and their number; of a single one that alone. Empty
+    without any; those that are None are left out."""
+    found = [ratio for ratio in ratios if ratio is not None]
+    if not found:
+        return ""
+    mean = math.exp(sum(map(math.log, found)) / len(found))
+    return f"{mean:.2f} (1 point)" if len(found) == 1 else f"{mean:.2f} (worst {max(found):.2f}, {len(found)} points)"
+
+
+def means(points: Sequence[Point], ours: Any, peers: Mapping[Any, str]) -> str:
+    """ "FA3 0.95 (...), cuDNN ...": our time over each peer's that was measured."""
+    said = {name: mean_and_worst(point.ratio(ours, peer) for point in points) for peer, name in peers.items()}
+    return ", ".join(f"{name} {each}" for name, each in said.items() if each)
+
+
+# ---- tables
+
+EMPTY = "\b"
+"""A heading that takes no place."""
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A cell of a time; "-" if it is missing."""
+    return f"{value:.{digits}f}" if value else "-"
+
+
+def quotient(ours: float | None, theirs: float | None) -> str:
+    """A cell of one time over another; "-" if one is missing."""
+    return f"{ours / theirs:.2f}" if ours and theirs else "-"
+
+
+def time(head: str, peer: Any, digits: int = 1) -> Column:
+    return head, lambda point: number(point.us(peer), digits)
+
+
+def our_time(peer: Any = OURS, digits: int = 1) -> Column:
+    return "**tsmla**", lambda point: f"**{number(point.us(peer), digits)}**" if peer in point.rows else "-"
+
+
+def over(head: str, ours: Any, *peers: Any) -> Column:
+    return head, lambda point: quotient(point.us(ours), point.best(*peers))
+
+
+FLOOR: Column = ("floor", lambda point: f"{point.floor:.1f}")
+OF_FLOOR: Column = ("of floor", lambda point: f"{point.floor / us:.0%}" if (us := point.us(OURS)) else "-")
+RATE: Column = ("TFLOP/s", lambda point: f"{point.rows[OURS]['tflops']:.0f}")
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column has names, the others numbers."""
+    lines = [("| " + " | ".join(heads) + " |").replace(f"{EMPTY} ", ""), "|---" + "|---:" * (len(heads) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def table(points: Sequence[Point], columns: Sequence[Column], among: Sequence[Point] = ()) -> str:
+    """A table of points, without the columns that show nothing at any of the points `among`, by default these."""
+    used = [column for column in columns if any(column[1](point) != "-" for point in among or points)]
+    return table_of([head for head, _ in used], ([cell(point) for _, cell in used] for point in points))
+
+
+def whole(columns: Columns, section: Callable[[Point], str] | None = None, panels: Sequence[Panel] = ()) -> Blocks:
+    """The table of all points, or one below each section's heading, with its plot."""
+
+    def blocks(loaded: Loaded) -> list[str]:
+        if section is None:
+            return [table(loaded.points, columns(loaded))]
+        found = []
+        for title in dict.fromkeys(map(section, loaded.points)):
+            plots = [image(panel) for panel in panels if panel.section == title]
+            mine = [point for point in loaded.points if section(point) == title]
+            found += [f"## {title}", *plots, table(mine, columns(loaded), loaded.points)]
+        return found
+
+    return blocks
+
+
+def image(panel: Panel, *, full: bool = True) -> str:
+    """The plot in Markdown; {} stands for the folder of figures."""
+    return f"![{panel.full_text if full and panel.full_text else panel.text}]({{}}{panel.file}.png)"
+
+
+# ---- pages
+
+
+def between_markers(text: str, name: str, body: str) -> str:
+    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced.
+
+    Raises:
+      ValueError: the two comments are not there once each, in this order.
+    """
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
+        raise ValueError(f"the README must hold {opening} and {closing} once each, in this order")
+    head, _, rest = text.partition(opening)
+    return f"{head}{opening}\n{body}\n{closing}{rest.partition(closing)[2]}"
+
+
+def write(record: Record, path: Path, figures: Path, root: Path) -> str:
+    """Write a record's plots, its full page and its part of a README of the tree `root`; return its caption."""
+    figures.mkdir(parents=True, exist_ok=True)
+    with reading(path):
+        loaded = load(path, record)
+        said, short = record.caption(loaded), record.short(loaded)
+        wanted = [panel for panel in record.panels if not panel.section or panel.section in sections(record, loaded)]
+        drawn = [panel for panel in wanted if panel.draw(loaded, figures / f"{panel.file}.png")]
+        full = [f"# {record.title}", f"{record.unit}{(record.full_caption or (lambda _: said))(loaded)}"]
+        full += [image(panel) for panel in drawn if not panel.section] + [*record.full(loaded)]
+    if record.title:
+        (figures / f"{record.name}.md").write_text("\n\n".join(full).replace("{}", "") + "\n")
+    link = f" All points: [{record.name}.md]({{}}{record.name}.md)." if record.title and not record.full_caption else ""
+    body = [said + link, *short, *(image(panel, full=False) for panel in drawn if panel.shown)]
+    page = root / record.readme
+    folder = figures.relative_to(page.parent).as_posix()
+    text = between_markers(page.read_text(), record.part or record.name, "\n\n".join(body).replace("{}", f"{folder}/"))
+    page.write_text(text)
+    return said
+
+
+def sections(record: Record, loaded: Loaded) -> set[str]:
+    """The headings of the sections of a full page."""
+    return {block.removeprefix("## ") for block in record.full(loaded) if block.startswith("## ")}
