@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import plots, table
-from benchmarks.records import RECORDS, others
+from benchmarks.records import RECORDS, others, write_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,12 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     results, figures = root / "benchmarks" / "results", root / "benchmarks" / "figures"
     files = ((record, results / record.folder / f"{record.name}.json") for record in RECORDS)
     written = [(path, partial(table.write, record, path, figures, root)) for record, path in files if path.exists()]
-    if (cpu := results / "cpu" / "decode_xla.json").exists():
-        written.append((cpu, partial(others.write_cpu, cpu, figures)))
     if not written:
         print(f"nothing recorded under {results}")
         return 0
     written.sort(key=lambda each: each[0])
+    page = root / "benchmarks" / "README.md"
+    if page.exists():
+        written.append((Path("summary"), partial(write_summary, results / "h200", page)))
     written.append((Path("errors"), partial(others.write_errors, results / "h200", figures)))
     for path, function in written:
         try:

@@ -1,129 +1,239 @@
-"""What the benchmarks of kernels share: their flags, launching, timing on one GPU, and recording."""
+"""What the benchmarks share: their flags, the cases, timing on one GPU, and recording."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
-import importlib
 import json
-import math
 import multiprocessing
+import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from absl import flags
 
-PEERS = flags.DEFINE_string("peers", None, "folder of the module of peers, and of versions.json: their versions")
+from benchmarks import peers
+
 OUT = flags.DEFINE_string("out", None, "where the rows go")
 POINTS = flags.DEFINE_string("points", None, "points separated by /, instead of all")
 SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
 COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
-JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
+COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "compile what the points need, and end")
 
-ARCH = "sm_90a"
-OURS = "tsmla"
+ARCH, OURS = "sm_90a", "tsmla"
 PACKAGES = (
     "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
     "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 PATIENCE = 40  # seconds without a word after which a process is ended
 FIRST_PATIENCE = 180  # before its first word, which follows imports, peers' libraries and inputs
-Point = TypeVar("Point")
+PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--compare": "FILE",
+          "--compilation_cache": "DIR", "--profile": "DIR"}  # fmt: skip
+"""Flags whose values are paths, and what a recorded command has in their place."""
+
+Run = Callable[[], Any]
+Object = tuple[str, Mapping[str, Any]]
+"""An operation and the options of `tsmla compile --config` that say what a call of it loads."""
 
 
-def load_peers(name: str = "peers", *which: Any) -> tuple[Any, Any]:
-    """The module `name` of the folder that --peers names and what its `load(*which)` returns; (None, ()) without
-    one."""
-    if not PEERS.value:
-        return None, ()
-    sys.path.insert(0, PEERS.value)
-    peers = importlib.import_module(name)
-    return peers, peers.load(*which)
+class Case:
+    """A benchmark of one operation at one point; its subclasses hold the operands and say what is timed.
+
+    Attributes:
+      points: all that are measured by default, tuples of plain values.
+      common: fields of all rows.
+      peers: those that may run, and the library of `benchmarks.peers` that each needs.
+      point: this object's. iterations: replays of each function.
+    """
+
+    points: ClassVar[tuple[Any, ...]] = ()
+    common: ClassVar[dict[str, Any]] = {}
+    peers: ClassVar[Mapping[str, str]] = {}
+    iterations = 20
+
+    def __init__(self, point: Any) -> None:
+        self.point = point
+
+    @classmethod
+    def parse(cls, text: str) -> Any:
+        """The point of a text: its values separated by commas.
+
+        Raises:
+          ValueError: it is no such text; says what is legal.
+        """
+        like = cls.points[0]
+        values = text.split(",")
+        try:
+            point = [type(each)(value) for each, value in zip(like, values, strict=True)]
+        except ValueError as error:
+            raise ValueError(f"--points: got {text!r}; legal: as {cls.text(like)}") from error
+        return like._make(point) if hasattr(like, "_make") else tuple(point)
+
+    @staticmethod
+    def text(point: Any) -> str:
+        """The text that `parse` takes."""
+        return ",".join(map(str, point))
+
+    @classmethod
+    def objects(cls, point: Any) -> Iterable[Object]:
+        """What ours loads at a point."""
+        return ()
+
+    def ours(self) -> dict[str, Run]:
+        """Our functions, by the names of their rows; the first is `OURS`."""
+        raise NotImplementedError
+
+    def of_peer(self, name: str) -> Run:
+        """A peer's function; any exception leaves it out."""
+        raise NotImplementedError
+
+    def floor_us(self, name: str) -> float:
+        """The time that the point's bytes or products take at least."""
+        raise NotImplementedError
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        """The fields of a function's row, beside its name, its time and its floor."""
+        raise NotImplementedError
+
+    def time(self, functions: dict[str, Run]) -> dict[str, float]:
+        """Microseconds of each."""
+        return time_all(functions, self.iterations)
+
+    def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
+        """The rows of the point; `hear` is told each function's name before its first run."""
+        functions: dict[str, Run] = {}
+        for name, run in self.ours().items():
+            hear(name)
+            run()
+            functions[name] = run
+        for name in self.peers:
+            if (name, self.point) not in skipped and peers.why_not(self.peers[name]) is None:
+                hear(name)
+                if (run := self.started(name)) is not None:
+                    functions[name] = run
+        rows = []
+        for name, us in self.time(functions).items():
+            results = functions[name]()
+            synchronize()
+            floor = {"floor_us": round(self.floor_us(name), 2)} if self.floor_us(name) else {}
+            rows.append({**self.row(name, us, results), **floor, "peer": name, "us": round(us, 2)})
+        return rows
+
+    def started(self, name: str) -> Run | None:
+        """A peer's function after a first run; None if it failed. An error of CUDA ends the process."""
+        try:
+            peers.load(self.peers[name])
+            run = self.of_peer(name)
+            run()
+            synchronize()
+            return run
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            print(f"{name} failed at {self.text(self.point)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
+            return None
 
 
-def has_fa4() -> bool:
-    """Whether FlashAttention-4 (flash_attn.cute) can be imported."""
-    try:
-        importlib.import_module("flash_attn.cute.interface")
-    except ImportError:
-        return False
-    return True
+# ---- the device
 
 
-def within_budget(points: Iterable[Point]) -> Iterator[Point]:
-    """The points in turn, until --seconds have passed; torch's memory is given back after each."""
+def device() -> str:
+    """ "cuda", or "cpu" without a GPU, where the definitions run."""
     import torch
 
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def randn(*shape: int, dtype: str = "bfloat16") -> Any:
+    """Random normal numbers on the device."""
+    import torch
+
+    return torch.randn(shape, device=device()).to(getattr(torch, dtype))
+
+
+def ints(values: Any) -> Any:
+    """An int32 tensor on the device."""
+    import torch
+
+    return torch.as_tensor(values, dtype=torch.int32, device=device())
+
+
+def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
+    """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each.
+
+    The order rotates because at the power limit it matters what ran before. The flush reads: one that writes leaves the
+    cache full of lines that have yet to go to memory, and what is timed pays for them: 8 to 10 us over 150 MB of reads.
+    """
+    import torch
+
+    flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+    stream = torch.cuda.Stream()
+    graphs = {}
+    for name, function in functions.items():
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], stream=stream):
+            function()
+        graphs[name].replay()
+    events: dict[str, list[Any]] = {name: [] for name in graphs}
+    order = list(graphs)
+    for i in range(iterations):
+        for name in order[i % len(order) :] + order[: i % len(order)]:
+            flush.amax()
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graphs[name].replay()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
+
+
+def least_seconds(function: Run, turns: int) -> float:
+    """The shortest time on the host's clock of `function`, which waits for what it starts, after a call to warm up."""
+    function()
+    taken = []
+    for _ in range(turns):
+        begin = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+# ---- points
+
+
+def within_budget(points: Iterable[Any]) -> Iterator[Any]:
+    """The points in turn, until --seconds have passed."""
     begun = time.monotonic()
     for point in points:
         if time.monotonic() - begun > SECONDS.value:
             print(f"stopped after {SECONDS.value:.0f} s, before {point}")
             return
         yield point
-        torch.cuda.empty_cache()
-
-
-def launch(launcher: Any, tensors: list[Any], results: Any) -> Callable[[], Any]:
-    """A function that launches a compiled object (a tsmla_kernels.launch.Launcher) on `tensors`, on torch's current
-    stream, and returns `results`. It keeps the tensors alive."""
-    import torch
-
-    from tsmla_kernels.launch import ArrayView
-
-    views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
-
-    def run() -> Any:
-        launcher(torch.cuda.current_stream().cuda_stream, views)
-        return results
-
-    run.keep = tensors  # type: ignore[attr-defined]
-    return run
-
-
-def allocate(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[Any]:
-    """Uninitialised workspaces of these shapes and dtypes on the GPU."""
-    import torch
-
-    return [torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for shape, dtype in shapes.values()]
-
-
-def started(
-    makers: dict[str, Callable[[], Callable[[], Any]]], point: Any, skipped: set[tuple[str, Any]], said: Any
-) -> dict[str, Callable[[], Any]]:
-    """The functions that `makers` make, by name, without those that fail at their first run; ours may not.
-
-    Puts ("at", name, point) into `said`, a pipe's end, before each one's first run, as in_processes wants to hear."""
-    import torch
-
-    functions = {}
-    for name, make in makers.items():
-        if (name, point) in skipped:
-            continue
-        said.send(("at", name, point))
-        try:
-            run = make()
-            run()
-            torch.cuda.synchronize()
-            time_all({name: run}, 1)
-            functions[name] = run
-        except Exception as error:
-            if "CUDA" in str(error) or name == OURS:
-                raise  # nothing runs in this process any more
-            print(f"{name} failed at {tuple(point)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
-    return functions
 
 
 def in_processes(
-    measure: Callable[..., None], points: list[Point], skipped: set[tuple[str, Point]]
-) -> Iterator[tuple[Point, Any]]:
+    measure: Callable[..., None], points: list[Any], skipped: set[tuple[str, Any]]
+) -> Iterator[tuple[Any, Any]]:
     """The points and their rows; a process that ends or hangs is followed by another one for the points left.
 
-    measure(points, skipped, said, argv) runs in a process of its own and puts ("rows", point, rows) into `said`."""
+    measure(points, skipped, said, argv) runs in a process of its own and puts ("at", name, point) into `said`, a
+    pipe's end, before each function's first run, and ("rows", point, rows) after each point."""
     spawn = multiprocessing.get_context("spawn")
     left, end = list(points), time.monotonic() + SECONDS.value
     while left and time.monotonic() < end:
@@ -150,10 +260,48 @@ def in_processes(
         process.kill()
         process.join()
         if left and time.monotonic() < end:
-            if at is None or at[0] == OURS:
+            if at is None or at[0].startswith(OURS):
                 raise RuntimeError(f"the process ended at {at}; nothing of a peer's ran there")
-            print(f"{at[0]} ended its process at {tuple(at[1])}", flush=True)
+            print(f"{at[0]} ended its process at {at[1]}", flush=True)
             skipped = skipped | {at}
+
+
+# ---- compiling ahead
+
+
+def compile_all(wanted: Iterable[Object]) -> None:
+    """Compile what these calls load, a process a core: before the clock runs, or with --compile_only on another
+    machine, without a GPU. If TSMLA_CACHE_DIR names a folder, the objects go there, and a run elsewhere finds them in a
+    copy of it. With --compile_only the program ends then."""
+    from tsmla_kernels import catalog, object_cache
+
+    known = catalog.KERNELS | catalog.CHAINS
+    found = [known[name].objects_for({key: _option(value) for key, value in options.items()})
+             for name, options in wanted]  # fmt: skip
+    pairs = list(dict.fromkeys((kernel.name, config) for objects in found for kernel, config in objects))
+    missing = [pair for pair in pairs if not object_cache.is_stored(catalog.KERNELS[pair[0]], pair[1], ARCH)]
+    if missing:
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(min(len(missing), os.cpu_count() or 1), spawn) as pool:
+            list(pool.map(_compile_one, missing))
+    if COMPILE_ONLY.value:
+        print(f"{len(pairs)} objects in {object_cache.directory()}, {len(missing)} of them new")
+        sys.exit(0)
+
+
+def _option(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _compile_one(wanted: tuple[str, Any]) -> None:
+    from tsmla_kernels import object_cache
+    from tsmla_kernels.catalog import KERNELS
+
+    name, config = wanted
+    object_cache.load_or_compile(KERNELS[name], config, ARCH)
+
+
+# ---- recording
 
 
 class Record:
@@ -168,7 +316,7 @@ class Record:
             "commit": COMMIT.value or head(),
             "date": datetime.date.today().isoformat(),
             "versions": versions(),
-            "command": "python3 " + " ".join(sys.argv),
+            "command": command(sys.argv),
         }
 
     def add(self, **row: Any) -> None:
@@ -178,58 +326,21 @@ class Record:
                 file.write("[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n")
 
 
-def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
-    """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each.
-
-    The order rotates because at the power limit it matters what ran before. The flush reads: one that writes leaves the
-    cache full of lines that have yet to go to memory, and what is timed pays for them: 8 to 10 us over 150 MB of reads.
-    """
-    import torch
-
-    flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
-    stream = torch.cuda.Stream()
-    graphs = {}
-    for name, function in functions.items():
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                function()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], stream=stream):
-            function()
-        graphs[name].replay()
-    events: dict[str, list[Any]] = {name: [] for name in graphs}
-    order = list(graphs)
-    for i in range(iterations):
-        for name in order[i % len(order) :] + order[: i % len(order)]:
-            flush.amax()
-            start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
-            start.record()
-            graphs[name].replay()
-            stop.record()
-            events[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
-
-
-def least_seconds(function: Callable[[], Any], turns: int) -> float:
-    """The shortest time on the host's clock of `function`, which waits for what it starts, after a call to warm up."""
-    function()
-    taken = []
-    for _ in range(turns):
-        begin = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
-
-
-def print_ratios(ratios: Mapping[str, Sequence[float]]) -> None:
-    """A line for each list of ratios of times: its geometric mean and its worst. Left out are empty lists, and those
-    with a NaN for a peer that did not run."""
-    for name, found in ratios.items():
-        if found and not math.isnan(sum(found)):
-            mean = statistics.geometric_mean(found)
-            print(f"{name}: geometric mean of {len(found)} points {mean:.3f}, worst {max(found):.3f}")
+def command(argv: list[str]) -> str:
+    """The command of a run, to be given in a clone: no path of this machine is in it."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    said, place = [f"python -m {module.name if module else 'benchmarks.run'}"], ""
+    for word in argv[1:]:
+        name, _, value = word.partition("=")
+        if place:
+            said.append(place)
+            place = ""
+        elif name in PLACES and value:
+            said.append(f"{name} {PLACES[name]}")
+        else:
+            said.append(word)
+            place = PLACES.get(name, "")
+    return " ".join(said)
 
 
 def head() -> str:
@@ -239,7 +350,7 @@ def head() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed here, and those that versions.json in the folder of the peers names."""
+    """Of the packages that are installed here, and of the peers."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}
@@ -248,5 +359,4 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    path = Path(PEERS.value or ".") / "versions.json"
-    return found | (json.loads(path.read_text()) if PEERS.value and path.exists() else {})
+    return found | peers.versions()

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cases import CASES
 from tsmla_kernels import contract
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as decode
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SHARED_BY_BENCHMARKS = tuple(BENCHMARKS / name for name in ("harness.py", "compiling.py", "whole_models.py"))
+SHARED_BY_BENCHMARKS = ("harness.py", "peers/__init__.py", "models/whole_models.py")
 """Modules whose flags several benchmarks have."""
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -117,16 +118,24 @@ def test_programs_use_names_that_exist(page: Path) -> None:
 
 def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
-    results = BENCHMARKS / "results"
-    names = {
-        path.name if path.parent.name == "h200" else f"{path.parent.name}/{path.name}"
-        for path in results.rglob("*.json")
-    }
-    assert names == set(re.findall(r"`([\w/]+\.json)`(?= \|)", page))
-    for script, options in re.findall(r"`python3 (benchmarks/\w+\.py)([^`]*)`", page):
-        source = "".join(path.read_text() for path in (ROOT / script, *SHARED_BY_BENCHMARKS))
+    reproduce = page.partition("## Reproduce")[2]
+    names = {path.stem for path in (BENCHMARKS / "results").rglob("*.json")}
+    assert names <= set(re.findall(r"`(\w+)`", reproduce)) and names >= {*CASES}
+    assert not re.search(r"^\|.*python", page, re.MULTILINE)  # commands are no cells of tables
+    blocks = "\n".join(CODE.findall(reproduce)).replace("\\\n", "")
+    commands = re.findall(r"^python -m (benchmarks[.\w]*)([^#\n]*)", blocks, re.MULTILINE)
+    assert len(commands) > 8
+    shared = "".join((BENCHMARKS / name).read_text() for name in SHARED_BY_BENCHMARKS)
+    for module, options in commands:
+        path = ROOT / module.replace(".", "/")
+        source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text() + shared
         for option in re.findall(r"--(\w+)", options):
-            assert f'"{option}"' in source or f'"--{option}"' in source, f"{script} --{option}"
+            assert f'"{option}"' in source, f"{module} --{option}"
+
+
+def test_the_summary_comes_first() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE)[0] == "Summary" and "<!-- readme summary -->" in page
 
 
 def _workspace(batch: int, heads: int, keys: int, batch_invariant: bool, *, whole: bool = False) -> float:

@@ -1,6 +1,46 @@
-"""The declared records: what each file of `benchmarks/results` is shown as."""
+"""The declared records: what each file of `benchmarks/results` is shown as, and the summary of all."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.records import attention, indexer, models, others
-from benchmarks.table import Record
+from benchmarks.table import OURS, Point, Record, between_markers, load, mean_and_worst, table_of
 
 RECORDS: tuple[Record, ...] = (*attention.RECORDS, *indexer.RECORDS, *others.RECORDS, *models.RECORDS)
+
+
+def beside(*peers: object) -> Callable[[Point], float | None]:
+    return lambda point: point.ratio(OURS, *peers)
+
+
+SUMMARY: tuple[tuple[str, str, str, Callable[[Point], float | None]], ...] = (
+    ("decode, bf16", "decode_bf16", "FlashMLA, FA3, FA4", beside(*attention.DENSE)),
+    ("decode, fp8 queries and cache", "decode_fp8", "FlashMLA", beside("flashmla")),
+    ("sparse decode, packed caches", "sparse_mla", "FlashMLA, SGLang", beside(*attention.PACKED)),
+    ("a sparse layer's decode step", "sparse_layer", "the engines' kernels",
+     lambda point: point.ratio((OURS, others.STEP), (others.ENGINES, others.STEP))),
+    ("sparse prefill", "sparse_mla_prefill", "FlashMLA", beside("flashmla")),
+    ("prefill", "prefill", "FA3, cuDNN", beside("fa3", "cudnn")),
+    ("the gradient of prefill", "prefill_backward", "FA4, cuDNN", beside("fa4", "cudnn")),
+    ("packed rows, with the gradient", "segment_attention", "cuDNN", beside("cudnn")),
+    ("the indexer's logits", "indexer_logits", "DeepGEMM", beside("deep_gemm")),
+    ("top-k", "select_topk", "vLLM, SGLang", beside(*indexer.TOPK)),
+    ("the indexer's selection", "indexer_topk", "DeepGEMM and a top-k", indexer.over_sum),
+    ("a whole decode step in vLLM, bf16", "vllm", "vLLM's own backends", models.compared_step("decode")),
+    ("a prompt in vLLM, bf16", "vllm", "vLLM's own backends", models.compared_step("prefill")),
+)  # fmt: skip
+"""What is compared, its record, the others, and our time over the fastest other's at a point."""
+
+
+def write_summary(results: Path, page: Path) -> str:
+    """Write our times over the fastest others', a line a record, between the page's comments, if it has them."""
+    known = {record.name: record for record in RECORDS if record.folder == results.name}
+    lines = []
+    for what, name, others_, ratio in SUMMARY:
+        if (path := results / f"{name}.json").exists():
+            ratios = [ratio(point) for point in load(path, known[name]).points]
+            lines.append([what, others_, mean_and_worst(ratios)])
+    if lines and "<!-- summary -->" in (text := page.read_text()):
+        heads = ["", "the fastest of", "tsmla's time over it"]
+        page.write_text(between_markers(text, "summary", table_of(heads, lines).replace("---:", "---")))
+    return f"{len(lines)} comparisons"

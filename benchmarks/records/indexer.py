@@ -93,7 +93,7 @@ def topk() -> Record:
 
     name: Column = "rows x keys", lambda point: f"{point['b']} x {point['keys']}"
     columns = (name, FLOOR, *(time(title, peer) for peer, title in TOPK.items()), our_time(),
-               over("/ best peer", OURS, *TOPK), *(time(title, mode) for mode, title in TOPK_MODES.items()))  # fmt: skip
+               over("/ best peer", OURS, *TOPK), *(time(name, mode) for mode, name in TOPK_MODES.items()))  # fmt: skip
     style = Style("time / best peer's", "keys of a row", x_name=thousands, width=(7, 0))
     return indexer_record(
         "select_topk", "Top-k", ("b", "keys"), caption, lambda _: columns,

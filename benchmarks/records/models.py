@@ -153,6 +153,11 @@ def compared(point: Point, kv: str) -> float | None:
     return best / other if best and other else None
 
 
+def compared_step(step: str) -> Callable[[Point], float | None]:
+    """`compared` over caches of the weights' dtype, of a step: decode or prefill."""
+    return lambda point: compared(point, "auto") if point["mode"].endswith(step) else None
+
+
 def vllm() -> Record:
     name: Column = "step, context, B", lambda p: f"{p['mode']}, {p['context']}, {p['b']}"
 
@@ -246,9 +251,9 @@ def vllm_prompts() -> Record:
         names, found = starts(loaded)
         versions = ", ".join(sorted({row["vllm"] for row in loaded.rows}))
         return (
-            f"Milliseconds of 4,096 tokens of prompts in vLLM {versions} by attention backend, its own for prompts with "
-            f"{' and '.join(sorted({*names} - {CUSTOM}))}, of an engine that was started several times, with each in "
-            f"turn: each start's time. The mean with tsmla's over the other's: "
+            f"Milliseconds of 4,096 tokens of prompts in vLLM {versions} by attention backend, its own for prompts "
+            f"with {' and '.join(sorted({*names} - {CUSTOM}))}, of an engine that was started several times, with each "
+            f"in turn: each start's time. The mean with tsmla's over the other's: "
             f"{mean_and_worst(map(ratio, found.values()))}. {provenance(loaded.rows)}"
         )
 

@@ -142,18 +142,20 @@ def test_nothing_recorded_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_cpu_sentence_comes_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"xla": {"ms": 407.5, "compiled_peak_ratio": 1.039}, "gather": {"ms": 1456.0, "compiled_peak_ratio": 3.831}}
+    times = {"xla": {"us": 407500.0, "compiled_peak_ratio": 1.039}}
+    times["gather"] = {"us": 1456e3, "compiled_peak_ratio": 3.831}
     call = dict(
         machine="a CPU, 2 cores", commit="0123456789", date="2026-11-21T02:50", dtype="bfloat16", b=8, s=1, h=16
     )
-    put(tmp_path, "decode_xla", {**times, **call, "keys": 32768}, "cpu")
+    rows = [{"peer": peer, **each, **call, "keys": 32768} for peer, each in times.items()]
+    put(tmp_path, "decode_xla", rows, "cpu")
     (tmp_path / "README.md").write_text("as it was")
     assert figures.main(arguments(tmp_path)) == 0
     page = (tmp_path / "benchmarks" / "figures" / "decode_cpu.md").read_text()
     assert "(a CPU, 2 cores; commit 0123456, 2026-11-21)" in page
     assert "xla takes 408 ms, the version that gathers the cache first 1456 ms" in page
     assert "is 1.04 against 3.83." in page
-    put(tmp_path, "decode_xla", {**times, **call}, "cpu")
+    put(tmp_path, "decode_xla", [{**times["xla"], **call}], "cpu")
     assert figures.main(arguments(tmp_path)) == 2
     assert "KeyError 'keys'" in capsys.readouterr().err
 

@@ -1,11 +1,9 @@
-"""benchmarks/generate.py and vllm_steps.py on a CPU: tiny models, and a stand-in for vLLM."""
+"""benchmarks/models: generate.py and vllm_steps.py on a CPU: tiny models, and a stand-in for vLLM."""
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,6 +14,8 @@ from examples import make_checkpoint
 from tsmla_jax.generate import ModelConfig, load_model
 
 pytest.importorskip("absl", reason="the benchmarks' flags")
+from benchmarks.models import random_checkpoint, random_model, whole_models
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "vocab_size": 97, "hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128,
@@ -38,24 +38,15 @@ QUICK = {"CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": "--xla_backend_optimization_le
 # What a program runs before its main: tiny models, and short texts.
 PATCH = f"""
 import sys
-sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-import whole_models
+from benchmarks.models import whole_models
 for name, fields in whole_models.MODELS.items():
     fields.update({TINY!r} | {OF_MODEL!r}[name[0]])
 """
 
 
-@pytest.fixture(scope="module")
-def modules(request: pytest.FixtureRequest) -> dict[str, ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a program of that folder
-    request.addfinalizer(lambda: sys.path.remove(str(ROOT / "benchmarks")))
-    names = ("whole_models", "random_checkpoint", "random_model")
-    return {name: importlib.import_module(name) for name in names}
-
-
 def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **patches: int) -> str:
     """The output of a program of the benchmarks whose module has these values, on `devices` CPU devices."""
-    code = PATCH + f"import {program} as program\nfrom absl import app\n"
+    code = PATCH + f"from benchmarks.models import {program} as program\nfrom absl import app\n"
     code += "".join(f"program.{name} = {value}\n" for name, value in patches.items())
     code += f"sys.argv = [{program + '.py'!r}, *sys.argv[1:]]\napp.run(program.main)\n"
     quick = {**QUICK, "XLA_FLAGS": f"{QUICK['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"}
@@ -72,16 +63,15 @@ def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **
 
 
 @pytest.mark.parametrize("model", [("v2-lite", "fp8"), ("v3-slice", "bf16")])
-def test_checkpoints_of_random_weights(model: tuple[str, str], modules: dict[str, Any], tmp_path: Path) -> None:
-    fields = modules["whole_models"].MODELS[model] | TINY | OF_MODEL[model[0]]
+def test_checkpoints_of_random_weights(model: tuple[str, str], tmp_path: Path) -> None:
+    fields = whole_models.MODELS[model] | TINY | OF_MODEL[model[0]]
     config, narrow = ModelConfig.from_hf(fields), model[1] == "fp8"
-    writer = modules["random_checkpoint"]
     for directory in (tmp_path / "a", tmp_path / "b"):
-        writer.write_checkpoint(directory, fields)
+        random_checkpoint.write_checkpoint(directory, fields)
     params = load_model(tmp_path / "a", config, keep_fp8=narrow)
     # The parameters that the benchmark makes on the device have the same shapes and dtypes.
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
-    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), modules["random_model"].shapes(config, narrow))
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), random_model.shapes(config, narrow))
     for left, right in zip(*(jax.tree.leaves(load_model(tmp_path / x, config)) for x in "ab"), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     wide = load_model(tmp_path / "a", config, dtype="float32", keep_fp8=False)
@@ -91,15 +81,15 @@ def test_checkpoints_of_random_weights(model: tuple[str, str], modules: dict[str
 
 
 @pytest.mark.parametrize("model", ["v3.2", "v4"])
-def test_random_parameters_are_shaped_as_loaded_ones(model: str, modules: dict[str, Any], tmp_path: Path) -> None:
+def test_random_parameters_are_shaped_as_loaded_ones(model: str, tmp_path: Path) -> None:
     """Of the models with sparse attention; and are finite, matrices of the variance of their inputs."""
     make_checkpoint.make_checkpoint(tmp_path, model=model, fp8=model == "v3.2")
     config = ModelConfig.from_hf(tmp_path)
     params = load_model(tmp_path, config, keep_fp8=True)
-    shapes = modules["random_model"].shapes(config, model == "v3.2")
+    shapes = random_model.shapes(config, model == "v3.2")
     described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == described
-    made = modules["random_model"].random_params(config, shapes, None)
+    made = random_model.random_params(config, shapes, None)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == described
     for path, leaf in jax.tree_util.tree_leaves_with_path(made):
         values = np.asarray(leaf, np.float32)
@@ -133,7 +123,7 @@ def test_a_record_of_checkpoints(tmp_path: Path) -> None:
     assert [row["b"] for row in rows] == [4, 1, 1] and all(row["peer"] == "tsmla" for row in rows)
     assert all(row["us"] > 0 and row["floor_us"] > 0 and row["tokens_per_s"] > 0 for row in rows)
     assert [len(row.get("tokens", ())) for row in rows] == [4, 0, 1] and rows[0]["equal_tokens"] == 1
-    assert all(row["command"].startswith("python3 generate.py --checkpoints") for row in rows)
+    assert all("--checkpoints WEIGHTS --chunk 64" in row["command"] for row in rows)
 
 
 @pytest.mark.slow

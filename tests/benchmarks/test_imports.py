@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
-PACKAGES = ("tsmla_jax", "tsmla_kernels", "tsmla_bridge")
+PACKAGES = ("tsmla_jax", "tsmla_kernels", "tsmla_bridge", "benchmarks")
 
 
 def imported_names(path: Path) -> list[tuple[str, str | None]]:

@@ -1,7 +1,7 @@
 """Time whole models with random weights, through the engine: decode steps, prefill, and compilation.
 
-    python3 benchmarks/generate.py --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...] [--seconds 500]
-        [--context 512] [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N]
+    python -m benchmarks.models.generate --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...]
+        [--seconds 500] [--context 512] [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N]
         [--expert_parallel N] [--context_parallel N]
 
 A point is a model (v2-lite; v3-slice: one dense layer and 5 of experts in bf16, 9 in fp8; v3.2-slice and v4-slice, of
@@ -43,15 +43,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 import jax
 import numpy as np
 from absl import app, flags
-from compiling import COMPILE_ONLY
-from floors import FLOPS_PER_S, bytes_per_s
-from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from random_checkpoint import write_checkpoint
-from random_model import noise, random_params, shapes
-from whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 
+from benchmarks.floors import FLOPS_PER_S, bytes_per_s
+from benchmarks.harness import COMPILE_ONLY, POINTS, Record, within_budget
+from benchmarks.models.random_checkpoint import write_checkpoint
+from benchmarks.models.random_model import noise, random_params, shapes
+from benchmarks.models.whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import default_page_size

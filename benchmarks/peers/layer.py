@@ -1,49 +1,25 @@
 """The engines' kernels of one decode step of a V3.2 attention layer, in the order in which vLLM launches them.
 
-For sparse_layer.py; needs a GPU, Triton, and the libraries that a module `peers_sparse` loads: vLLM's (its operators
-_C and _C_cache_ops, FlashMLA, DeepGEMM) and SGLang's. Rope works in place, so that inputs are rotated anew at every
-run. Two steps that engines leave to their compilers are here as one kernel each: the scales folded into the head
-weights, and positions to slots.
+For `cases/sparse_layer.py`; needs a GPU, Triton, vLLM's libraries (its operators _C and _C_cache_ops, FlashMLA,
+DeepGEMM) and SGLang's. Rope works in place, so that inputs are rotated anew at every run. Two steps that engines leave
+to their compilers are here as one kernel each: the scales folded into the head weights, and positions to slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from benchmarks.peers import sparse
+
+if TYPE_CHECKING:
+    from benchmarks.cases.sparse_layer import Layer, LayerStep
+
 FP8_MAX = 448.0
-
-
-class LayerStep(NamedTuple):
-    """What projections give a step: latent [T, 512], k_rope [T, 64], index_k [T, 128], index_q [T, Hi, 128],
-    index_weights [T, Hi], q_latent [T, H, 512] (absorbed) and q_rope [T, H, 64], bfloat16."""
-
-    latent: Any
-    k_rope: Any
-    index_k: Any
-    index_q: Any
-    index_weights: Any
-    q_latent: Any
-    q_rope: Any
-
-
-class Layer(NamedTuple):
-    """What all steps share: the packed caches [P, Z, 656] and [P, Z, 132], block_tables [T, M], seq_lens [T], the slots
-    of the new tokens [T], cos and sin of their positions [T, 32] float32, all int32 but those; softmax_scale and k."""
-
-    kv: Any
-    keys: Any
-    block_tables: Any
-    seq_lens: Any
-    slot_mapping: Any
-    cos: Any
-    sin: Any
-    softmax_scale: float
-    k: int
 
 
 @triton.jit
@@ -61,7 +37,7 @@ class PeerLayer:
     topk: "vllm_cooperative" (up to 32 tokens), "vllm_persistent" or "sgl". attention: "flashmla" or "legacy".
     """
 
-    def __init__(self, peers: Any, layer: Layer, step: LayerStep, topk: str, attention: str) -> None:
+    def __init__(self, layer: Layer, step: LayerStep, topk: str, attention: str) -> None:
         self.layer, (tokens, heads, width) = layer, step.q_latent.shape
         self.index_heads, index_dim = step.index_q.shape[1:]
         device = step.q_latent.device
@@ -82,12 +58,13 @@ class PeerLayer:
         self.q = torch.zeros(tokens, 1, padded, width + step.q_rope.shape[2], dtype=step.q_latent.dtype, **new)
         self.heads = heads
         self.longest = layer.block_tables.shape[1] * layer.keys.shape[1]
-        self.score = peers.deep_gemm_paged(
+        self.score = sparse.deep_gemm_paged(
             self.q8[:, None], layer.keys, self.weights, layer.seq_lens[:, None], layer.block_tables, self.longest
         )
-        self.choose = getattr(self, topk)
-        self.attend = getattr(peers, f"{attention}_v32")(self.q, layer.kv, self.slots, layer.softmax_scale)
-        self.logits: Any = None
+        # DeepGEMM writes new logits in each call: those of this one tell the top-k its sizes alone.
+        self.topk = topk
+        self.logits = self.score()
+        self.attend = sparse.v32(attention, self.q, layer.kv, self.slots, layer.softmax_scale)
 
     def rope(self, step: LayerStep) -> None:
         """Of queries and the new key, pairs of neighbouring columns."""
@@ -123,7 +100,8 @@ class PeerLayer:
         self.logits = self.score()
 
     def select_topk(self, step: LayerStep) -> None:
-        self.choose()
+        sparse.topk(self.topk, self.logits, self.layer.seq_lens, self.layer.k, sparse.Memory(self.chosen, self.work,
+                    self.longest))()  # fmt: skip
 
     def positions_to_slots(self, step: LayerStep) -> None:
         tables = self.layer.block_tables
@@ -150,18 +128,3 @@ class PeerLayer:
     def __call__(self, step: LayerStep) -> None:
         for part in self.parts.values():
             part(step)
-
-    # ---- select_topk
-
-    def vllm_cooperative(self) -> None:
-        torch.ops._C.cooperative_topk(
-            self.logits, self.layer.seq_lens, self.chosen, self.work, self.layer.k, self.longest
-        )
-
-    def vllm_persistent(self) -> None:
-        torch.ops._C.persistent_topk(
-            self.logits, self.layer.seq_lens, self.chosen, self.work, self.layer.k, self.longest
-        )
-
-    def sgl(self) -> None:
-        torch.ops.sgl_kernel.fast_topk(self.logits, self.chosen, self.layer.seq_lens, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
@@ -87,7 +88,7 @@ def equal_share(row: dict[str, Any]) -> float | None:
         return None
     for other in json.loads(Path(COMPARE.value).read_text()):
         if "tokens" in other and all(other[name] == row[name] for name in ("mode", "b", "context")):
-            pairs = zip(sum(row["tokens"], []), sum(other["tokens"], []), strict=True)
+            pairs = zip(itertools.chain(*row["tokens"]), itertools.chain(*other["tokens"]), strict=True)
             return statistics.fmean(ours == theirs for ours, theirs in pairs)
     return None
 

@@ -1,7 +1,7 @@
 """Time vLLM's decode steps and prompts with one pair of attention backends: a whole engine, a model of random weights.
 
-    python3 benchmarks/vllm_steps.py --backend CUSTOM --prefill CUSTOM --kv auto --out FILE.json [--points 1,512/...]
-        [--model v2-lite,bf16] [--checkpoints DIR] [--compare OTHER.json]
+    python -m benchmarks.models.vllm_steps --backend CUSTOM --prefill CUSTOM --kv auto --out FILE.json
+        [--points 1,512/...] [--model v2-lite,bf16] [--checkpoints DIR] [--compare OTHER.json]
 
 The model is one of generate.py's, by default DeepSeek-V2-Lite's shape (27 layers, 16 heads, 64 experts). The engine
 runs in this process with full CUDA graphs for decode, without torch.compile unless --compile asks for vLLM's default,
@@ -36,8 +36,9 @@ os.environ |= {
 } | os.environ  # fmt: skip
 
 from absl import app, flags
-from harness import POINTS, Record, within_budget
-from whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
+
+from benchmarks.harness import POINTS, Record, within_budget
+from benchmarks.models.whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 
 BACKEND = flags.DEFINE_string("backend", "CUSTOM", "vLLM's decode backend: CUSTOM is this project's")
 PREFILL = flags.DEFINE_string("prefill", None, "vLLM's MLA prefill backend; its own choice by default")

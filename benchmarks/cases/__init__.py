@@ -1,0 +1,24 @@
+"""The benchmarks that `benchmarks.run` runs: by the name of the record, the module and the class of each."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.harness import Case
+
+CASES = {
+    "decode_bf16": "decode:DecodeBf16", "decode_fp8": "decode:DecodeFp8", "sparse_mla": "sparse_mla:SparseDecode",
+    "sparse_mla_prefill": "sparse_mla_prefill:SparsePrefill", "prefill": "prefill:Prefill",
+    "prefill_backward": "prefill_backward:PrefillBackward", "segment_attention": "segment_attention:SegmentAttention",
+    "select_topk": "select_topk:SelectTopk", "indexer_logits": "indexer_logits:Logits",
+    "indexer_topk": "indexer_topk:Selection", "cache": "cache:Cache", "merge": "cache:Merge",
+    "compress": "compress:Compress", "sparse_layer": "sparse_layer:SparseLayer",
+    "context_parallel": "context_parallel:ContextParallel", "bridge_overhead": "bridge_overhead:Overhead",
+    "decode_xla": "cpu:DecodeXla",
+}  # fmt: skip
+
+
+def case(name: str) -> "type[Case]":
+    """The case of that name."""
+    module, _, found = CASES[name].partition(":")
+    return getattr(importlib.import_module(f"benchmarks.cases.{module}"), found)

@@ -1,0 +1,141 @@
+"""The kernels of the caches, and merging, beside copies that move as many bytes, half of them read and half written:
+the driver's own (memcpy_us) and a kernel of torch's (kernel_copy_us; `copy_us` is the faster of the two).
+
+A point is an operation, its dtypes and tokens. Slots and pages are a random permutation of a cache of twice as many
+tokens. `bytes` counts every value read or written once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+import tsmla_bridge
+from benchmarks.floors import LATENT, PAGE, ROPE
+from benchmarks.harness import ARCH, Case, Run, device, ints, randn, time_all
+
+FP8, BF16 = "float8_e4m3fn", "bfloat16"
+DTYPES = {
+    "write_kv_cache": ((BF16, BF16), (BF16, FP8)), "rope_write_kv_cache": ((BF16, BF16), (FP8, FP8)),
+    "gather_kv_cache": ((BF16, BF16), (FP8, BF16)), "write_packed_kv_cache": ((BF16, "uint8"),),
+    "write_indexer_cache": ((BF16, "uint8"), ("float32", "uint8")), "indexer_quantize": ((BF16, FP8),),
+}  # fmt: skip
+"""In and cache; query and cache; cache and out; in and cache twice; q and q8."""
+Call = tuple[Run, int]
+"""A call, and the bytes that it moves."""
+
+
+def pages(tokens: int, dtype: str, width: int = LATENT + ROPE) -> Any:
+    """An empty cache of twice as many tokens."""
+    cache = torch.zeros(-(-2 * tokens // PAGE), PAGE, width, dtype=torch.uint8, device=device())
+    return cache.to(getattr(torch, dtype))
+
+
+def slots(tokens: int) -> Any:
+    return torch.randperm(2 * tokens, device=device())[:tokens].int()
+
+
+def scale() -> Any:
+    return torch.full((), 0.7, device=device())
+
+
+def angles(tokens: int) -> list[Any]:
+    """cos and sin of a token each."""
+    return [torch.randn(tokens, ROPE // 2, device=device()) for _ in range(2)]
+
+
+def size_of(*arrays: Any) -> int:
+    return sum(array.numel() * array.element_size() for array in arrays)
+
+
+def write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
+    given = pages(tokens, dtypes[1]), randn(tokens, LATENT), randn(tokens, ROPE), slots(tokens)
+    size = size_of(*given[1:]) + 4 + tokens * given[0][0, 0].nbytes
+    return functools.partial(tsmla_bridge.write_kv_cache, *given, kv_scale=scale()), size
+
+
+def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
+    """Launched as its compiled object: it is an operation of jax alone."""
+    from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE
+    from tsmla_kernels.launch import ArrayView, Launcher
+
+    rows = tokens * 16
+    cache, factor = pages(tokens, dtypes[1]), scale()[None]
+    q = torch.empty(rows, LATENT + ROPE, dtype=getattr(torch, dtypes[0]), device=device())
+    inputs = [randn(rows, LATENT), randn(rows, ROPE), randn(tokens, LATENT), randn(tokens, ROPE), slots(tokens)]
+    arrays = [cache, *inputs, *angles(tokens), factor, factor, q, cache]
+    launcher = Launcher(ROPE_WRITE_KV_CACHE, ROPE_WRITE_KV_CACHE.config(BF16, *dtypes), ARCH)
+    views = [ArrayView(x.data_ptr(), tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in arrays]
+
+    def run() -> Any:
+        launcher(torch.cuda.current_stream().cuda_stream, views)
+        return arrays  # which must live
+
+    return run, size_of(*arrays[1:-1]) + tokens * cache[0, 0].nbytes
+
+
+def gather_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
+    """Of up to 32 requests of about equal length."""
+    cache, requests = pages(tokens, dtypes[0]), min(tokens, 32)
+    lens = [tokens // requests] * (requests - 1)
+    lens.append(tokens - sum(lens))
+    tables = torch.randint(0, len(cache), (requests, -(-max(lens) // PAGE)), device=device()).int()
+    given = cache, tables, ints([0] * requests), ints(lens)
+    options = {"total_len": tokens, "out_dtype": getattr(torch, dtypes[1]), "kv_scale": scale()}
+    run = functools.partial(tsmla_bridge.gather_kv_cache, *given, **options)
+    return run, size_of(*given[1:], run()) + 4 + tokens * cache[0, 0].nbytes
+
+
+def write_packed_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
+    inputs = randn(tokens, LATENT), randn(tokens, ROPE), slots(tokens), *angles(tokens)
+    cache = pages(tokens, dtypes[1], 656)
+    return functools.partial(tsmla_bridge.write_packed_kv_cache, cache, *inputs), size_of(*inputs) + tokens * 656
+
+
+def write_indexer_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
+    inputs = randn(tokens, 128, dtype=dtypes[0]), slots(tokens), *angles(tokens)
+    cache = pages(tokens, dtypes[1], 132)
+    return functools.partial(tsmla_bridge.write_indexer_cache, cache, *inputs), size_of(*inputs) + tokens * 132
+
+
+def indexer_quantize(tokens: int, dtypes: tuple[str, str]) -> Call:
+    given = randn(tokens, 64, 128), randn(tokens, 64), *angles(tokens)
+    run = functools.partial(tsmla_bridge.indexer_quantize, *given)
+    return run, size_of(*given, *run())
+
+
+def merge_attention_states(tokens: int, dtypes: tuple[str, str]) -> Call:
+    """Of two parts of prefill's width, 128 heads."""
+    outs = [randn(tokens, 128, 128, dtype=dtypes[0]) for _ in range(2)]
+    lses = [torch.randn(tokens, 128, device=device()) for _ in range(2)]
+    run = functools.partial(tsmla_bridge.merge_attention_states, outs, lses)
+    return run, size_of(*outs, *lses, *run())
+
+
+class Cache(Case):
+    points: ClassVar = tuple((op, *dtypes, tokens) for op, all_dtypes in DTYPES.items() for dtypes in all_dtypes
+                             for tokens in (1, 128, 4096, 16384, 65536))  # fmt: skip
+    common: ClassVar = {"page": PAGE}
+    heads: ClassVar[dict[str, int]] = {"rope_write_kv_cache": 16, "merge_attention_states": 128}
+
+    def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
+        op, *dtypes, tokens = self.point
+        hear("tsmla")
+        call, size = globals()[op](tokens, tuple(dtypes))
+        source = torch.zeros(size // 8, dtype=torch.int32, device=device())
+        target = torch.empty_like(source)
+        copies = {"memcpy_us": lambda: target.copy_(source),
+                  "kernel_copy_us": lambda: torch.bitwise_not(source, out=target)}  # fmt: skip
+        call()
+        times = {name: round(us, 2) for name, us in time_all({"us": call, **copies}, 30).items()}
+        times["copy_us"] = min(times["memcpy_us"], times["kernel_copy_us"])
+        heads = {"query_heads": self.heads[op]} if op in self.heads else {}
+        return [{"op": op, "dtypes": dtypes, "tokens": tokens, **heads, "bytes": size, **times}]
+
+
+class Merge(Cache):
+    points: ClassVar = tuple(("merge_attention_states", dtype, dtype, tokens) for dtype in (BF16, "float32")
+                             for tokens in (1, 128, 512, 4096))  # fmt: skip

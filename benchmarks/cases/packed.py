@@ -1,0 +1,87 @@
+"""Packed rows for the benchmarks of sparse attention: random ones, what they hold, and errors of attention to them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from benchmarks.floors import LATENT, PAGE
+from benchmarks.harness import device
+
+WINDOW = 128
+V4_DATA, V4_ROWS, V4_PAGE = PAGE * 576, PAGE * 584, 37440
+"""Bytes of a V4 page: its data, its data and scales, and all of it."""
+
+
+def _e4m3(rows: int, width: int) -> Any:
+    """Random numbers of e4m3, of size 64, as bytes."""
+    values = torch.randn(rows, width, device=device()) * 64
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def v32_cache(rows: int) -> Any:
+    """Random V3.2 rows, [rows / PAGE, PAGE, 656]."""
+    packed = torch.empty((rows, 656), dtype=torch.uint8, device=device())
+    for part in packed.split(1 << 20):
+        part[:, :512] = _e4m3(len(part), 512)
+        scales = torch.exp2(torch.randint(-8, -4, (len(part), 4), device=device()).float())
+        part[:, 512:528] = scales.view(torch.uint8)
+        part[:, 528:] = torch.randn(len(part), 64, device=device()).bfloat16().view(torch.uint8)
+    return packed.view(-1, PAGE, 656)
+
+
+def v4_pages(count: int) -> Any:
+    """Random V4 pages, [count, V4_PAGE]."""
+    pages = torch.zeros((count, V4_PAGE), dtype=torch.uint8, device=device())
+    data = pages[:, :V4_DATA].unflatten(1, (PAGE, 576))
+    data[..., :448] = _e4m3(count * PAGE, 448).view(count, PAGE, 448)
+    data[..., 448:] = torch.randn(count, PAGE, 64, device=device()).bfloat16().view(torch.uint8)
+    pages[:, V4_DATA:V4_ROWS] = torch.randint(119, 123, (count, PAGE * 8), device=device()).to(torch.uint8)
+    return pages
+
+
+def values(cache: Any, slots: Any) -> Any:
+    """What the rows of slots [n] hold, float32 [n, 576], or [n, 512] of V4 pages; exact: scales are powers of two."""
+    if cache.dim() == 3:
+        rows = cache.view(-1, 656)[slots]
+        latent = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+        scales = rows[:, 512:528].contiguous().view(torch.float32)
+        rope = rows[:, 528:].contiguous().view(torch.bfloat16).float()
+        return torch.cat([(latent * scales[..., None]).view(-1, 512), rope], 1)
+    page, offset = slots // PAGE, slots % PAGE
+    data = cache[:, :V4_DATA].unflatten(1, (PAGE, 576))[page, offset]
+    exponents = cache[:, V4_DATA:V4_ROWS].unflatten(1, (PAGE, 8))[page, offset]
+    factors = torch.exp2(exponents[:, :7].float() - 127)
+    nope = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().view(-1, 7, 64) * factors[..., None]
+    return torch.cat([nope.view(-1, 448), data[:, 448:].contiguous().view(torch.bfloat16).float()], 1)
+
+
+def widened(*caches: Any) -> Any:
+    """All rows of packed caches in bf16, [N, width]."""
+    parts = []
+    for cache in caches:
+        slots = torch.arange(len(cache) * PAGE, device=device())
+        parts += [values(cache, some).bfloat16() for some in slots.split(1 << 18)]
+    return torch.cat(parts)
+
+
+def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any = None, lse: Any = None) -> Any:
+    """rel_err of out (norm) and, with an lse, lse_err, the greatest one, against float64 on the tokens of `keys`, which
+    has the rows that each of them selects. out and lse may have more heads than q [T, H, D]."""
+    differs, norm, worst = 0.0, 0.0, 0.0
+    out = out.reshape(len(q), -1, LATENT)[:, : q.shape[1]]
+    for token, rows in keys.items():
+        rows = rows.double()
+        scores = q[token].double() @ rows.T * scale
+        want_lse = torch.logsumexp(scores, -1)
+        want = torch.softmax(scores, -1) @ rows[:, :LATENT]
+        if sinks is not None:
+            want *= torch.sigmoid(want_lse - sinks.double())[:, None]
+        differs += float((out[token].double() - want).square().sum())
+        norm += float(want.square().sum())
+        if lse is not None:
+            worst = max(worst, float((lse[token].double() - want_lse).abs().max()))
+    found = {"rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
+    return found if lse is None else found | {"lse_err": float(f"{worst:.2e}")}

@@ -1,0 +1,121 @@
+"""mla_prefill, causal, head dims 192 and 128, random normal bf16; "tsmla_fp8" takes them rounded to e4m3. A point is
+requests x tokens and heads, 32 ragged requests, or 512 tokens behind 65,536 others. Errors are against float64 on the
+last head, of the inputs that a function was given.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+import tsmla_bridge
+from benchmarks.harness import Case, Object, Run, ints, randn
+from benchmarks.peers import dense
+
+QK_DIM, V_DIM = 192, 128
+SCALE = QK_DIM**-0.5
+
+
+def lengths_of(name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Query and key tokens of each request, and heads. Ragged requests are the same in every run.
+
+    Raises:
+      ValueError: there is no such point.
+    """
+    if found := re.fullmatch(r"(\d+)x(\d+)h(\d+)", name):
+        batch, length, heads = map(int, found.groups())
+        return (length,) * batch, (length,) * batch, heads
+    if found := re.fullmatch(r"(\d+)on(\d+)h(\d+)", name):
+        new, old, heads = map(int, found.groups())
+        return (new,), (old + new,), heads
+    if found := re.fullmatch(r"ragged32h(\d+)", name):
+        rng = random.Random(0)
+        lens = tuple(rng.randint(64, 4096) for _ in range(32))
+        return lens, lens, int(found[1])
+    raise ValueError(f"--points: got {name!r}; legal: as 4x4096h128, ragged32h16 and 512on65536h128")
+
+
+class Prefill(Case):
+    points = (
+        "1x8192h128", "4x4096h128", "1x32768h16", "16x1024h128", "1x2048h128", "1x2048h16", "1x4096h16", "1x8192h16",
+        "1x8192h32", "1x8192h64", "4x4096h64", "ragged32h16", "ragged32h32", "ragged32h64", "ragged32h128",
+        "512on65536h128",
+    )  # fmt: skip
+    common: ClassVar = {"dtype": "bf16", "head_dims": [QK_DIM, V_DIM], "causal": True}
+    peers: ClassVar = {"fa3": "fa3", "fa4": "fa4", "cudnn": "cudnn"}
+
+    def __init__(self, point: str) -> None:
+        super().__init__(point)
+        self.q_lens, self.kv_lens, self.heads = lengths_of(point)
+        widths = ((self.q_lens, QK_DIM), (self.kv_lens, QK_DIM), (self.kv_lens, V_DIM))
+        wide = [randn(sum(lens), self.heads, width) for lens, width in widths]
+        self.inputs = {"tsmla": wide, "tsmla_fp8": [x.to(torch.float8_e4m3fn) for x in wide]}
+        self.cu = tuple(ints([0, *itertools.accumulate(lens)]) for lens in (self.q_lens, self.kv_lens))
+        self.longest = max(self.q_lens), max(self.kv_lens)
+
+    @classmethod
+    def parse(cls, text: str) -> str:
+        lengths_of(text)
+        return text
+
+    @staticmethod
+    def text(point: str) -> str:
+        return point
+
+    @classmethod
+    def objects(cls, point: str) -> Iterable[Object]:
+        return [("mla_prefill", {"dtype": dtype}) for dtype in ("bfloat16", "float8_e4m3fn")]
+
+    def ours(self) -> dict[str, Run]:
+        return {name: functools.partial(
+            tsmla_bridge.mla_prefill, *inputs, cu_seqlens_q=self.cu[0], cu_seqlens_kv=self.cu[1],
+            max_q_len=self.longest[0], max_kv_len=self.longest[1], softmax_scale=SCALE, return_lse=True,
+        ) for name, inputs in self.inputs.items()}  # fmt: skip
+
+    def of_peer(self, name: str) -> Run:
+        q, k, v = self.inputs["tsmla"]
+        if name == "cudnn":
+            if len({*self.q_lens, *self.kv_lens}) > 1:
+                raise ValueError("cuDNN takes requests of one length")
+            return dense.cudnn_prefill(q, k, v, len(self.q_lens), SCALE)
+        if (name, self.point) == ("fa4", "1x32768h16"):
+            raise ValueError("one version of FA4 reads out of bounds here, and takes the process with it")
+        make = dense.fa3_prefill if name == "fa3" else dense.fa4_prefill
+        return make(q, k, v, self.cu, self.longest, SCALE)
+
+    def floor_us(self, name: str) -> float:
+        return 0.0  # the record has rates
+
+    @property
+    def flops(self) -> int:
+        """Of the products over the pairs that the causal mask leaves."""
+        pairs = sum(n * m - n * (n - 1) // 2 for n, m in zip(self.q_lens, self.kv_lens, strict=True))
+        return 2 * self.heads * pairs * (QK_DIM + V_DIM)
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        q, k, v = (x[:, -1].double() for x in self.inputs.get(name, self.inputs["tsmla"]))
+        out, lse, is_ours = results[0][:, -1], results[1], name in self.inputs
+        row, key, differs, norm, worst = 0, 0, 0.0, 0.0, 0.0
+        for n, m in zip(self.q_lens, self.kv_lens, strict=True):
+            for first in range(0, n, 2048):
+                at = slice(row + first, row + min(n, first + 2048))
+                scores = q[at] @ k[key : key + m].T * SCALE
+                seen = torch.arange(first, first + len(scores), device=q.device)[:, None] + (m - n)
+                scores = scores.masked_fill(torch.arange(m, device=q.device) > seen, -math.inf)
+                want = torch.softmax(scores, -1) @ v[key : key + m]
+                differs += float((out[at].double() - want).square().sum())
+                norm += float(want.square().sum())
+                if is_ours:
+                    worst = max(worst, float((lse[at, -1].double() - torch.logsumexp(scores, -1)).abs().max()))
+            row, key = row + n, key + m
+        case = {"point": self.point, "b": len(self.q_lens), "h": self.heads, "tq": len(q), "tk": len(k)}
+        case |= {"tflops": round(self.flops / us / 1e6, 1), "rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
+        case |= {"lse_err": float(f"{worst:.2e}")} if is_ours else {}
+        return case | ({"dtype": "fp8"} if name == "tsmla_fp8" else {})

@@ -1,0 +1,159 @@
+"""The gradient of mla_prefill: the backward pass alone, through torch's autograd, causal, head dims 192 and 128, random
+normal bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of
+kv and shared rope columns.
+
+Times are medians of several calls, in turns, by CUDA events: cuDNN's backward pass through autograd can't be captured
+into a CUDA graph. Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens
+and 16 heads, and every row of a peer repeats them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import re
+import statistics
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+import tsmla_bridge
+from benchmarks.cases.prefill import QK_DIM, SCALE, V_DIM
+from benchmarks.harness import Case, Object, Run, ints, randn
+from benchmarks.peers import dense
+
+NOPE = 128
+ROUNDS, TURN_MS = 3, 40.0  # turns of each peer at a point, and how long it runs in one, at least twice
+CHECKED = "2048h16"
+MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope"}
+
+
+def lengths_of(name: str) -> tuple[tuple[int, ...], int]:
+    """Tokens of each request, and heads; ValueError without such a point."""
+    if found := re.fullmatch(r"(\d+)h(\d+)", name):
+        return (int(found[1]),), int(found[2])
+    if found := re.fullmatch(r"ragged16h(\d+)", name):
+        rng = random.Random(1)
+        return tuple(rng.randint(200, 4000) for _ in range(16)), int(found[1])
+    raise ValueError(f"--points: got {name!r}; legal: as 4096h16 and ragged16h16")
+
+
+class PrefillBackward(Case):
+    points = (*(f"{length}h{h}" for h in (16, 64, 128) for length in (4096, 8192, 16384)), "ragged16h16")
+    common: ClassVar = {"dtype": "bf16", "head_dims": [QK_DIM, V_DIM], "causal": True}
+    peers: ClassVar = {"cudnn": "cudnn", "fa4": "fa4"}
+
+    def __init__(self, point: str) -> None:
+        super().__init__(point)
+        self.lens, self.heads = lengths_of(point)
+        self.q, self.k, self.v, self.d_out = (randn(sum(self.lens), self.heads, n) for n in (192, 192, 128, 128))
+        self.k[..., NOPE:] = self.k[:, :1, NOPE:]  # all heads share the rope columns
+        self.cu = ints([0, *itertools.accumulate(self.lens)])
+
+    @classmethod
+    def parse(cls, text: str) -> str:
+        lengths_of(text)
+        return text
+
+    @staticmethod
+    def text(point: str) -> str:
+        return point
+
+    @classmethod
+    def objects(cls, point: str) -> Iterable[Object]:
+        yield "mla_prefill", {}
+        for options in ({}, {"deterministic": True}, {"shared_rope": True}):
+            yield "mla_prefill_backward", options
+
+    def forward(self, call: Any, inputs: list[Any], **options: Any) -> Any:
+        """out, or out and lse, of one of our operations."""
+        longest = max(self.lens)
+        offsets = {"cu_seqlens_q": self.cu, "cu_seqlens_kv": self.cu, "max_q_len": longest, "max_kv_len": longest}
+        return call(*inputs, **offsets, softmax_scale=SCALE, **options)
+
+    def ours(self) -> dict[str, Run]:
+        def gradient(call: Any, *inputs: Any, **options: Any) -> Run:
+            leaves = [x.detach().clone().requires_grad_() for x in inputs]
+            out = self.forward(call, leaves, **options)
+            return lambda: torch.autograd.grad(out, leaves, self.d_out, retain_graph=True)
+
+        whole = (self.q, self.k, self.v)
+        kv = torch.cat([self.k[..., :NOPE], self.v], -1)
+        return {
+            "tsmla": gradient(tsmla_bridge.mla_prefill, *whole),
+            "tsmla_deterministic": gradient(tsmla_bridge.mla_prefill, *whole, deterministic=True),
+            "tsmla_kv": gradient(tsmla_bridge.mla_prefill_kv, self.q, kv, self.k[:, 0, NOPE:]),
+        }
+
+    def of_peer(self, name: str) -> Run:
+        if name == "fa4":
+            out, lse = self.forward(tsmla_bridge.mla_prefill, [self.q, self.k, self.v], return_lse=True)
+            saved = (out, lse, self.d_out)
+            return dense.fa4_gradient((self.q, self.k, self.v), saved, self.cu, max(self.lens), SCALE)
+        if len(self.lens) > 1:
+            raise ValueError("cuDNN takes requests of one length")
+        return dense.cudnn_gradient(self.q, self.k, self.v, self.d_out, SCALE)
+
+    def floor_us(self, name: str) -> float:
+        return 0.0  # the record has rates
+
+    def time(self, functions: dict[str, Run]) -> dict[str, float]:
+        """Medians over ROUNDS turns of TURN_MS."""
+
+        def milliseconds(function: Run, calls: int) -> float:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            function()
+            start.record()
+            for _ in range(calls):
+                function()
+            stop.record()
+            torch.cuda.synchronize()
+            return float(start.elapsed_time(stop)) / calls
+
+        calls = {name: max(2, round(TURN_MS / milliseconds(run, 1))) for name, run in functions.items()}
+        turns = [{name: milliseconds(run, calls[name]) for name, run in functions.items()} for _ in range(ROUNDS)]
+        return {name: statistics.median(turn[name] for turn in turns) * 1e3 for name in functions}
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        flops = self.heads * sum(n * (n + 1) // 2 for n in self.lens) * 2 * (3 * QK_DIM + 2 * V_DIM)
+        errors = errors_of(name)
+        case = {"point": self.point, "length": max(self.lens), "b": len(self.lens), "h": self.heads}
+        case |= {"mode": MODES.get(name, "default"), "tflops": round(flops / us / 1e6, 1)}
+        return case | dict(zip(("dq_err", "dk_err", "dv_err"), errors, strict=True))
+
+    def in_float64(self) -> list[Any]:
+        """The gradients of q, k and v of one request, one head after another."""
+        q, k, v, d_out = (x.double() for x in (self.q, self.k, self.v, self.d_out))
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        for h in range(self.heads):
+            weights = torch.softmax((q[:, h] @ k[:, h].T * SCALE).masked_fill(hidden, -math.inf), -1)
+            d_weights = d_out[:, h] @ v[:, h].T
+            d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * SCALE
+            for gradient, part in zip(found, (d_scores @ k[:, h], d_scores.T @ q[:, h], weights.T @ d_out[:, h]),
+                                      strict=True):  # fmt: skip
+                gradient[:, h] = part
+        return found
+
+
+@functools.cache
+def _checked() -> tuple[PrefillBackward, list[Any]]:
+    case = PrefillBackward(CHECKED)
+    return case, case.in_float64()
+
+
+@functools.cache
+def errors_of(name: str) -> list[float]:
+    """Relative errors of a function's gradients of q, k and v at CHECKED."""
+    case, (d_q, d_k, d_v) = _checked()
+    ours = case.ours()
+    got = list((ours[name] if name in ours else case.of_peer(name))())
+    if name == "tsmla_kv":  # whose gradient of the shared rope columns is a sum over heads
+        d_kv, rope = got[1], got[2]
+        got = [got[0], torch.cat([d_kv[..., :NOPE].flatten(), rope.flatten()]), d_kv[..., NOPE:]]
+        d_k = torch.cat([d_k[..., :NOPE].flatten(), d_k[..., NOPE:].sum(1).flatten()])
+    pairs = zip(got, (d_q, d_k, d_v), strict=True)
+    return [float(f"{float((g.double() - w).norm() / w.norm()):.3e}") for g, w in pairs]

@@ -1,0 +1,184 @@
+"""Attention over packed rows, forward and with its gradient, beside cuDNN's: what a trainer calls. A point is rows x
+tokens, heads, and segments a row; the lengths of segments are random and the same in every run, and the last of a row
+is cut short by padding. Head dims are 192 and 128, masks causal, inputs random normal bf16.
+
+"tsmla" is `nn.segment_attention`, "tsmla_kv" `nn.segment_attention_kv` (which also saves making k: not in its favour
+here), "cudnn" jax's private operation with the same segments as its packed layout. It finds the segments of v by the
+head dim of q, so its v is padded to 192 beforehand, and its result is cut. Ids become offsets, or cuDNN's lengths,
+outside of what is timed for cuDNN and inside for ours. Times are the shortest of several turns of ten jitted calls by
+the host's clock. Errors are relative (Frobenius), of tokens that are no padding, against the reference in float32, at
+16 heads and 512 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers
+from benchmarks.harness import Case, least_seconds
+from tsmla_jax.nn import Segments, segment_attention, segment_attention_kv
+
+TURNS, CALLS = 10, 10
+QK_DIM, V_DIM, ROPE_DIM = 192, 128, 64
+NOPE_DIM, SCALE = QK_DIM - ROPE_DIM, QK_DIM**-0.5
+CHECKED = "2x512h16s3"
+Attend = Callable[..., jax.Array]
+
+
+class Shape(NamedTuple):
+    """Rows of `length` tokens, heads, and segments a row."""
+
+    rows: int
+    length: int
+    heads: int
+    segments: int
+
+    @classmethod
+    def of(cls, name: str) -> Shape:
+        """From a name like 4x4096h16s8; ValueError for another."""
+        if not (found := re.fullmatch(r"(\d+)x(\d+)h(\d+)s(\d+)", name)):
+            raise ValueError(f"got point {name!r}; legal: ROWSxTOKENShHEADSsSEGMENTS, as 4x4096h16s8")
+        return cls(*map(int, found.groups()))
+
+    def ids(self) -> np.ndarray:
+        """[rows, length] i32: segments 1, 2, ..., then padding of up to a sixteenth of the row."""
+        rng = np.random.default_rng(0)
+        ids = np.zeros((self.rows, self.length), np.int32)
+        for row in ids:
+            used = self.length - int(rng.integers(0, self.length // 16 + 1))
+            cuts = np.sort(rng.choice(np.arange(1, used), self.segments - 1, replace=False))
+            for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, used], strict=True), 1):
+                row[start:stop] = number
+        return ids
+
+
+class Packed(NamedTuple):
+    """cuDNN's packed layout as jax's operation takes it: lengths [B, M] and starts [B, M + 1], -1 for no segment."""
+
+    lens: np.ndarray
+    starts: np.ndarray
+
+
+def packed_layout(ids: np.ndarray, max_segments: int) -> Packed:
+    """The layout of rows of ids, 0 for padding."""
+    lens, starts = (np.full((len(ids), max_segments + more), -1, np.int32) for more in (0, 1))
+    for row, line in enumerate(ids):
+        firsts = np.flatnonzero((line != 0) & (np.diff(line, prepend=0) != 0))
+        lens[row, : len(firsts)] = [(line == line[first]).sum() for first in firsts]
+        starts[row, : len(firsts)] = firsts
+    return Packed(lens, starts)
+
+
+def ours(function: Attend, shape: Shape, implementation: str) -> Attend:
+    """A function of the operands, segments made anew in each call."""
+    ids = jnp.asarray(shape.ids())
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        segments = Segments.from_ids(ids, max_segments=shape.segments)
+        return function(*arrays, segments, softmax_scale=SCALE, implementation=implementation)
+
+    return attend
+
+
+def cudnn(shape: Shape) -> Attend:
+    """cuDNN through jax's private operation: the public one refuses these head dims."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    lens, starts = map(jnp.asarray, packed_layout(shape.ids(), shape.segments))
+    segments = {"q_seqlen": lens, "kv_seqlen": lens, "q_offsets": starts, "kv_offsets": starts}
+    if shape.segments == 1:
+        segments = {name: segments[name][:, 0] for name in ("q_seqlen", "kv_seqlen")}
+    options = {**segments, "scale": SCALE, "mask_type": fused.MaskType.PADDING_CAUSAL, "qkv_layout": "BTNH"}
+    return lambda *arrays: fused.dot_product_attention(*arrays, **options)[..., :V_DIM]
+
+
+class Function:
+    """A function of arrays, jitted once alone and once with its gradient for the cotangent d_out."""
+
+    def __init__(self, attend: Attend, arrays: tuple[jax.Array, ...], d_out: jax.Array) -> None:
+        def with_gradient(d_out: jax.Array, *arrays: jax.Array) -> Any:
+            out, pull = jax.vjp(attend, *arrays)
+            return out, pull(d_out)
+
+        self.forward = functools.partial(jax.jit(attend), *arrays)
+        self.both = functools.partial(jax.jit(with_gradient), d_out, *arrays)
+
+
+def functions(shape: Shape, implementation: str = "cute", dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """Makers of the functions, by the names of their rows."""
+    rows, heads = (shape.rows, shape.length), (shape.heads,)
+    widths = ((*heads, QK_DIM), (*heads, NOPE_DIM + V_DIM), (ROPE_DIM,))
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    q, kv, k_rope = (draw(key, (*rows, *w)).astype(dtype) for key, w in zip(keys, widths, strict=True))
+    rope = jnp.broadcast_to(k_rope[:, :, None], (*rows, *heads, ROPE_DIM))
+    k, v = jnp.concatenate([kv[..., :NOPE_DIM], rope], axis=-1), kv[..., NOPE_DIM:]
+    used = jnp.asarray(shape.ids() != 0)[..., None, None]  # the result of padding is no one's
+    d_out = jnp.where(used, draw(jax.random.key(1), (*rows, *heads, V_DIM)), 0).astype(dtype)
+    padded = jnp.pad(v, ((0, 0),) * 3 + ((0, QK_DIM - V_DIM),))
+    return {
+        "tsmla": lambda: Function(ours(segment_attention, shape, implementation), (q, k, v), d_out),
+        "tsmla_kv": lambda: Function(ours(segment_attention_kv, shape, implementation), (q, kv, k_rope), d_out),
+        "cudnn": lambda: Function(cudnn(shape), (q, k, padded), d_out),
+    }
+
+
+def errors(shape: Shape, name: str, implementation: str = "cute") -> list[float]:
+    """Relative errors of a function's out and of its gradients of q, k and v."""
+    used = shape.ids() != 0
+
+    def flat(results: Any) -> list[np.ndarray]:
+        return [np.asarray(x.astype(jnp.float32), np.float64)[used] for x in jax.tree.leaves(results)]
+
+    expected = flat(functions(shape, "reference", jnp.float32)["tsmla"]().both())
+    got = flat(functions(shape, implementation)[name]().both())
+    if name == "tsmla_kv":  # whose k_rope's gradient is a sum over heads
+        got = [*got[:2], got[2][..., :NOPE_DIM], got[2][..., NOPE_DIM:]]
+        expected[2] = expected[2][..., :NOPE_DIM]
+    got[3] = got[3][..., :V_DIM]
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, expected, strict=True)]
+
+
+errors_here = functools.cache(functools.partial(errors, Shape.of(CHECKED)))
+
+
+class SegmentAttention(Case):
+    points = ("4x4096h16s1", "4x4096h16s8", "4x4096h128s8", "1x16384h16s4", "16x2048h16s1")
+    common: ClassVar = {"dtype": "bf16", "errors_at": CHECKED}
+    peers: ClassVar = {"cudnn": "cudnn_jax"}
+
+    @classmethod
+    def parse(cls, text: str) -> str:
+        Shape.of(text)
+        return text
+
+    @staticmethod
+    def text(point: str) -> str:
+        return point
+
+    def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
+        def microseconds(run: Callable[[], Any]) -> float:
+            """Of one call, among CALLS that wait for each other on the device alone."""
+            return least_seconds(lambda: jax.block_until_ready([run() for _ in range(CALLS)][-1]), TURNS) / CALLS * 1e6
+
+        found = []
+        for name, make in functions(Shape.of(self.point)).items():
+            if (name, self.point) in skipped or (name == "cudnn" and peers.why_not("cudnn_jax")):
+                continue
+            hear(name)
+            try:
+                function = make()
+                times = {"forward_us": microseconds(function.forward), "us": microseconds(function.both)}
+                found.append({"point": self.point, "peer": name, **times, "rel_err": errors_here(name)})
+            except Exception as error:
+                if name.startswith("tsmla"):
+                    raise
+                print(f"{name} failed at {self.point}: {type(error).__name__}: {str(error)[:160]}", flush=True)
+        return found

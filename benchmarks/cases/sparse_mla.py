@@ -1,0 +1,123 @@
+"""sparse_mla of decode steps over packed caches. Mode v32: 2048 random slots of a request's V3.2 rows; v4-512 and
+v4-1024: a window of 128 and as many compressed slots of V4 pages, with sinks.
+
+FlashMLA and SGLang's frozen build of it ("legacy") get queries of 64 or 128 heads, padded beforehand; FA3 reads the
+same values as a bf16 cache of pages of one token. Errors are against float64 over what the packed rows hold, on the
+first and the last token.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+import tsmla_bridge
+from benchmarks.cases import packed
+from benchmarks.cases.packed import WINDOW
+from benchmarks.floors import LATENT, PAGE, floor_us
+from benchmarks.harness import Case, Object, Run, device, randn
+from benchmarks.peers import sparse
+
+CONTEXT, COMPRESSED = 32768, 8192  # slots of a request to select from: V3.2's, and V4's compressed ones
+WINDOW_PAGES = 4
+MODES = {"v32": 2048, "v4-512": 512, "v4-1024": 1024}
+"""The slots of each mode, the window's apart."""
+
+
+class Point(NamedTuple):
+    mode: str
+    b: int
+    s: int
+    h: int
+
+
+def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:
+    """sparse_mla's kernel for so many heads and tokens."""
+    v4 = {"layout": "v4", "window": WINDOW, "sinks": True} if is_v4 else {}
+    return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, **v4, **more}
+
+
+@functools.cache
+def caches_of(is_v4: bool, batch: int) -> tuple[Any, ...]:
+    """Random packed caches for so many requests: V3.2's, or V4's window and compressed pages."""
+    if not is_v4:
+        return (packed.v32_cache(batch * CONTEXT),)
+    return packed.v4_pages(batch * WINDOW_PAGES), packed.v4_pages(batch * COMPRESSED // PAGE)
+
+
+@functools.cache
+def as_bf16(batch: int) -> Any:
+    return packed.widened(*caches_of(False, batch))
+
+
+class SparseDecode(Case):
+    points = tuple(
+        Point(mode, b, s, h) for b, mode, h, s in itertools.product((1, 8, 32, 64, 128), MODES, (8, 16, 64, 128),
+                                                                    (1, 2, 4))
+    )  # fmt: skip
+    common: ClassVar = {"dtype": "bf16", "page": PAGE, "varlen": False}
+    peers: ClassVar = {"flashmla": "flashmla", "legacy": "legacy", "fa3": "fa3"}
+
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        mode, b, s, h = point
+        self.is_v4 = mode != "v32"
+        self.width, self.tokens, count = 512 if self.is_v4 else 576, b * s, MODES[mode]
+        self.caches = caches_of(self.is_v4, b)
+        self.q = randn(self.tokens, h, self.width)
+        request = torch.arange(b, device=device()).repeat_interleave(s)[:, None]
+        within = COMPRESSED if self.is_v4 else CONTEXT
+        drawn = [torch.randperm(within, device=device())[:count] for _ in range(self.tokens)]
+        self.sections = [(torch.stack(drawn) + request * within).int()]
+        if self.is_v4:
+            first = torch.randint(0, WINDOW_PAGES * PAGE - WINDOW, (self.tokens, 1), device=device())
+            near = request * WINDOW_PAGES * PAGE + first + torch.arange(WINDOW, device=device())
+            self.sections.insert(0, near.int())
+        self.indices = torch.cat(self.sections, 1)
+        self.sinks = torch.randn(h, device=device()) if self.is_v4 else None
+        self.scale = 512**-0.5 if self.is_v4 else 192**-0.5
+        if self.floor_us("") > 200:
+            self.iterations = 10
+
+    @classmethod
+    def objects(cls, point: Point) -> Iterable[Object]:
+        yield options_of(point.h, point.b * point.s, point.mode != "v32")
+
+    def ours(self) -> dict[str, Run]:
+        v4 = {"compressed_kv_cache": self.caches[-1], "window": WINDOW, "sinks": self.sinks} if self.is_v4 else {}
+        return {"tsmla": functools.partial(
+            tsmla_bridge.sparse_mla, self.q, self.caches[0], self.indices, softmax_scale=self.scale, return_lse=True,
+            **v4,
+        )}  # fmt: skip
+
+    def of_peer(self, name: str) -> Run:
+        if name == "fa3":
+            if self.is_v4:
+                raise ValueError("FA3 takes keys of 576 columns")
+            return sparse.fa3(self.q, as_bf16(self.point.b), self.indices, self.scale)
+        by_request = (self.point.b, self.point.s)
+        q = sparse.padded(self.q, -2).view(*by_request, -1, self.width)
+        near, *far = (x.view(*by_request, -1).contiguous() for x in self.sections)
+        if not self.is_v4:
+            return sparse.v32(name, q, self.caches[0], near, self.scale)
+        return sparse.v4(name, q, self.caches, (near, far[0]), self.scale, sparse.padded(self.sinks, -1))
+
+    def floor_us(self, name: str) -> float:
+        pairs, row = self.tokens * self.indices.shape[1], 584 if self.is_v4 else 656
+        columns = self.point.h * (self.width + LATENT)
+        return floor_us(2 * pairs * columns, pairs * (row + 4) + self.tokens * columns * 2)
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        keys = {
+            token: torch.cat([packed.values(cache, slots[token].long())
+                              for cache, slots in zip(self.caches, self.sections, strict=True)])
+            for token in {0, self.tokens - 1}
+        }  # fmt: skip
+        lse = results[1] if name == "tsmla" else None
+        errors = packed.errors_of(results[0], self.q, keys, self.scale, self.sinks, lse)
+        mode, b, s, h = self.point
+        return {"b": b, "s": s, "h": h, "keys": self.indices.shape[1], "mode": mode, **errors}

@@ -1,0 +1,150 @@
+"""sparse_mla on a prompt's tokens over packed caches, beside FlashMLA's sparse prefill. Mode random: 2048 random slots
+of a context of 131,072 V3.2 rows a token, ascending; shared80: neighbouring tokens share 80 % of them; prompt: the
+first tokens of a text, which select all of at most 2048 earlier ones (lengths); v4: a window of 128 and 512 random
+compressed slots of V4 pages, with sinks.
+
+  tsmla              bf16 queries straight from the packed cache
+  tsmla fp8 queries  e4m3 queries, V3.2 rows; its rel_err is against the bf16 queries that they were rounded from, and
+                     own_err against the e4m3 ones
+  flashmla           over a bf16 copy of the rows, queries of 64 or 128 heads, padded beforehand
+  widen              making that copy of the whole context, V3.2 only: an engine does so before it calls FlashMLA
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+import tsmla_bridge
+from benchmarks.cases import packed
+from benchmarks.cases.packed import WINDOW
+from benchmarks.cases.sparse_mla import options_of
+from benchmarks.floors import BYTES_PER_S, FLOPS_PER_S, LATENT, PAGE
+from benchmarks.harness import Case, Object, Run, device, randn
+from benchmarks.peers import sparse
+
+FP8, E4M3 = "tsmla fp8 queries", torch.float8_e4m3fn
+SELECTED = {"random": 2048, "shared80": 2048, "prompt": 2048, "v4": 512}
+"""The slots of each mode, the window's apart."""
+CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
+SHARED = 0.8
+SAMPLE = 8  # tokens that errors are found on
+
+
+class Point(NamedTuple):
+    mode: str
+    t: int
+    h: int
+
+
+def draw(mode: str, tokens: int, count: int, within: int) -> Any:
+    """Different slots below `within` for each token, int32 [tokens, count], ascending; -1 behind a prompt's token."""
+    columns = torch.arange(count, device=device())
+    if mode == "prompt":
+        chosen = [columns if at < count else torch.randperm(at + 1, device=device())[:count].sort().values
+                  for at in range(tokens)]  # fmt: skip
+        return torch.where(columns <= torch.arange(tokens, device=device())[:, None], torch.stack(chosen), -1).int()
+    rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED)
+    for _ in range(1, tokens):
+        if mode != "shared80":
+            rows.append(torch.randperm(within, device=device())[:count])
+            continue
+        held = torch.zeros(within, dtype=torch.bool, device=device())
+        held[rows[-1]] = True
+        # Twice as many as are wanted, because some are taken already or come twice.
+        drawn = torch.randint(within, (2 * (count - kept) + 64,), device=device())
+        fresh = torch.unique(drawn[~held[drawn]])
+        fresh = fresh[torch.randperm(len(fresh), device=device())[: count - kept]]
+        rows.append(torch.cat([rows[-1][torch.randperm(count, device=device())[:kept]], fresh]))
+    return torch.stack(rows).sort(1).values.int()
+
+
+@functools.lru_cache(1)
+def caches_of(is_v4: bool) -> tuple[tuple[Any, ...], Any]:
+    """Random packed caches for all points of a kind of mode, and the same rows in bf16."""
+    pages = -(-(max(point.t for point in SparsePrefill.points) + WINDOW) // PAGE)
+    caches = (packed.v4_pages(pages), packed.v4_pages(COMPRESSED // PAGE)) if is_v4 else (packed.v32_cache(CONTEXT),)
+    return caches, packed.widened(*caches)
+
+
+class SparsePrefill(Case):
+    points = tuple(itertools.starmap(Point, itertools.product(SELECTED, (512, 2048, 4096), (16, 32, 64, 128))))
+    common: ClassVar = {"dtype": "bf16", "page": PAGE}
+    peers: ClassVar = {"flashmla": "flashmla", "widen": "vllm_c"}
+    iterations = 10
+
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        mode, t, h = point
+        torch.manual_seed(24)
+        self.is_v4 = mode == "v4"
+        self.width = 512 if self.is_v4 else 576
+        self.caches, self.bf16 = caches_of(self.is_v4)
+        self.q = randn(t, h, self.width)
+        self.sections = [draw(mode, t, SELECTED[mode], COMPRESSED if self.is_v4 else CONTEXT)]
+        if self.is_v4:
+            near = torch.arange(t, device=device())[:, None] + torch.arange(WINDOW, device=device())
+            self.sections.insert(0, near.int())
+        self.indices = torch.cat(self.sections, 1)
+        counts = torch.arange(1, t + 1, device=device()).clamp(max=SELECTED[mode]).int()
+        self.lengths = counts if mode == "prompt" else None
+        self.sinks = torch.randn(h, device=device()) if self.is_v4 else None
+        self.scale = 512**-0.5 if self.is_v4 else 192**-0.5
+
+    @classmethod
+    def objects(cls, point: Point) -> Iterable[Object]:
+        lengths = {"lengths": True} if point.mode == "prompt" else {}
+        for dtype in ("bfloat16",) if point.mode == "v4" else ("bfloat16", "float8_e4m3fn"):
+            yield options_of(point.h, point.t, point.mode == "v4", dtype=dtype, **lengths)
+
+    def ours(self) -> dict[str, Run]:
+        v4 = {"compressed_kv_cache": self.caches[-1], "window": WINDOW, "sinks": self.sinks} if self.is_v4 else {}
+        queries = {"tsmla": self.q} if self.is_v4 else {"tsmla": self.q, FP8: self.q.to(E4M3)}
+        return {name: functools.partial(
+            tsmla_bridge.sparse_mla, q, self.caches[0], self.indices, self.lengths, softmax_scale=self.scale,
+            return_lse=True, **v4,
+        ) for name, q in queries.items()}  # fmt: skip
+
+    def of_peer(self, name: str) -> Run:
+        if name == "widen":
+            if self.is_v4:
+                raise ValueError("the copy is one of V3.2 rows")
+            return sparse.widen(self.caches[0], CONTEXT)
+        indices = self.indices
+        if self.is_v4:
+            indices = torch.cat([self.sections[0], self.sections[1] + len(self.caches[0]) * PAGE], 1)
+        sinks = None if self.sinks is None else sparse.padded(self.sinks, -1)
+        return sparse.prefill(sparse.padded(self.q, -2), self.bf16, indices, self.scale, self.lengths, sinks)
+
+    def floor_us(self, name: str) -> float:
+        """What the arithmetic takes, or the bytes if these take longer: each row of the context is read once."""
+        if name == "widen":
+            return CONTEXT * (656 + 1152) / BYTES_PER_S * 1e6
+        t, h = self.point[1:]
+        pairs = int(self.lengths.sum()) if self.lengths is not None else self.indices.numel()
+        rows = min(pairs, COMPRESSED + t + WINDOW if self.is_v4 else CONTEXT)
+        size = 2 * self.width if name == "flashmla" else 584 if self.is_v4 else 656
+        moved = rows * size + pairs * 4 + t * h * (self.width * (1 if name == FP8 else 2) + LATENT * 2)
+        scores = self.width * (FLOPS_PER_S["bf16"] / FLOPS_PER_S["fp8"] if name == FP8 else 1)
+        return max(2 * pairs * h * (scores + LATENT) / FLOPS_PER_S["bf16"], moved / BYTES_PER_S) * 1e6
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        """Errors on a sample of tokens; ours with lse_err, and of fp8 queries own_err."""
+        mode, t, h = self.point
+        case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
+        if name == "widen":
+            return case | {"rel_err": float((results.float() - self.bf16.float()).norm() / self.bf16.float().norm())}
+        keys = {}
+        for token in sorted({(t - 1) * i // (SAMPLE - 1) for i in range(SAMPLE)}):
+            slots = [section[token].long() for section in self.sections]
+            keys[token] = torch.cat([packed.values(cache, at[at >= 0])
+                                     for cache, at in zip(self.caches, slots, strict=True)])  # fmt: skip
+        find = functools.partial(packed.errors_of, results[0], keys=keys, scale=self.scale, sinks=self.sinks)
+        if name != FP8:
+            return case | find(self.q, lse=results[1] if name == "tsmla" else None)
+        own = find(self.q.to(E4M3), lse=results[1])
+        return case | find(self.q) | {"own_err": own["rel_err"], "lse_err": own["lse_err"]}

@@ -1,0 +1,1 @@
+"""Whole models of random weights: through our engine, and as steps of vLLM."""

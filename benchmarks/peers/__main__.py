@@ -1,0 +1,10 @@
+"""`python -m benchmarks.peers DIR [NAME...]`: get the peers' libraries, all or those named."""
+
+import sys
+from pathlib import Path
+
+from benchmarks.peers import LIBRARIES, unpack
+
+if len(sys.argv) < 2 or set(sys.argv[2:]) - LIBRARIES.keys():
+    sys.exit(f"usage: python -m benchmarks.peers DIR [NAME...]; names: {', '.join(LIBRARIES)}")
+unpack(Path(sys.argv[1]), sys.argv[2:] or LIBRARIES)

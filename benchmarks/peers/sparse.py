@@ -1,0 +1,146 @@
+"""Sparse attention and the indexer of others, over torch tensors: planned ahead, then functions without arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.floors import LATENT, PAGE
+from benchmarks.peers import dense
+
+Run = Callable[[], Any]
+V4_ROW = 584  # bytes that FlashMLA counts a row of a V4 page as
+
+
+def padded(x: Any, axis: int) -> Any:
+    """Queries or sinks with zero heads up to 64 or 128, which is what the engines do for FlashMLA."""
+    heads = x.shape[axis]
+    more = (64 if heads <= 64 else 128) - heads
+    return torch.nn.functional.pad(x, (0, 0, 0, more) if axis == -2 else (0, more)) if more else x
+
+
+def v4_rows(pages: Any) -> Any:
+    """V4 pages [P, bytes] as FlashMLA takes them."""
+    return torch.as_strided(pages, (len(pages), PAGE, 1, V4_ROW), (pages.stride(0), V4_ROW, V4_ROW, 1))
+
+
+def _decode(namespace: str, q: Any, kv: Any, indices: Any, scale: float, sinks: Any = None, extra: Any = None,
+            extra_indices: Any = None) -> Run:  # fmt: skip
+    """FlashMLA's sparse decode. Its schedule is a kernel of its own, which an engine runs once a step."""
+    operator = getattr(torch.ops, namespace).sparse_decode_fwd
+    first = (q, kv, indices, None, sinks)
+    rest = (extra, extra_indices, None, LATENT, scale, None)
+    *_, schedule, splits = operator(*first, None, None, *rest)
+    return lambda: operator(*first, schedule, splits, *rest)[:2]
+
+
+NAMESPACES = {"flashmla": "_flashmla_C", "legacy": "flash_mla_legacy"}
+"""vLLM's build of FlashMLA, and SGLang's frozen one of its Hopper kernels."""
+
+
+def v32(name: str, q: Any, cache: Any, indices: Any, scale: float) -> Run:
+    """q [B, S, 64 or 128, 576]; cache uint8 [P, 64, 656]; indices [B, S, K], K a multiple of 64."""
+    return _decode(NAMESPACES[name], q, cache.unsqueeze(2), indices, scale)
+
+
+def v4(name: str, q: Any, caches: tuple[Any, Any], indices: tuple[Any, Any], scale: float, sinks: Any) -> Run:
+    """q [B, S, 64 or 128, 512]; caches and indices: of the window and of the compressed entries."""
+    near, far = map(v4_rows, caches)
+    return _decode(NAMESPACES[name], q, near, indices[0], scale, sinks, far, indices[1])
+
+
+def fa3(q: Any, rows: Any, indices: Any, scale: float) -> Run:
+    """FA3 over bf16 rows [N, 576] as pages of one token, a token's slots [T, K] its block table."""
+    counts = torch.full((len(q),), indices.shape[1], dtype=torch.int32, device=q.device)
+    return dense.fa3(q[:, None], rows[:, None], indices, counts, scale)
+
+
+def prefill(q: Any, rows: Any, indices: Any, scale: float, lengths: Any, sinks: Any) -> Run:
+    """FlashMLA's sparse prefill over bf16 rows [N, D]; q [T, 64 or 128, D]; out, maxima and lse."""
+    arguments = (q, rows[:, None], indices[:, None], scale, LATENT, sinks, lengths, None)
+    return lambda: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments)
+
+
+def widen(cache: Any, tokens: int) -> Run:
+    """vLLM's copy of the rows of one request's pages, in order, in bf16; returns it."""
+    table = torch.arange(len(cache), dtype=torch.int32, device=cache.device)[None]
+    starts = torch.zeros(1, dtype=torch.int32, device=cache.device)
+    out = torch.empty(tokens, 576, dtype=torch.bfloat16, device=cache.device)
+
+    def run() -> Any:
+        torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache(cache, out, table, starts, 1, None)
+        return out
+
+    return run
+
+
+# ---- the indexer
+
+
+def deep_gemm_paged(q: Any, cache: Any, weights: Any, lens: Any, tables: Any, columns: int) -> Run:
+    """Logits [B * S, columns] of q e4m3 [B, S, H, 128] over packed pages; lens [B, S]. More than two tokens a request
+    go as requests of their own, as in vLLM on Hopper."""
+    import deep_gemm  # type: ignore[import-not-found]
+
+    tokens = q.shape[1]
+    if tokens > 2:
+        q, lens, tables = q.flatten(0, 1)[:, None], lens.flatten()[:, None], tables.repeat_interleave(tokens, 0)
+    lens, pages = lens.contiguous(), cache.unsqueeze(2)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, deep_gemm.get_num_sms())
+    return lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
+        (q, None), pages, weights, lens, tables, schedule, columns, clean_logits=False
+    )
+
+
+def deep_gemm_prefill(q: Any, keys: tuple[Any, Any], weights: Any, ends: Any) -> Run:
+    """Logits of a prompt's tokens over keys [N, 128] and their scales [N] in one piece; token t sees those below its
+    end."""
+    import deep_gemm
+
+    starts = torch.zeros_like(ends)
+    return lambda: deep_gemm.fp8_fp4_mqa_logits((q, None), keys, weights, starts, ends, clean_logits=False)
+
+
+MOST_COOPERATIVE = 32  # rows
+TOPK = {"vllm_cooperative": "vllm_c", "vllm_persistent": "vllm_c", "vllm_rows": "vllm_c", "sgl": "sgl"}
+"""Kernels for the largest logits of each row, and the library of each."""
+
+
+class Memory(NamedTuple):
+    """What a top-k writes, its workspace, and the longest row."""
+
+    chosen: Any
+    work: Any
+    longest: int
+
+
+def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None) -> Run:
+    """The positions of the k largest of each row, in any order: int32 [T, k].
+
+    Raises:
+      ValueError: the kernel takes fewer rows.
+    """
+    rows, columns = logits.shape
+    if memory is None:
+        work = torch.zeros(1 << 20, dtype=torch.uint8, device=logits.device)
+        memory = Memory(torch.full((rows, k), -1, dtype=torch.int32, device=logits.device), work, int(lens.max()))
+    out, work, longest = memory
+    if name == "vllm_cooperative":
+        if rows > MOST_COOPERATIVE:
+            raise ValueError(f"logits: got {rows} rows; legal: at most {MOST_COOPERATIVE}")
+        call = torch.ops._C.cooperative_topk, (logits, lens, out, work, k, longest)
+    elif name == "vllm_persistent":
+        call = torch.ops._C.persistent_topk, (logits, lens, out, work, k, columns)
+    elif name == "vllm_rows":
+        ends = (torch.zeros_like(lens), lens)
+        call = torch.ops._C.top_k_per_row_prefill, (logits, *ends, out, rows, *logits.stride(), k)
+    else:
+        call = torch.ops.sgl_kernel.fast_topk, (logits, out, lens, None)
+
+    def run() -> Any:
+        call[0](*call[1])
+        return out
+
+    return run

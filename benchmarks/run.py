@@ -1,0 +1,80 @@
+"""Run a benchmark of kernels on this machine's GPU, beside every peer at hand.
+
+    python -m benchmarks.run CASE --out FILE.json [--peers DIR] [--points 1,1,16,4096,fixed/...] [--seconds 500]
+    python -m benchmarks.run --list
+
+A case bears the name of its record, and its file in benchmarks/cases says what it measures. All functions of a point
+are timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians, unless the case says
+otherwise; ours is the public operation on torch tensors. A peer may end its process with an illegal access, so a
+process of its own runs the points, and another one the points that are left, without that peer at that point. --list
+says which peers can run here, and why the rest can't. A table goes to standard output as it is made.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks import harness, peers
+from benchmarks.cases import CASES, case
+
+LIST = flags.DEFINE_bool("list", False, "say what can run here")
+SKIP = flags.DEFINE_string("skip", "", "points of peers to leave out, as flashmla,v32,128,2,64, separated by /")
+
+
+def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: list[str]) -> None:
+    """In a process of its own, as harness.in_processes wants it."""
+    kind = case(flags.FLAGS(argv)[1])
+    for point in points:
+        rows = kind(point).rows(skipped, lambda name, point=point: said.send(("at", name, point)))
+        said.send(("rows", point, rows))
+
+
+def show_list() -> None:
+    """A line for each case: the peers that can run here, and what the others lack."""
+    for name in CASES:
+        reasons = {peer: peers.why_not(library) for peer, library in case(name).peers.items()}
+        here = [harness.OURS, *(peer for peer, reason in reasons.items() if reason is None)]
+        print(f"{name}: {', '.join(here)}")
+        for peer, reason in reasons.items():
+            if reason is not None:
+                print(f"    without {peer}: {reason}")
+
+
+def compared(rows: list[dict[str, Any]]) -> tuple[str, float]:
+    """A point's times, and ours over the fastest peer's; NaN without one."""
+    us = {row["peer"]: row["us"] for row in rows if "peer" in row}
+    others = [time for name, time in us.items() if not name.startswith(harness.OURS)]
+    ratio = us[harness.OURS] / min(others) if others and harness.OURS in us else math.nan
+    return "  ".join(f"{name} {time:.1f}" for name, time in us.items()), ratio
+
+
+def main(argv: list[str]) -> int:
+    if LIST.value:
+        show_list()
+        return 0
+    if len(argv) != 2 or argv[1] not in CASES:
+        raise app.UsageError(f"CASE: got {' '.join(argv[1:]) or 'none'}; legal: {', '.join(CASES)}")
+    kind = case(argv[1])
+    texts = harness.POINTS.value.split("/") if harness.POINTS.value else ()
+    points = [kind.parse(text) for text in texts] or list(kind.points)
+    skipped = {(peer, kind.parse(rest)) for peer, _, rest in (x.partition(",") for x in SKIP.value.split("/") if x)}
+    harness.compile_all(wanted for point in points for wanted in kind.objects(point))
+    record, ratios = harness.Record(**kind.common), []
+    for point, rows in harness.in_processes(measure, points, skipped):
+        for row in rows:
+            record.add(**row)
+        said, ratio = compared(rows)
+        ratios += [] if math.isnan(ratio) else [ratio]
+        print(f"{kind.text(point)}: {said}" + (f"  x{ratio:.2f}" if ratios else ""), flush=True)
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        print(f"over the best peer: geometric mean of {len(ratios)} points {mean:.3f}, worst {max(ratios):.3f}")
+    return 0 if record.rows else 1
+
+
+if __name__ == "__main__":
+    app.run(main)

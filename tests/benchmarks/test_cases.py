@@ -1,0 +1,232 @@
+"""Every case of `benchmarks.run` on a CPU, at a size for one: ours by the definitions, and what the rows say."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("absl", reason="the benchmarks' flags")
+pytest.importorskip("torch")
+import torch
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import harness, peers, run
+from benchmarks.cases import (
+    CASES,
+    cache,
+    case,
+    compress,
+    context_parallel,
+    indexer_topk,
+    packed,
+    prefill_backward,
+    segment_attention,
+    select_topk,
+    sparse_mla,
+    sparse_mla_prefill,
+)
+from tsmla_kernels import object_cache
+from tsmla_kernels.kernel import Kernel
+
+POINTS = {
+    "decode_bf16": ["2,2,4,100,fixed", "2,1,4,100,varlen"], "decode_fp8": ["2,2,4,100,varlen"],
+    "sparse_mla": ["v32,2,1,4", "v4-512,1,2,4"], "sparse_mla_prefill": ["random,6,4", "prompt,6,4", "v4,6,4"],
+    "prefill": ["2x40h2", "30on50h2"], "prefill_backward": ["40h2"], "select_topk": ["3,100"],
+    "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
+    "cache": [f"{op},{','.join(dtypes)},20" for op, of in cache.DTYPES.items() if "rope" not in op for dtypes in of],
+    "merge": ["merge_attention_states,float32,float32,20"], "compress": ["v4_4,2,some", "indexer_4,16,prefill"],
+    "decode_xla": ["1,2,128"],
+}  # fmt: skip
+"""Points for a CPU; the other cases are tested below, or need a GPU."""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Smaller contexts and selections, and a clock that runs everything once."""
+
+    def clock(functions: dict[str, Any], iterations: int) -> dict[str, float]:
+        return {name: 1.0 for name, function in functions.items() if function() is not None}
+
+    for module in (harness, cache, compress):
+        monkeypatch.setattr(module, "time_all", clock)
+    monkeypatch.setattr(prefill_backward.PrefillBackward, "time", lambda self, functions: clock(functions, 1))
+    monkeypatch.setattr(prefill_backward, "CHECKED", "40h2")
+    for module, sizes in (
+        (sparse_mla, {"CONTEXT": 256, "COMPRESSED": 128}), (sparse_mla_prefill, {"CONTEXT": 256, "COMPRESSED": 128}),
+        (select_topk, {"K": 16}), (indexer_topk, {"K": 16}),
+    ):  # fmt: skip
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+    monkeypatch.setattr(sparse_mla, "MODES", {"v32": 64, "v4-512": 32, "v4-1024": 32})
+    monkeypatch.setattr(sparse_mla_prefill, "SELECTED", {"random": 64, "shared80": 64, "prompt": 64, "v4": 32})
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, prefill_backward.errors_of, prefill_backward._checked
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in POINTS.items() for text in texts])
+def test_ours_runs_at_a_point_and_is_right(name: str, text: str) -> None:
+    kind, heard = case(name), []
+    point = kind.parse(text)
+    assert kind.text(point) == text
+    rows = kind(point).rows(set(), heard.append)
+    assert rows and heard and json.dumps(rows)
+    for row in rows:
+        assert row["us"] > 0 and row.get("floor_us", 0) >= 0
+        for field in ("rel_err", "own_err", "dq_err", "dk_err", "dv_err"):
+            assert 0 <= row.get(field, 0) < (0.2 if "8" in name or "fp8" in row.get("peer", "") else 0.02), (row, field)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_point_says_what_is_legal(name: str) -> None:
+    with pytest.raises(ValueError, match="legal: "):
+        case(name).parse("nothing,of,that")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_default_points_are_what_their_texts_say(name: str) -> None:
+    kind = case(name)
+    assert [kind.parse(kind.text(point)) for point in kind.points] == list(kind.points)
+    assert len(set(kind.points)) == len(kind.points)
+    for library in kind.peers.values():
+        assert library in peers.LIBRARIES
+
+
+def test_what_cannot_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("peers may run on a GPU")
+    with flagsaver.flagsaver(list=True):
+        assert run.main(["run"]) == 0
+    said = capsys.readouterr().out
+    needs = "no Hopper GPU, no vllm/_flashmla_C.abi3.so of vllm==0.26.0 (python -m benchmarks.peers DIR flashmla"
+    assert f"decode_bf16: tsmla\n    without flashmla: {needs}" in said and said.count("tsmla\n") >= len(CASES)
+
+
+def test_a_library_is_found_in_the_folder_of_peers(tmp_path: Path) -> None:
+    (tmp_path / "fa3.so.xz").touch()
+    (tmp_path / "deep_gemm").mkdir()
+    (tmp_path / "versions.json").write_text('{"fa3": "FA3 of vLLM 0.26.0"}')
+    with flagsaver.flagsaver(peers=str(tmp_path)):
+        assert peers.find("fa3") == tmp_path / "fa3.so.xz" and peers.find("deep_gemm") == tmp_path / "deep_gemm"
+        assert peers.find("sgl") is None
+        assert harness.versions()["fa3"] == "FA3 of vLLM 0.26.0"
+    with flagsaver.flagsaver(peers=None):
+        assert set(harness.versions()) >= {"python", "torch"} and "fa3" not in harness.versions()
+
+
+def test_a_recorded_command_has_no_path_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["/somewhere/run.py", "merge", "--peers=/tmp/gpu", "--out", "/root/out.json", "--points", "1,8192"]
+    assert harness.command(given).endswith(" merge --peers DIR --out FILE --points 1,8192")
+    for path in (Path(run.__file__).parent / "results").rglob("*.json"):
+        for row in json.loads(path.read_text()):
+            assert "/tmp" not in row["command"] and "/root" not in row["command"], path
+
+
+# ---- objects
+
+OBJECTS = {  # of each kernel
+    "decode_bf16": ("1,2,16,4096,fixed/4,2,16,81920,varlen", {"mla_decode": 1}),
+    "decode_fp8": ("1,2,16,4096,fixed", {"mla_decode": 2}),
+    "indexer_logits": ("64,4,131072/1,4096,8192", {"indexer_logits": 2}),
+    "indexer_topk": ("1,1,8192", {"indexer_logits": 1, "select_topk": 2}),
+    "prefill": ("", {"mla_prefill": 2}),
+    "prefill_backward": ("", {"mla_prefill": 1, "mla_prefill_backward": 3}),
+    "select_topk": ("64,8192", {"select_topk": 2}),
+    "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
+    "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_are_named_without_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, int] = {}
+
+    def is_stored(kernel: Kernel, config: Any, arch: str) -> bool:
+        assert isinstance(config, kernel.config) and arch == "sm_90a"
+        found[kernel.name] = found.get(kernel.name, 0) + 1
+        return True
+
+    monkeypatch.undo()
+    monkeypatch.setattr(object_cache, "is_stored", is_stored)
+    points, expected = OBJECTS[name]
+    with flagsaver.flagsaver(compile_only=True, points=points), pytest.raises(SystemExit) as ended:
+        run.main(["run", name])
+    assert ended.value.code == 0 and found == expected
+    count = sum(found.values())
+    assert capsys.readouterr().out == f"{count} objects in {object_cache.directory()}, 0 of them new\n"
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize("mode", ["random", "shared80"])
+def test_slots_of_a_token_differ_and_neighbours_share_what_they_should(mode: str) -> None:
+    slots = sparse_mla_prefill.draw(mode, 12, 200, 5000)
+    assert slots.dtype == torch.int32 and slots.shape == (12, 200)
+    rows = [set(row.tolist()) for row in slots]
+    assert all(len(row) == 200 and min(row) >= 0 and max(row) < 5000 for row in rows)
+    shared = [len(a & b) for a, b in itertools.pairwise(rows)]
+    assert all(count == 160 if mode == "shared80" else count < 40 for count in shared)
+
+
+def test_a_prompts_tokens_select_earlier_ones() -> None:
+    slots = sparse_mla_prefill.draw("prompt", 40, 16, 5000)
+    for token, row in enumerate(slots.tolist()):
+        count = min(token + 1, 16)
+        assert row[count:] == [-1] * (16 - count) and len(set(row[:count])) == count
+        assert max(row[:count]) <= token
+
+
+def test_fp8_queries_have_a_lower_floor() -> None:
+    found = sparse_mla_prefill.SparsePrefill(sparse_mla_prefill.Point("random", 64, 128))
+    assert found.floor_us("tsmla") > found.floor_us(sparse_mla_prefill.FP8) > 0
+
+
+def test_packed_rows_are_what_their_values_say() -> None:
+    pages = packed.v4_pages(2)
+    assert packed.widened(pages).shape == (128, 512) and packed.widened(packed.v32_cache(64)).shape == (64, 576)
+
+
+def test_cudnns_layout() -> None:
+    """As the docstring of jax's operation has it, and with padding between segments."""
+    found = segment_attention.packed_layout(np.array([[1, 2, 3], [4, 5, 0]]), 3)
+    assert found.starts.tolist() == [[0, 1, 2, -1], [0, 1, -1, -1]] and found.lens.tolist() == [[1, 1, 1], [1, 1, -1]]
+    found = segment_attention.packed_layout(np.array([[0, 7, 7, 0, 3, 3, 3]]), 2)
+    assert found.starts.tolist() == [[1, 4, -1]] and found.lens.tolist() == [[2, 3]]
+    ids = segment_attention.Shape.of("3x160h2s5").ids()
+    assert [sorted(set(row) - {0}) for row in ids.tolist()] == [[1, 2, 3, 4, 5]] * 3
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", ["tsmla", "tsmla_kv"])
+def test_errors_of_packed_rows(name: str) -> None:
+    found = segment_attention.errors(segment_attention.Shape(1, 24, 2, 3), name, "xla")
+    assert len(found) == 4 and all(1e-5 < error < 1e-2 for error in found)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_keys_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(step: Any, turns: int) -> float:
+        return float(np.isfinite(np.float32(step())).all())
+
+    monkeypatch.setattr(context_parallel, "STEPS", 1)
+    monkeypatch.setattr(context_parallel, "LAYERS", 2)
+    monkeypatch.setattr(context_parallel, "least_seconds", seconds)
+    assert len(jax.devices()) > 1
+    one, two = context_parallel.ContextParallel((2, 4, 4000)).rows(set(), lambda name: None)
+    assert (one["context_parallel"], two["context_parallel"]) == (1, 2)
+    assert one["us"] == two["us"] == 500_000  # of one "second" for two layers: all results are finite
+    assert one["floor_us"] == pytest.approx(2 * two["floor_us"], abs=0.15) and two["floor_us"] > 1
