@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.decode import config as decode
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SHARED_BY_BENCHMARKS = ("harness.py", "peers/__init__.py", "models/whole_models.py")
+SHARED_BY_BENCHMARKS = ("benchmarks/harness.py", "benchmarks/peers/__init__.py", "examples/whole_models/models.py")
 """Modules whose flags several benchmarks have."""
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -123,9 +123,9 @@ def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
     assert names <= set(re.findall(r"`(\w+)`", reproduce)) and names >= {*CASES}
     assert not re.search(r"^\|.*python", page, re.MULTILINE)  # commands are no cells of tables
     blocks = "\n".join(CODE.findall(reproduce)).replace("\\\n", "")
-    commands = re.findall(r"^python -m (benchmarks[.\w]*)([^#\n]*)", blocks, re.MULTILINE)
+    commands = re.findall(r"^python -m ((?:benchmarks|examples)[.\w]*)([^#\n]*)", blocks, re.MULTILINE)
     assert len(commands) > 8
-    shared = "".join((BENCHMARKS / name).read_text() for name in SHARED_BY_BENCHMARKS)
+    shared = "".join((ROOT / name).read_text() for name in SHARED_BY_BENCHMARKS)
     for module, options in commands:
         path = ROOT / module.replace(".", "/")
         source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text() + shared

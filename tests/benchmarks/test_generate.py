@@ -1,4 +1,4 @@
-"""benchmarks/models: generate.py and vllm_steps.py on a CPU: tiny models, and a stand-in for vLLM."""
+"""examples/whole_models on a CPU: tiny models, and a stand-in for vLLM."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from examples import make_checkpoint
 from tsmla_jax.generate import ModelConfig, load_model
 
 pytest.importorskip("absl", reason="the benchmarks' flags")
-from benchmarks.models import random_checkpoint, random_model, whole_models
+from examples.whole_models import models, random_checkpoint, random_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -38,15 +38,15 @@ QUICK = {"CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": "--xla_backend_optimization_le
 # What a program runs before its main: tiny models, and short texts.
 PATCH = f"""
 import sys
-from benchmarks.models import whole_models
-for name, fields in whole_models.MODELS.items():
+from examples.whole_models import models
+for name, fields in models.MODELS.items():
     fields.update({TINY!r} | {OF_MODEL!r}[name[0]])
 """
 
 
 def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **patches: int) -> str:
     """The output of a program of the benchmarks whose module has these values, on `devices` CPU devices."""
-    code = PATCH + f"from benchmarks.models import {program} as program\nfrom absl import app\n"
+    code = PATCH + f"from examples.whole_models import {program} as program\nfrom absl import app\n"
     code += "".join(f"program.{name} = {value}\n" for name, value in patches.items())
     code += f"sys.argv = [{program + '.py'!r}, *sys.argv[1:]]\napp.run(program.main)\n"
     quick = {**QUICK, "XLA_FLAGS": f"{QUICK['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"}
@@ -64,7 +64,7 @@ def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **
 
 @pytest.mark.parametrize("model", [("v2-lite", "fp8"), ("v3-slice", "bf16")])
 def test_checkpoints_of_random_weights(model: tuple[str, str], tmp_path: Path) -> None:
-    fields = whole_models.MODELS[model] | TINY | OF_MODEL[model[0]]
+    fields = models.MODELS[model] | TINY | OF_MODEL[model[0]]
     config, narrow = ModelConfig.from_hf(fields), model[1] == "fp8"
     for directory in (tmp_path / "a", tmp_path / "b"):
         random_checkpoint.write_checkpoint(directory, fields)

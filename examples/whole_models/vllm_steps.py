@@ -1,6 +1,6 @@
 """Time vLLM's decode steps and prompts with one pair of attention backends: a whole engine, a model of random weights.
 
-    python -m benchmarks.models.vllm_steps --backend CUSTOM --prefill CUSTOM --kv auto --out FILE.json
+    python -m examples.whole_models.vllm_steps --backend CUSTOM --prefill CUSTOM --kv auto --out FILE.json
         [--points 1,512/...] [--model v2-lite,bf16] [--checkpoints DIR] [--compare OTHER.json]
 
 The model is one of generate.py's, by default DeepSeek-V2-Lite's shape (27 layers, 16 heads, 64 experts). The engine
@@ -38,7 +38,7 @@ os.environ |= {
 from absl import app, flags
 
 from benchmarks.harness import POINTS, Record, within_budget
-from benchmarks.models.whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
+from examples.whole_models.models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 
 BACKEND = flags.DEFINE_string("backend", "CUSTOM", "vLLM's decode backend: CUSTOM is this project's")
 PREFILL = flags.DEFINE_string("prefill", None, "vLLM's MLA prefill backend; its own choice by default")
@@ -146,9 +146,7 @@ class Engine:
         seconds = time.perf_counter() - begin
         full = [(when, gave == len(prompts)) for when, gave in self.taken if gave]
         steps = [
-            (after - before) * 1e3
-            for (before, first), (after, second) in itertools.pairwise(full)
-            if first and second
+            (after - before) * 1e3 for (before, first), (after, second) in itertools.pairwise(full) if first and second
         ]
         return Run(seconds, steps, [list(output.outputs[0].token_ids) for output in outputs])
 

@@ -1,6 +1,6 @@
 """Time whole models with random weights, through the engine: decode steps, prefill, and compilation.
 
-    python -m benchmarks.models.generate --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...]
+    python -m examples.whole_models.generate --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...]
         [--seconds 500] [--context 512] [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N]
         [--expert_parallel N] [--context_parallel N]
 
@@ -48,9 +48,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.floors import FLOPS_PER_S, bytes_per_s
 from benchmarks.harness import COMPILE_ONLY, POINTS, Record, within_budget
-from benchmarks.models.random_checkpoint import write_checkpoint
-from benchmarks.models.random_model import noise, random_params, shapes
-from benchmarks.models.whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
+from examples.whole_models.models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
+from examples.whole_models.random_checkpoint import write_checkpoint
+from examples.whole_models.random_model import noise, random_params, shapes
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import default_page_size
