@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import plots, table
-from benchmarks.records import RECORDS, others, write_summary
+from benchmarks.records import RECORDS, operations, write_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = root / "benchmarks" / "README.md"
     if page.exists():
         written.append((Path("summary"), partial(write_summary, results / "h200", page)))
-    written.append((Path("errors"), partial(others.write_errors, results / "h200", figures)))
+    written.append((Path("errors"), partial(operations.write_errors, results / "h200", figures)))
     for path, function in written:
         try:
             print(f"{path.name}: {function()}")
         except (ValueError, OSError) as error:
             print(f"figures: error: {error}", file=sys.stderr)
             return 2
-    plots.draw_bars(others.bytes_a_token(), figures / "cache_bytes.png")
+    plots.draw_bars(operations.bytes_a_token(), figures / "cache_bytes.png")
     return 0
 
 

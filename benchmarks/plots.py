@@ -8,14 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.floors import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
-from benchmarks.table import OURS, Loaded, Point
+from benchmarks.table import Loaded
 
 Draw = Callable[[Loaded, Path], bool]
-COLOURS = {
-    "tsmla": "tab:blue", "tsmla_fp8": "tab:cyan", "tsmla_deterministic": "tab:cyan", "tsmla_kv": "tab:purple",
-    "fa3": "tab:green", "fa4": "tab:orange", "cudnn": "tab:red",
-}  # fmt: skip
 
 
 class Mark(NamedTuple):
@@ -130,97 +125,6 @@ def _panel(axes: Any, marks: Sequence[Mark], lines: Sequence[str], xs: Sequence[
     axes.set_xticks(xs if style.log else range(len(xs)), [style.x_name(x) for x in xs], fontsize=8, **turned)
     if any(lines):
         axes.legend(frameon=False, fontsize=7, loc="best", ncols=2 if len(lines) > 3 and style.width[0] != 1.6 else 1)
-
-
-def floors(panel: Callable[[Point], str], best: Callable[[Point], float | None]) -> Draw:
-    """Times by the floor of their bytes and operations, ours and the best peer's; a dot a point."""
-
-    def draw(loaded: Loaded, path: Path) -> bool:
-        points = [point for point in loaded.points if point.floor > 0 and OURS in point.rows]  # rounded to 0.01
-        titles = list(dict.fromkeys(map(panel, points)))
-        with drawn(path, (max(6.5, 1.6 + 2.4 * len(titles)), 3.8), len(titles)) as panels:
-            for axes, title in zip(panels, titles, strict=True):
-                mine = [point for point in points if panel(point) == title]
-                ends = [f(point.floor for point in mine) for f in (min, max)]
-                axes.plot(ends, ends, color="0.4", linewidth=1, label="floor")
-                for label, colour, us in (("best peer", "tab:orange", best), ("tsmla", "tab:blue", _ours)):
-                    at = [(point.floor, taken) for point in mine if (taken := us(point))]
-                    if at:
-                        axes.scatter(*zip(*at, strict=True), s=14, alpha=0.6, linewidths=0, color=colour, label=label)
-                axes.set(xscale="log", yscale="log")
-                axes.minorticks_off()
-                axes.set_title(title, fontsize=9)
-                axes.grid(True, axis="x", alpha=0.3)
-            panels[0].set_ylabel("time, us")
-            panels[0].figure.supxlabel("floor, us", fontsize=9)
-            panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
-        return True
-
-    return draw
-
-
-def _ours(point: Point) -> float | None:
-    return point.us(OURS)
-
-
-def rates(names: Mapping[str, str]) -> Draw:
-    """TFLOP/s of every point, a dot a peer of `names`; the lines are rates of plain matrix products."""
-
-    def draw(loaded: Loaded, path: Path) -> bool:
-        points = loaded.points
-        peers = [peer for peer in names if any(peer in point.rows for point in points)]
-        with drawn(path, (8.4, 4.2), 1) as (axes,):
-            for i, peer in enumerate(peers):
-                at = [(x + 0.12 * (i - (len(peers) - 1) / 2), rate) for x, point in enumerate(points)
-                      if (rate := point.rows.get(peer, {}).get("tflops"))]  # fmt: skip
-                axes.scatter(*zip(*at, strict=True), s=22, linewidths=0, color=COLOURS.get(peer), label=names[peer])
-            for dtype, rate in FLOPS_PER_S.items():
-                if dtype == "bf16" or f"{OURS}_{dtype}" in peers:
-                    line = "-" if dtype == "bf16" else "--"
-                    axes.axhline(rate / 1e12, color="0.4", linewidth=1, linestyle=line)
-                    axes.annotate(f"matrix product, {dtype}", (0, rate / 1e12), (0, 3), textcoords="offset points",
-                                  fontsize=8)  # fmt: skip
-            axes.set_xticks(range(len(points)), [p.key[0] for p in points], fontsize=8, rotation=30, ha="right")
-            axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-            axes.set_ylabel("TFLOP/s")
-            axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right")
-        return True
-
-    return draw
-
-
-def roofline(dtype: str, best: Callable[[Point], float | None]) -> Draw:
-    """Attained arithmetic rate over arithmetic intensity of decode, ours and the best peer's, under the device's roof.
-
-    The rate is that of the floor times floor / time, so that ragged points stand by their real work.
-    """
-
-    def roof(intensity: float) -> float:
-        return min(intensity * BYTES_PER_S, FLOPS_PER_S[dtype]) / 1e12
-
-    def intensity(point: Point) -> float:
-        return float(2 * point["s"] * point["h"] * (2 * LATENT + ROPE) / BYTES_PER_KEY[dtype])
-
-    def draw(loaded: Loaded, path: Path) -> bool:
-        xs = sorted(map(intensity, loaded.points))
-        with drawn(path, (7, 4.2), 1) as (axes,):
-            line = sorted({xs[0] / 1.3, FLOPS_PER_S[dtype] / BYTES_PER_S, xs[-1] * 1.3})
-            axes.plot(line, [roof(x) for x in line], color="0.4", linewidth=1, label="floor: bandwidth, matrix rate")
-            # Set apart a little: both have the same intensities.
-            for label, colour, aside, us in (
-                ("best peer", "tab:orange", 1 / 1.04, best), ("tsmla", "tab:blue", 1.04, _ours),
-            ):  # fmt: skip
-                at = [(intensity(p) * aside, roof(intensity(p)) * p.floor / taken) for p in loaded.points
-                      if (taken := us(p))]  # fmt: skip
-                if at:
-                    axes.scatter(*zip(*at, strict=True), s=14, alpha=0.6, color=colour, linewidths=0, label=label)
-            axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of cache", ylabel="TFLOP/s")
-            axes.set_title(f"MLA decode, {dtype}", fontsize=10)
-            axes.grid(True, axis="x", alpha=0.3)
-            axes.legend(frameon=False, fontsize=8, loc="lower right")
-        return True
-
-    return draw
 
 
 def draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:

@@ -7,7 +7,6 @@ to their compilers are here as one kernel each: the scales folded into the head 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,7 @@ def slots_of(positions, tables, slots, width, K: tl.constexpr, Z: tl.constexpr):
 
 
 class PeerLayer:
-    """The parts of a step as functions of its LayerStep; they write buffers of this object, in the order of `parts`.
+    """The parts of a step as functions of its LayerStep, in the order of the calls; they write buffers of this object.
 
     topk: "vllm_cooperative" (up to 32 tokens), "vllm_persistent" or "sgl". attention: "flashmla" or "legacy".
     """
@@ -116,15 +115,9 @@ class PeerLayer:
     def sparse_mla(self, step: LayerStep) -> None:
         self.out = self.attend()[0]
 
-    @property
-    def parts(self) -> dict[str, Callable[[LayerStep], None]]:
-        """The parts by name, in order."""
-        functions = (
+    def __call__(self, step: LayerStep) -> None:
+        for part in (
             self.rope, self.write_kv, self.rope_index, self.write_keys, self.quantize, self.fold_weights,
             self.indexer_logits, self.select_topk, self.positions_to_slots, self.join_q, self.sparse_mla,
-        )  # fmt: skip
-        return {function.__name__: function for function in functions}
-
-    def __call__(self, step: LayerStep) -> None:
-        for part in self.parts.values():
+        ):  # fmt: skip
             part(step)

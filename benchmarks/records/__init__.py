@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.records import attention, indexer, models, others
+from benchmarks.records import attention, models, operations
 from benchmarks.table import OURS, Point, Record, between_markers, load, mean_and_worst, table_of
 
-RECORDS: tuple[Record, ...] = (*attention.RECORDS, *indexer.RECORDS, *others.RECORDS, *models.RECORDS)
+RECORDS: tuple[Record, ...] = (*attention.RECORDS, *operations.RECORDS, *models.RECORDS)
 
 
 def beside(*peers: object) -> Callable[[Point], float | None]:
@@ -18,14 +18,14 @@ SUMMARY: tuple[tuple[str, str, str, Callable[[Point], float | None]], ...] = (
     ("decode, fp8 queries and cache", "decode_fp8", "FlashMLA", beside("flashmla")),
     ("sparse decode, packed caches", "sparse_mla", "FlashMLA, SGLang", beside(*attention.PACKED)),
     ("a sparse layer's decode step", "sparse_layer", "the engines' kernels",
-     lambda point: point.ratio((OURS, others.STEP), (others.ENGINES, others.STEP))),
+     lambda point: point.ratio((OURS, operations.STEP), (operations.ENGINES, operations.STEP))),
     ("sparse prefill", "sparse_mla_prefill", "FlashMLA", beside("flashmla")),
     ("prefill", "prefill", "FA3, cuDNN", beside("fa3", "cudnn")),
     ("the gradient of prefill", "prefill_backward", "FA4, cuDNN", beside("fa4", "cudnn")),
     ("packed rows, with the gradient", "segment_attention", "cuDNN", beside("cudnn")),
     ("the indexer's logits", "indexer_logits", "DeepGEMM", beside("deep_gemm")),
-    ("top-k", "select_topk", "vLLM, SGLang", beside(*indexer.TOPK)),
-    ("the indexer's selection", "indexer_topk", "DeepGEMM and a top-k", indexer.over_sum),
+    ("top-k", "select_topk", "vLLM, SGLang", beside(*operations.TOPK)),
+    ("the indexer's selection", "indexer_topk", "DeepGEMM and a top-k", operations.over_sum),
     ("a whole decode step in vLLM, bf16", "vllm", "vLLM's own backends", models.compared_step("decode")),
     ("a prompt in vLLM, bf16", "vllm", "vLLM's own backends", models.compared_step("prefill")),
 )  # fmt: skip

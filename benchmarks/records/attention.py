@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks import plots
-from benchmarks.plots import Mark, Style, chart
+from benchmarks.plots import Draw, Mark, Style, chart
 from benchmarks.table import (
     FLOOR,
     OF_FLOOR,
@@ -66,7 +65,7 @@ def decode_columns(peers: Sequence[str], keys: Callable[[Point], str]) -> Sequen
 
 
 def relative(peers: Sequence[str], of: Callable[[Point], bool], x_name: Callable[[tuple[int, ...]], str],
-             label: str) -> plots.Draw:  # fmt: skip
+             label: str) -> Draw:  # fmt: skip
     """Our time over the best peer's, a panel for each number of heads, a dot a point."""
 
     def marks(loaded: Loaded) -> Iterator[Mark]:
@@ -97,10 +96,7 @@ def decode(dtype: str) -> Record:
 
     dots = relative(DENSE, lambda _: True, lambda x: f"{x[1]} x {x[2] // 1024}k", dtype)
     text = f"time of decode over the best peer's, {dtype}"
-    panels = (
-        Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),
-        Panel(f"{name}_roofline", f"roofline of decode, {dtype}", plots.roofline(dtype, lambda p: p.best(*DENSE))),
-    )
+    panels = (Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),)
     return Record(
         name, f"MLA decode, {dtype}", ("h", "s", "b", "keys", "varlen", "page"), caption,
         whole(lambda _: columns, lambda point: f"{point['h']} heads"), short, panels,
@@ -130,8 +126,7 @@ def sparse() -> Record:
         chosen = [p for p in loaded.points if (p["mode"], p["b"], p["s"], p["h"]) in SHORT_SPARSE]
         return [table(chosen or loaded.points[:6], columns, loaded.points)]
 
-    floor = plots.floors(lambda point: MODES[point["mode"]], lambda point: point.best(*PACKED))
-    panels = [Panel("sparse_mla_floor", "time of sparse_mla by its floor", floor)]
+    panels = []
     for mode, title in MODES.items():
         dots = relative(PACKED, of_mode(mode), lambda x: str(x[1]), title)
         text = "time of sparse_mla over the best peer's"
@@ -189,11 +184,7 @@ def sparse_prefill() -> Record:
 
     full = columns(("T, H", lambda p: f"{p['length']}, {p['h']}"))
     lines = chart(marks, Style("time / FlashMLA's", "heads", width=(0, 4.2), columns=2))
-    floor = plots.floors(lambda p: "V4" if p["mode"] == "v4" else "V3.2", lambda p: p.us("flashmla"))
-    panels = (
-        Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),
-        Panel("sparse_mla_prefill_floor", "time by its floor", floor),
-    )
+    panels = (Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),)
     return Record(
         "sparse_mla_prefill", "Sparse MLA, prefill", ("mode", "length", "h"), caption,
         whole(lambda _: full, lambda point: PROMPT_MODES[point["mode"]]), short, panels,
@@ -254,14 +245,10 @@ def prefill() -> Record:
                 if (ratio := point.ratio(OURS, peer)) is not None:
                     yield Mark("", f"over {title}", point.key[0], ratio)
 
-    colours = {f"over {title}": plots.COLOURS[peer] for peer, title in PREFILL_PEERS.items()}
+    colours = {"over FA3": "tab:green", "over FA4 SM90": "tab:orange", "over cuDNN": "tab:red"}
     style = Style("tsmla's time / a peer's", dots=True, spread=0.12, width=(8.4, 0), angle=30, in_order=True,
                   colours=colours)  # fmt: skip
-    panels = (
-        Panel("prefill_relative", "time of prefill over the peers'", chart(marks, style), shown=True),
-        Panel("prefill_rates", "arithmetic rates of prefill",
-              plots.rates({OURS: OURS, **PREFILL_PEERS, "tsmla_fp8": "tsmla, fp8"})),
-    )  # fmt: skip
+    panels = (Panel("prefill_relative", "time of prefill over the peers'", chart(marks, style), shown=True),)
     record = Record("prefill", "MLA prefill", ("point",), caption, full, short, panels)
     return record
 
@@ -296,11 +283,7 @@ def prefill_backward() -> Record:
                     yield Mark(f"H = {point['h']}", name, point["length"], ratio)
 
     style = Style("time / cuDNN's", "tokens of the request", x_name=lambda length: f"{length // 1024}k")
-    panels = (
-        Panel("prefill_backward_relative", "time of the backward pass over cuDNN's", chart(marks, style)),
-        Panel("prefill_backward_rates", "arithmetic rates of the backward pass",
-              plots.rates({OURS: OURS, **ours, **BACKWARD_PEERS})),
-    )  # fmt: skip
+    panels = (Panel("prefill_backward_relative", "time of the backward pass over cuDNN's", chart(marks, style)),)
     return Record(
         "prefill_backward", "The gradient of MLA prefill", ("point",), caption, whole(lambda _: columns),
         panels=panels, unit="Microseconds. ",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figures, table
-from benchmarks.records import attention, others
+from benchmarks.records import attention, operations
 
 
 def row(peer: str, us: float, **changes: object) -> dict[str, object]:
@@ -68,9 +68,8 @@ def test_readme_table_and_figures_come_from_the_file(tmp_path: Path) -> None:
     assert "2 points; tsmla's time over the best peer's: geometric mean 0.87" in readme  # sqrt(0.5 * 1.5)
     assert "worst 1.50, ahead at 1 of 2" in readme
     assert "NVIDIA H200; commit abc1234; 2026-11-21" in readme
-    for kind in ("relative", "roofline"):
-        assert f"(decode_bf16_{kind}.png)" in full
-        assert is_png(tmp_path / "benchmarks" / "figures" / f"decode_bf16_{kind}.png")
+    assert "(decode_bf16_relative.png)" in full
+    assert is_png(tmp_path / "benchmarks" / "figures" / "decode_bf16_relative.png")
     assert figures.main(given) == 0
     assert (tmp_path / "README.md").read_text() == readme
 
@@ -199,7 +198,7 @@ def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
     assert "Merging takes 0.80 to 0.80 times a copy of the same bytes from 4096 tokens on" in readme
     page = (tmp_path / "benchmarks" / "figures" / "merge.md").read_text()
     assert "| | T 1 | T 4096 |" in page and "| `merge_attention_states`, bfloat16 | 4.0 (0.80) | 4.0 (0.80) |" in page
-    for name in ("prefill_relative", "prefill_rates", "cache_relative", "merge_relative"):
+    for name in ("prefill_relative", "cache_relative", "merge_relative"):
         assert is_png(tmp_path / "benchmarks" / "figures" / f"{name}.png")
     assert "fp8" not in readme
     prefill.append({**prefill[0], "peer": "tsmla_fp8", "us": 210.0})
@@ -323,9 +322,7 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(tmp_path: Path) -> 
     assert "| 8 x 32768 | 1.0 | 18.0 | 20.0 | **9.0** | 0.50 | 11.0 |" in page
     for name in ("indexer_logits", "select_topk"):
         assert f"(figures/{name}_relative.png)" in readme
-        for kind in ("relative", "floor"):
-            assert f"({name}_{kind}.png)" in (folder / f"{name}.md").read_text()
-            assert is_png(folder / f"{name}_{kind}.png")
+        assert is_png(folder / f"{name}_relative.png")
 
 
 def test_the_selection_is_compared_with_the_peers_two_kernels(tmp_path: Path) -> None:
@@ -340,8 +337,7 @@ def test_the_selection_is_compared_with_the_peers_two_kernels(tmp_path: Path) ->
     assert "keep all logits, 1.20 (1 point)" in readme
     page = (tmp_path / "benchmarks" / "figures" / "indexer_topk.md").read_text()
     assert "| 8, 1, 8192 | 2.0 | 24.0 | 10.0 | **12.0** | 0.50 | 1.20 | 13.0 |" in page
-    for kind in ("relative", "floor"):
-        assert is_png(tmp_path / "benchmarks" / "figures" / f"indexer_topk_{kind}.png")
+    assert is_png(tmp_path / "benchmarks" / "figures" / "indexer_topk_relative.png")
 
 
 def test_sparse_prefill_is_compared_by_heads(tmp_path: Path) -> None:
@@ -361,26 +357,21 @@ def test_sparse_prefill_is_compared_by_heads(tmp_path: Path) -> None:
     assert "| 4096, 16, V3.2, random keys | 20.0 | 100.0 | **50.0** | 0.50 | 40% | 40.0 |" in readme
     page = (tmp_path / "benchmarks" / "figures" / "sparse_mla_prefill.md").read_text()
     assert "## V4, 128 + 512\n\n| T, H |" in page and "| 4096, 64 | 20.0 | 100.0 | **120.0** | 1.20 | 17% | - |" in page
-    for kind in ("relative", "floor"):
-        assert is_png(tmp_path / "benchmarks" / "figures" / f"sparse_mla_prefill_{kind}.png")
+    assert is_png(tmp_path / "benchmarks" / "figures" / "sparse_mla_prefill_relative.png")
 
 
-def test_a_sparse_layer_is_shown_by_step_and_by_part(tmp_path: Path) -> None:
-    case = {**FIXED, "page": 64, "keys": 32768, "k": 2048, "h": 16, "same": 0.99}
-    parts = {"write_kv": 7.0, "step": 40.0, "step by the host's clock": 60.0, "parts": 45.0}
-    rows = [{**case, "b": b, "peer": "tsmla", "kernels": "", "part": part, "us": us}
-            for b in (8, 1) for part, us in parts.items()]  # fmt: skip
-    rows += [{**case, "b": 8, "peer": "engines", "kernels": "sgl legacy", "part": part, "us": 2 * us}
-             for part, us in {"rope": 1.0, **parts}.items()]  # fmt: skip
+def test_a_sparse_layer_is_shown_by_step(tmp_path: Path) -> None:
+    case = {**FIXED, "page": 64, "keys": 32768, "k": 2048, "h": 16, "same": 0.99, "part": "step"}
+    rows = [{**case, "b": b, "peer": "tsmla", "kernels": "", "us": 40.0} for b in (8, 1)]
+    rows += [{**case, "b": 8, "peer": "engines", "kernels": "sgl legacy", "us": 80.0}]
+    rows += [{**rows[0], "part": "write_kv", "us": 7.0}]  # an older record's
     put(tmp_path, "sparse_layer", rows)
     assert figures.main(with_markers(tmp_path, "sparse_layer")) == 0
     readme = page_of(tmp_path)
     assert "32,768 keys a request, 2,048 of them selected" in readme
     assert "tsmla's time over theirs 0.50 (1 point)" in readme
-    assert "| 1, 16 | - | **40.0** | - | - | 45.0 | - | 60.0 |" in readme
-    assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 90.0 | 45.0 | 120.0 | 60.0 |" in readme
-    page = (tmp_path / "benchmarks" / "figures" / "sparse_layer.md").read_text()
-    assert "| `write_kv` | 7.0 | 7.0 |" in page and "| `rope` | 2.0 |\n" in page and "| sgl legacy |" in page
+    assert "| 1, 16 | - | **40.0** | - | - |" in readme
+    assert "| 8, 16 | 80.0 | **40.0** | 0.50 | sgl legacy |" in readme
     assert is_png(tmp_path / "benchmarks" / "figures" / "sparse_layer.png")
 
 
@@ -467,21 +458,21 @@ def test_errors_are_drawn_of_every_record_that_has_them(tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results" / "h200"
     put(tmp_path, "decode_fp8", [row("tsmla", 9.0), row("flashmla", 9.0)])
     put(tmp_path, "prefill_backward", [gradient, {**FIXED, "peer": "tsmla", "us": 1.0}])
-    assert list(others.errors_of(gradient)) == [2e-3, 3e-3]
-    assert "norm of the difference over norm" in others.write_errors(results, tmp_path / "benchmarks" / "figures")
+    assert list(operations.errors_of(gradient)) == [2e-3, 3e-3]
+    assert "norm of the difference over norm" in operations.write_errors(results, tmp_path / "benchmarks" / "figures")
     assert sorted(path.name for path in (tmp_path / "benchmarks" / "figures").iterdir()) == [
         "errors.md", "errors_decode.png", "errors_prefill.png"
     ]  # fmt: skip
     page = (tmp_path / "benchmarks" / "figures" / "errors.md").read_text()
     assert "| decode, fp8 | tsmla | 1 | 0.20% | 0.20% | - |" in page
     assert "| gradient, bf16 | cuDNN | 1 | 0.20% | 0.30% | - |" in page
-    assert others.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
+    assert operations.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
     put(tmp_path, "decode_fp8", [{"us": 1.0}])
     with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):
-        others.write_errors(results, tmp_path / "benchmarks" / "figures")
+        operations.write_errors(results, tmp_path / "benchmarks" / "figures")
 
 
 def test_bytes_of_a_token_are_those_of_the_layouts() -> None:
-    sizes = others.bytes_a_token()
+    sizes = operations.bytes_a_token()
     assert sizes["latent, bf16 or f16"] == 1152 and sizes["V3.2: packed, and the indexer's keys"] == 656 + 132
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)

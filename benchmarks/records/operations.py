@@ -1,4 +1,4 @@
-"""Records of the caches' kernels and of a sparse layer, and what is made of several records or none."""
+"""Records of the indexer, of the caches' kernels and of a sparse layer, and what is made of several records or none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from benchmarks.floors import PAGE
 from benchmarks.plots import Mark, Style, chart
 from benchmarks.table import (
     EMPTY,
+    FLOOR,
+    OF_FLOOR,
     OURS,
     Column,
+    Columns,
     Loaded,
     Panel,
     Point,
     Record,
     Row,
     mean_and_worst,
-    number,
     our_time,
     over,
     provenance,
@@ -27,8 +29,118 @@ from benchmarks.table import (
     table,
     table_of,
     time,
+    whole,
 )
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED
+
+# ---- the indexer
+
+TOPK = {"vllm_cooperative": "vLLM, cooperative", "vllm_persistent": "vLLM, persistent", "vllm_rows": "vLLM, rows",
+        "sgl": "SGLang"}  # fmt: skip
+TOPK_MODES = {"value": "by value", "equal": "equal rows", "halfzero": "half zeros"}
+"""Times of ours alone, beside those of ascending positions."""
+NAME: Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + ", prefill" * (p["mode"] == "prefill")
+
+
+def by_keys(ratio: Callable[[Point], float | None], label: str) -> plots.Draw:
+    """A panel for each number of requests of a decode step, and one for prefill; a line a number of query tokens."""
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for p in sorted(loaded.points, key=lambda point: point.key):
+            if (found := ratio(p)) is not None:
+                yield Mark(f"{p['mode']}, B = {p['b']}", f"S = {p['s']}", p["keys"], found)
+
+    return chart(marks, Style(label, "keys of a request", x_name=thousands, width=(2, 1.8)))
+
+
+def indexer_record(
+    name: str, title: str, caption: Callable[[Loaded], str], columns: Columns, relative: tuple[str, plots.Draw],
+    key: tuple[str, ...] = ("mode", "b", "s", "keys"), peer: Callable[..., str] = lambda row: row["peer"],
+) -> Record:  # fmt: skip
+    """A record whose short page has a caption and a plot."""
+    panel = Panel(f"{name}_relative", relative[0], relative[1], shown=True)
+    return Record(name, title, key, caption, whole(columns), panels=(panel,), unit="Microseconds. ", peer=peer)
+
+
+def logits() -> Record:
+    def caption(loaded: Loaded) -> str:
+        ratios = mean_and_worst(point.ratio(OURS, "deep_gemm") for point in loaded.points)
+        said = f"tsmla's time over DeepGEMM's {ratios}, geometric mean. 64 heads of 128, e4m3. "
+        return said + provenance(loaded.rows)
+
+    columns = (NAME, FLOOR, time("DeepGEMM", "deep_gemm"), our_time(), over("/ DeepGEMM", OURS, "deep_gemm"), OF_FLOOR)
+    draw = by_keys(lambda point: point.ratio(OURS, "deep_gemm"), "time / DeepGEMM's")
+    return indexer_record(
+        "indexer_logits", "The indexer's logits", caption, lambda _: columns,
+        ("time of the indexer's logits over DeepGEMM's", draw),
+    )  # fmt: skip
+
+
+def topk() -> Record:
+    def caption(loaded: Loaded) -> str:
+        ratios = mean_and_worst(point.ratio(OURS, *TOPK) for point in loaded.points)
+        said = (
+            f"tsmla's time over the best peer's {ratios}, geometric mean. The {loaded.rows[0]['k']} largest, ours in "
+        )
+        return f"{said}ascending positions. {provenance(loaded.rows)}"
+
+    def marks(loaded: Loaded) -> Iterator[Mark]:
+        for point in sorted(loaded.points, key=lambda point: point.key):
+            if (ratio := point.ratio(OURS, *TOPK)) is not None:
+                rows = point["b"]
+                yield Mark("", f"{rows} row" + "s" * (rows > 1), point["keys"], ratio)
+
+    name: Column = "rows x keys", lambda point: f"{point['b']} x {point['keys']}"
+    columns = (name, FLOOR, *(time(title, peer) for peer, title in TOPK.items()), our_time(),
+               over("/ best peer", OURS, *TOPK), *(time(name, mode) for mode, name in TOPK_MODES.items()))  # fmt: skip
+    style = Style("time / best peer's", "keys of a row", x_name=thousands, width=(7, 0))
+    return indexer_record(
+        "select_topk", "Top-k", caption, lambda _: columns,
+        ("time of top-k over the best peer's", chart(marks, style)), ("b", "keys"),
+        lambda row: row["peer"] if row["mode"] == "position" else row["mode"],
+    )  # fmt: skip
+
+
+def peers_sum(point: Point) -> float | None:
+    """DeepGEMM's time and the fastest top-k's, each alone."""
+    score, best = point.us("deep_gemm"), point.best(*TOPK)
+    return score + best if score is not None and best is not None else None
+
+
+def over_sum(point: Point) -> float | None:
+    ours, theirs = point.us(OURS), peers_sum(point)
+    return ours / theirs if ours and theirs else None
+
+
+def selection() -> Record:
+    def columns(loaded: Loaded) -> Sequence[Column]:
+        peers = {peer for point in loaded.points for peer in point.rows}
+        sizes = sorted(int(peer.removeprefix("tsmla_")) for peer in peers if peer.removeprefix("tsmla_").isdigit())
+        return (
+            NAME, FLOOR, ("DeepGEMM, top-k", lambda p: f"{us:.1f}" if (us := peers_sum(p)) else "-"),
+            time("two kernels", "tsmla_two"), our_time(),
+            ("/ DeepGEMM, top-k", lambda p: f"{ratio:.2f}" if (ratio := over_sum(p)) else "-"),
+            over("/ two kernels", OURS, "tsmla_two"), *(time(f"{size} MiB", f"tsmla_{size}") for size in sizes),
+        )  # fmt: skip
+
+    def caption(loaded: Loaded) -> str:
+        points, first = loaded.points, loaded.rows[0]
+        said = (
+            f"tsmla's time over the sum of DeepGEMM's and the fastest top-k's {mean_and_worst(map(over_sum, points))}, "
+        )
+        if one := mean_and_worst(over_sum(point) for point in points if point["s"] == 1):
+            said += f"with one token a request {one}, "
+        said += "over our two kernels one after the other, which are given the rows' lengths and keep all logits, "
+        said += (
+            f"{mean_and_worst(point.ratio(OURS, 'tsmla_two') for point in points)}, geometric means. The {first['k']} "
+        )
+        return f"{said}largest of {first['h']} heads of 128, e4m3. {provenance(loaded.rows)}"
+
+    draw = by_keys(over_sum, "time / DeepGEMM's and top-k's")
+    return indexer_record(
+        "indexer_topk", "The indexer's selection", caption, columns, ("time of indexer_topk over the peers'", draw),
+    )  # fmt: skip
+
 
 # ---- caches
 
@@ -94,15 +206,16 @@ def compress() -> Record:
 # ---- a sparse layer
 
 ENGINES = "engines"
-STEP, SUM, ON_HOST = "step", "parts", "step by the host's clock"
+STEP = "step"
+"""The part of a row that is a whole step; older records have rows of its parts."""
 
 
 def sparse_layer() -> Record:
     ours, theirs = (OURS, STEP), (ENGINES, STEP)
     columns: Sequence[Column] = (
         ("B, H", lambda point: f"{point['b']}, {point['h']}"), time("engines' kernels", theirs), our_time(ours),
-        over("/ engines'", ours, theirs), time("sum of parts: engines'", (ENGINES, SUM)), time("tsmla", (OURS, SUM)),
-        time("by the host's clock: engines'", (ENGINES, ON_HOST)), time("tsmla", (OURS, ON_HOST)),
+        over("/ engines'", ours, theirs),
+        ("top-k, attention", lambda point: point.rows[theirs]["kernels"] if theirs in point.rows else "-"),
     )  # fmt: skip
 
     def caption(loaded: Loaded) -> str:
@@ -114,22 +227,8 @@ def sparse_layer() -> Record:
             f"CUDA graph. {compared}{provenance(loaded.rows)}"
         )
 
-    def parts(loaded: Loaded, peer: str, title: str) -> list[str]:
-        """The blocks of a peer's parts, each timed alone; none if it was not measured."""
-        points = [point for point in loaded.points if (peer, STEP) in point.rows]
-        if not points:
-            return []
-        names = dict.fromkeys(part for point in points for who, part in point.rows if who == peer)
-        lines = [[f"`{part}`", *(number(point.us((peer, part))) for point in points)] for part in names
-                 if part not in (STEP, SUM, ON_HOST)]  # fmt: skip
-        if peer == ENGINES:
-            lines.append(["top-k, attention", *(point.rows[theirs]["kernels"] for point in points)])
-        heads = ["", *(f"{point['b']}, {point['h']}" for point in points)]
-        return [f"## {title}", "Microseconds by B, H; each part alone.", table_of(heads, lines)]
-
-    def full(loaded: Loaded) -> list[str]:
-        both = parts(loaded, OURS, "Our parts") + parts(loaded, ENGINES, "The engines' parts")
-        return [table(loaded.points, columns), *both]
+    def tables(loaded: Loaded) -> list[str]:
+        return [table(loaded.points, columns)]
 
     def marks(loaded: Loaded) -> Iterator[Mark]:
         for point in sorted(loaded.points, key=lambda point: (point["h"], point["b"])):
@@ -140,7 +239,7 @@ def sparse_layer() -> Record:
     colours = {"engines' kernels": "tab:orange", "tsmla": "tab:blue"}
     style = Style("us a step", "requests", bars=True, spread=0.4, width=(2, 3), one=False, colours=colours)
     return Record(
-        "sparse_layer", "A sparse layer", ("b", "h"), caption, full, lambda loaded: [table(loaded.points, columns)],
+        "sparse_layer", "A sparse layer", ("b", "h"), caption, tables, tables,
         (Panel("sparse_layer", "microseconds of a sparse layer's step", chart(marks, style), shown=True),),
         peer=lambda row: (row["peer"], row["part"]), order=lambda point: point.key,
     )  # fmt: skip
@@ -246,5 +345,5 @@ def decode_cpu() -> Record:
 
 RECORDS = (
     copies("cache", "Cache kernels", "The kernels of the cache take"), copies("merge", "Merging", "Merging takes"),
-    compress(), sparse_layer(), decode_cpu(),
+    compress(), sparse_layer(), decode_cpu(), logits(), topk(), selection(),
 )  # fmt: skip
