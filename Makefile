@@ -97,6 +97,7 @@ lint: $(VENV)/.dev
 
 figures: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m examples.whole_models.figures
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/build.py

@@ -15,22 +15,22 @@ from pathlib import Path
 
 from benchmarks import plots, table
 from benchmarks.records import RECORDS, operations, write_summary
+from benchmarks.table import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, records: Sequence[Record] = RECORDS) -> int:
     """Do it for every recorded file; 0 when each was written, 2 with one line when one can't be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose records, pages and figures are meant")
     root = parser.parse_args(argv).root.resolve()
     results, figures = root / "benchmarks" / "results", root / "benchmarks" / "figures"
-    files = ((record, results / record.folder / f"{record.name}.json") for record in RECORDS)
+    files = ((record, results / record.folder / f"{record.name}.json") for record in records)
     written = [(path, partial(table.write, record, path, figures, root)) for record, path in files if path.exists()]
     if not written:
         print(f"nothing recorded under {results}")
         return 0
-    written.sort(key=lambda each: each[0])
     page = root / "benchmarks" / "README.md"
     if page.exists():
         written.append((Path("summary"), partial(write_summary, results / "h200", page)))

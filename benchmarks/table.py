@@ -82,8 +82,7 @@ class Record:
       full, short: the blocks of the full page, and those between caption and plots on the README.
       panels: the plots. unit: what stands before the caption on the full page.
       peer: the name of a row's peer. order: a key to sort points by, instead of the file's order.
-      readme: the README that has the part, if any. part: the part's name, if it is not the record's; file: likewise the
-        full page's.
+      readme: the README that has the part. part: the part's name, if it is not the record's.
       rows_of: the rows to show, if not all.
       full_caption: that of the full page, if it is another one; the README's then has the link itself.
     """
@@ -101,7 +100,6 @@ class Record:
     readme: str = "benchmarks/README.md"
     folder: str = "h200"
     part: str = ""
-    file: str = ""
     rows_of: Callable[[list[Row]], list[Row]] = field(default=lambda rows: rows)
     full_caption: Callable[[Loaded], str] | None = None
 
@@ -259,9 +257,7 @@ def write(record: Record, path: Path, figures: Path, root: Path) -> str:
         full = [f"# {record.title}", f"{record.unit}{(record.full_caption or (lambda _: said))(loaded)}"]
         full += [image(panel) for panel in drawn if not panel.section] + [*record.full(loaded)]
     if record.title:
-        (figures / f"{record.file or record.name}.md").write_text("\n\n".join(full).replace("{}", "") + "\n")
-    if not record.readme:
-        return said
+        (figures / f"{record.name}.md").write_text("\n\n".join(full).replace("{}", "") + "\n")
     link = f" All points: [{record.name}.md]({{}}{record.name}.md)." if record.title and not record.full_caption else ""
     body = [said + link, *short, *(image(panel, full=False) for panel in drawn if panel.shown)]
     page = root / record.readme

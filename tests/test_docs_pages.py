@@ -136,6 +136,8 @@ def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
 def test_the_summary_comes_first() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE)[0] == "Summary" and "<!-- readme summary -->" in page
+    step, prompt = re.findall(r"(\d\.\d\d) of (?:its decode step|a prompt)'s", page.replace("\n", " "))
+    assert f"decode {step} (worst" in (said := (BENCHMARKS / "README.md").read_text()) and f"prefill {prompt} (" in said
 
 
 def _workspace(batch: int, heads: int, keys: int, batch_invariant: bool, *, whole: bool = False) -> float:

@@ -14,7 +14,6 @@ CASES = {
     "indexer_topk": "indexer_topk:Selection", "cache": "cache:Cache", "merge": "cache:Merge",
     "compress": "compress:Compress", "sparse_layer": "sparse_layer:SparseLayer",
     "context_parallel": "context_parallel:ContextParallel", "bridge_overhead": "bridge_overhead:Overhead",
-    "decode_xla": "cpu:DecodeXla",
 }  # fmt: skip
 
 

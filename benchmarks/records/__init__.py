@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.records import attention, models, operations
+from benchmarks.records import attention, operations
 from benchmarks.table import OURS, Point, Record, between_markers, load, mean_and_worst, table_of
 
-RECORDS: tuple[Record, ...] = (*attention.RECORDS, *operations.RECORDS, *models.RECORDS)
+RECORDS: tuple[Record, ...] = (*attention.RECORDS, *operations.RECORDS)
 
 
 def beside(*peers: object) -> Callable[[Point], float | None]:
@@ -26,8 +26,6 @@ SUMMARY: tuple[tuple[str, str, str, Callable[[Point], float | None]], ...] = (
     ("the indexer's logits", "indexer_logits", "DeepGEMM", beside("deep_gemm")),
     ("top-k", "select_topk", "vLLM, SGLang", beside(*operations.TOPK)),
     ("the indexer's selection", "indexer_topk", "DeepGEMM and a top-k", operations.over_sum),
-    ("a whole decode step in vLLM, bf16", "vllm", "vLLM's own backends", models.compared_step("decode")),
-    ("a prompt in vLLM, bf16", "vllm", "vLLM's own backends", models.compared_step("prefill")),
 )  # fmt: skip
 """What is compared, its record, the others, and our time over the fastest other's at a point."""
 

@@ -5,30 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import benchmarks.table as tb
 from benchmarks.plots import Draw, Mark, Style, chart
-from benchmarks.table import (
-    FLOOR,
-    OF_FLOOR,
-    OURS,
-    RATE,
-    Column,
-    Loaded,
-    Panel,
-    Point,
-    Record,
-    load,
-    mean_and_worst,
-    means,
-    our_time,
-    over,
-    provenance,
-    quotient,
-    reading,
-    table,
-    table_of,
-    time,
-    whole,
-)
+from benchmarks.table import OURS
 
 # ---- one or a few tokens a request
 
@@ -43,7 +22,7 @@ SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32"
                 ("v4-512", 64, 1, 64), ("v4-1024", 64, 1, 128))  # fmt: skip
 
 
-def compared(points: Sequence[Point], peers: Sequence[str]) -> str:
+def compared(points: Sequence[tb.Point], peers: Sequence[str]) -> str:
     """How many points, and our times relative to the best peer's."""
     ratios = [ratio for point in points if (ratio := point.ratio(OURS, *peers)) is not None]
     if not ratios:
@@ -54,21 +33,21 @@ def compared(points: Sequence[Point], peers: Sequence[str]) -> str:
             f"{len(ratios)}")  # fmt: skip
 
 
-def decode_columns(peers: Sequence[str], keys: Callable[[Point], str]) -> Sequence[Column]:
-    name: Column = (
+def decode_columns(peers: Sequence[str], keys: Callable[[tb.Point], str]) -> Sequence[tb.Column]:
+    name: tb.Column = (
         "B, S, H, keys",
         lambda p: f"{p['b']}, {p['s']}, {p['h']}, {keys(p)}" + ", ragged" * bool(p["varlen"]),
     )
-    others = [time(title, peer) for peer, title in PEERS.items()]
-    ours = [our_time(), over("/ best peer", OURS, *peers), OF_FLOOR, time("bf16 queries", "tsmla_bf16_q")]
-    return name, FLOOR, *others, *ours
+    others = [tb.time(title, peer) for peer, title in PEERS.items()]
+    ours = [tb.our_time(), tb.over("/ best peer", OURS, *peers), tb.OF_FLOOR, tb.time("bf16 queries", "tsmla_bf16_q")]
+    return name, tb.FLOOR, *others, *ours
 
 
-def relative(peers: Sequence[str], of: Callable[[Point], bool], x_name: Callable[[tuple[int, ...]], str],
+def relative(peers: Sequence[str], of: Callable[[tb.Point], bool], x_name: Callable[[tuple[int, ...]], str],
              label: str) -> Draw:  # fmt: skip
     """Our time over the best peer's, a panel for each number of heads, a dot a point."""
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for point in filter(of, loaded.points):
             if (ratio := point.ratio(OURS, *peers)) is not None:
                 b, keys = point["b"], point["keys"]
@@ -80,37 +59,37 @@ def relative(peers: Sequence[str], of: Callable[[Point], bool], x_name: Callable
     )(loaded, path)  # fmt: skip
 
 
-def decode(dtype: str) -> Record:
+def decode(dtype: str) -> tb.Record:
     columns = decode_columns(DENSE, lambda point: str(point["keys"]))
     name = f"decode_{dtype}"
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         pages = ", ".join(sorted({str(point["page"]) for point in loaded.points}))
-        said = f"{compared(loaded.points, DENSE)}. {provenance(loaded.rows)}"
+        said = f"{compared(loaded.points, DENSE)}. {tb.provenance(loaded.rows)}"
         return f"Microseconds, medians, {dtype}, page {pages}. {said}"
 
-    def short(loaded: Loaded) -> list[str]:
+    def short(loaded: tb.Loaded) -> list[str]:
         uniform = [point for point in loaded.points if not point["varlen"]]
         chosen = [p for p in uniform if (p["b"], p["s"], p["h"], p["keys"]) in SHORT]
-        return [table(chosen or (uniform or loaded.points)[: len(SHORT)], columns)]
+        return [tb.table(chosen or (uniform or loaded.points)[: len(SHORT)], columns)]
 
     dots = relative(DENSE, lambda _: True, lambda x: f"{x[1]} x {x[2] // 1024}k", dtype)
     text = f"time of decode over the best peer's, {dtype}"
-    panels = (Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),)
-    return Record(
+    panels = (tb.Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),)
+    return tb.Record(
         name, f"MLA decode, {dtype}", ("h", "s", "b", "keys", "varlen", "page"), caption,
-        whole(lambda _: columns, lambda point: f"{point['h']} heads"), short, panels,
+        tb.whole(lambda _: columns, lambda point: f"{point['h']} heads"), short, panels,
         order=lambda point: point.key, readme="README.md",
     )  # fmt: skip
 
 
-def sparse() -> Record:
+def sparse() -> tb.Record:
     columns = decode_columns(PACKED, lambda point: MODES[point["mode"]])
 
-    def of_mode(mode: str) -> Callable[[Point], bool]:
+    def of_mode(mode: str) -> Callable[[tb.Point], bool]:
         return lambda point: point["mode"] == mode
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         sentences = []
         for mode, title in MODES.items():
             if mine := list(filter(of_mode(mode), loaded.points)):
@@ -120,20 +99,20 @@ def sparse() -> Record:
                     sentence += f"; over FA3's on a bf16 cache {mean:.2f}, worst {max(fa3):.2f}"
                 sentences.append(f"{sentence}.")
         said = " ".join(sentences)
-        return f"Microseconds, medians, bf16 queries over packed caches. {said} {provenance(loaded.rows)}"
+        return f"Microseconds, medians, bf16 queries over packed caches. {said} {tb.provenance(loaded.rows)}"
 
-    def short(loaded: Loaded) -> list[str]:
+    def short(loaded: tb.Loaded) -> list[str]:
         chosen = [p for p in loaded.points if (p["mode"], p["b"], p["s"], p["h"]) in SHORT_SPARSE]
-        return [table(chosen or loaded.points[:6], columns, loaded.points)]
+        return [tb.table(chosen or loaded.points[:6], columns, loaded.points)]
 
     panels = []
     for mode, title in MODES.items():
         dots = relative(PACKED, of_mode(mode), lambda x: str(x[1]), title)
         text = "time of sparse_mla over the best peer's"
-        panels.append(Panel(f"sparse_mla_{mode}_relative", text, dots, shown=mode == "v32", section=title))
-    return Record(
+        panels.append(tb.Panel(f"sparse_mla_{mode}_relative", text, dots, shown=mode == "v32", section=title))
+    return tb.Record(
         "sparse_mla", "Sparse MLA, decode", ("mode", "h", "s", "b", "keys", "varlen", "page"), caption,
-        whole(lambda _: columns, lambda point: MODES[point["mode"]], panels), short, tuple(panels),
+        tb.whole(lambda _: columns, lambda point: MODES[point["mode"]], panels), short, tuple(panels),
         order=lambda point: ([*MODES].index(point["mode"]), *point.key),
     )  # fmt: skip
 
@@ -149,16 +128,16 @@ PROMPT_MODES = {
 }
 
 
-def sparse_prefill() -> Record:
-    def columns(name: Column) -> Sequence[Column]:
-        ours = [our_time(), over("/ FlashMLA", OURS, "flashmla"), OF_FLOOR, time("fp8 queries", FP8)]
-        return name, FLOOR, time("FlashMLA", "flashmla"), *ours
+def sparse_prefill() -> tb.Record:
+    def columns(name: tb.Column) -> Sequence[tb.Column]:
+        ours = [tb.our_time(), tb.over("/ FlashMLA", OURS, "flashmla"), tb.OF_FLOOR, tb.time("fp8 queries", FP8)]
+        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         points, said = loaded.points, "Microseconds, medians, bf16 queries. "
-        if everywhere := mean_and_worst(point.ratio(OURS, "flashmla") for point in points):
+        if everywhere := tb.mean_and_worst(point.ratio(OURS, "flashmla") for point in points):
             by_heads = {
-                h: mean_and_worst(p.ratio(OURS, "flashmla") for p in points if p["h"] == h)
+                h: tb.mean_and_worst(p.ratio(OURS, "flashmla") for p in points if p["h"] == h)
                 for h in sorted({point["h"] for point in points})
             }
             said += f"tsmla's time over FlashMLA's {everywhere}, geometric mean; "
@@ -167,27 +146,27 @@ def sparse_prefill() -> Record:
         if copies := [us for point in points if (us := point.us("widen"))]:
             said += f"Making the copy of V3.2's context of 131,072 keys takes {min(copies):.0f} to {max(copies):.0f} "
             said += "us, which are not in its time. "
-        if fp8 := mean_and_worst(point.ratio(FP8, OURS) for point in points):
+        if fp8 := tb.mean_and_worst(point.ratio(FP8, OURS) for point in points):
             errors = [point.rows[FP8]["rel_err"] for point in points if FP8 in point.rows]
             said += f"fp8 queries take {fp8} of the time of bf16 queries, and out's error against the bf16 queries "
             said += f"that they were rounded from is {min(errors):.1%} to {max(errors):.1%}. "
-        return said + provenance(loaded.rows)
+        return said + tb.provenance(loaded.rows)
 
-    def short(loaded: Loaded) -> list[str]:
-        name: Column = "T, H, selection", lambda p: f"{p['length']}, {p['h']}, {PROMPT_MODES[p['mode']]}"
-        return [table([p for p in loaded.points if p["length"] == 4096], columns(name), loaded.points)]
+    def short(loaded: tb.Loaded) -> list[str]:
+        name: tb.Column = "T, H, selection", lambda p: f"{p['length']}, {p['h']}, {PROMPT_MODES[p['mode']]}"
+        return [tb.table([p for p in loaded.points if p["length"] == 4096], columns(name), loaded.points)]
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for p in loaded.points:
             if (ratio := p.ratio(OURS, "flashmla")) is not None:
                 yield Mark(PROMPT_MODES[p["mode"]], f"T = {p['length']}", p["h"], ratio)
 
     full = columns(("T, H", lambda p: f"{p['length']}, {p['h']}"))
     lines = chart(marks, Style("time / FlashMLA's", "heads", width=(0, 4.2), columns=2))
-    panels = (Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),)
-    return Record(
+    panels = (tb.Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),)
+    return tb.Record(
         "sparse_mla_prefill", "Sparse MLA, prefill", ("mode", "length", "h"), caption,
-        whole(lambda _: full, lambda point: PROMPT_MODES[point["mode"]]), short, panels,
+        tb.whole(lambda _: full, lambda point: PROMPT_MODES[point["mode"]]), short, panels,
         order=lambda point: ([*PROMPT_MODES].index(point["mode"]), *point.key[1:]),
     )  # fmt: skip
 
@@ -199,47 +178,47 @@ SHORT_PREFILL = ("1x8192h128", "4x4096h128", "1x8192h64", "4x4096h64", "1x8192h3
                  "ragged32h64")  # fmt: skip
 
 
-def prefill() -> Record:
-    columns: Sequence[Column] = (
-        ("B x T, H", lambda point: point["point"]), *(time(title, peer, 0) for peer, title in PREFILL_PEERS.items()),
-        our_time(digits=0), over("/ FA3", OURS, "fa3"), RATE, time("fp8", "tsmla_fp8", 0),
-        ("/ bf16", lambda point: quotient(point.us("tsmla_fp8"), point.us(OURS))),
+def prefill() -> tb.Record:
+    columns: Sequence[tb.Column] = (
+        ("B x T, H", lambda point: point["point"]), *(tb.time(title, peer, 0) for peer, title in PREFILL_PEERS.items()),
+        tb.our_time(digits=0), tb.over("/ FA3", OURS, "fa3"), tb.RATE, tb.time("fp8", "tsmla_fp8", 0),
+        ("/ bf16", lambda point: tb.quotient(point.us("tsmla_fp8"), point.us(OURS))),
     )  # fmt: skip
 
-    def earlier(loaded: Loaded) -> tuple[str, Loaded] | None:
+    def earlier(loaded: tb.Loaded) -> tuple[str, tb.Loaded] | None:
         """A run with FA4, which is compared within itself alone, and what is said of it."""
         path = loaded.path.with_name("prefill_fa4.json")
         if not path.exists():
             return None
-        with reading(path):
-            old = load(path, record)
-        return f"tsmla's time over {means(old.points, OURS, {'fa4': PREFILL_PEERS['fa4']})}", old
+        with tb.reading(path):
+            old = tb.load(path, record)
+        return f"tsmla's time over {tb.means(old.points, OURS, {'fa4': PREFILL_PEERS['fa4']})}", old
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         first = loaded.rows[0]
         said = f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
-        said += f"tsmla's time over {means(loaded.points, OURS, PREFILL_PEERS)}, geometric means over the points that "
-        said += "each ran. "
+        said += f"tsmla's time over {tb.means(loaded.points, OURS, PREFILL_PEERS)}, geometric means over the points "
+        said += "that each ran. "
         if any("tsmla_fp8" in point.rows for point in loaded.points):
             said += "fp8 is tsmla's own, q, k and v in e4m3. "
-        said += provenance(loaded.rows)
+        said += tb.provenance(loaded.rows)
         if old := earlier(loaded):
             row = old[1].rows[0]
             said += f" In a run of its own, {old[0]}; commit {row['commit']}; {row['date']}."
         return said
 
-    def full(loaded: Loaded) -> list[str]:
-        blocks = [table(loaded.points, columns)]
+    def full(loaded: tb.Loaded) -> list[str]:
+        blocks = [tb.table(loaded.points, columns)]
         if old := earlier(loaded):
-            blocks += ["## A run with FA4", f"{old[0]}. {provenance(old[1].rows)}", table(old[1].points, columns)]
+            blocks += ["## A run with FA4", f"{old[0]}. {tb.provenance(old[1].rows)}", tb.table(old[1].points, columns)]
         return blocks
 
-    def short(loaded: Loaded) -> list[str]:
+    def short(loaded: tb.Loaded) -> list[str]:
         chosen = {point.key[0]: point for point in loaded.points if point.key[0] in SHORT_PREFILL}
-        return [table([chosen[name] for name in SHORT_PREFILL if name in chosen] or loaded.points, columns,
+        return [tb.table([chosen[name] for name in SHORT_PREFILL if name in chosen] or loaded.points, columns,
                       loaded.points)]  # fmt: skip
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for point in loaded.points:
             for peer, title in PREFILL_PEERS.items():
                 if (ratio := point.ratio(OURS, peer)) is not None:
@@ -248,8 +227,8 @@ def prefill() -> Record:
     colours = {"over FA3": "tab:green", "over FA4 SM90": "tab:orange", "over cuDNN": "tab:red"}
     style = Style("tsmla's time / a peer's", dots=True, spread=0.12, width=(8.4, 0), angle=30, in_order=True,
                   colours=colours)  # fmt: skip
-    panels = (Panel("prefill_relative", "time of prefill over the peers'", chart(marks, style), shown=True),)
-    record = Record("prefill", "MLA prefill", ("point",), caption, full, short, panels)
+    panels = (tb.Panel("prefill_relative", "time of prefill over the peers'", chart(marks, style), shown=True),)
+    record = tb.Record("prefill", "MLA prefill", ("point",), caption, full, short, panels)
     return record
 
 
@@ -258,24 +237,24 @@ def prefill() -> Record:
 BACKWARD_PEERS = {"cudnn": "cuDNN", "fa4": "FA4 SM90"}
 
 
-def prefill_backward() -> Record:
+def prefill_backward() -> tb.Record:
     ours = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope"}
-    columns: Sequence[Column] = (
+    columns: Sequence[tb.Column] = (
         ("B x T, H", lambda point: point["point"]), ("**tsmla**", lambda point: f"{point.us(OURS):.0f}"),
-        *(time(title, peer, 0) for peer, title in (ours | BACKWARD_PEERS).items()), RATE,
+        *(tb.time(title, peer, 0) for peer, title in (ours | BACKWARD_PEERS).items()), tb.RATE,
     )  # fmt: skip
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         points = loaded.points
-        best = mean_and_worst(point.ratio(OURS, *BACKWARD_PEERS) for point in points)
-        repeats = mean_and_worst(point.ratio("tsmla_deterministic", OURS) for point in points)
+        best = tb.mean_and_worst(point.ratio(OURS, *BACKWARD_PEERS) for point in points)
+        repeats = tb.mean_and_worst(point.ratio("tsmla_deterministic", OURS) for point in points)
         return (
             f"The gradient of prefill on Hopper, the backward pass alone, causal {loaded.rows[0]['dtype']}: tsmla's "
-            f"time over the best peer {best}, {means(points, OURS, BACKWARD_PEERS)}, geometric means; deterministic "
-            f"over default {repeats}. {provenance(loaded.rows)}"
+            f"time over the best peer {best}, {tb.means(points, OURS, BACKWARD_PEERS)}, geometric means; "
+            f"deterministic over default {repeats}. {tb.provenance(loaded.rows)}"
         )
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         names = {OURS: OURS, "tsmla_deterministic": "tsmla, deterministic", "fa4": "FA4 SM90"}
         for point in sorted(loaded.points, key=lambda point: (point["h"], point["length"])):
             for peer, name in names.items():
@@ -283,9 +262,9 @@ def prefill_backward() -> Record:
                     yield Mark(f"H = {point['h']}", name, point["length"], ratio)
 
     style = Style("time / cuDNN's", "tokens of the request", x_name=lambda length: f"{length // 1024}k")
-    panels = (Panel("prefill_backward_relative", "time of the backward pass over cuDNN's", chart(marks, style)),)
-    return Record(
-        "prefill_backward", "The gradient of MLA prefill", ("point",), caption, whole(lambda _: columns),
+    panels = (tb.Panel("prefill_backward_relative", "time of the backward pass over cuDNN's", chart(marks, style)),)
+    return tb.Record(
+        "prefill_backward", "The gradient of MLA prefill", ("point",), caption, tb.whole(lambda _: columns),
         panels=panels, unit="Microseconds. ",
     )  # fmt: skip
 
@@ -296,37 +275,37 @@ SEGMENT_PEERS = {"cudnn": "cuDNN", "tsmla": "**tsmla**", "tsmla_kv": "tsmla, kv"
 KINDS = {"forward": "forward_us", "with its gradient": "us"}
 
 
-def segment_attention() -> Record:
-    def timed(loaded: Loaded, field: str) -> list[Point]:
+def segment_attention() -> tb.Record:
+    def timed(loaded: tb.Loaded, field: str) -> list[tb.Point]:
         """The points with that field of their rows as the time."""
-        return [Point(point.key, {peer: {**row, "us": row[field]} for peer, row in point.rows.items()})
+        return [tb.Point(point.key, {peer: {**row, "us": row[field]} for peer, row in point.rows.items()})
                 for point in loaded.points]  # fmt: skip
 
-    columns: Sequence[Column] = (
+    columns: Sequence[tb.Column] = (
         ("rows x tokens, heads, segments a row", lambda point: point["point"]),
-        *(time(title, peer) for peer, title in SEGMENT_PEERS.items()), over("/ cuDNN", OURS, "cudnn"),
+        *(tb.time(title, peer) for peer, title in SEGMENT_PEERS.items()), tb.over("/ cuDNN", OURS, "cudnn"),
     )  # fmt: skip
 
-    def caption(loaded: Loaded) -> str:
-        found = {kind: mean_and_worst(point.ratio(OURS, "cudnn") for point in timed(loaded, name))
+    def caption(loaded: tb.Loaded) -> str:
+        found = {kind: tb.mean_and_worst(point.ratio(OURS, "cudnn") for point in timed(loaded, name))
                  for kind, name in KINDS.items()}  # fmt: skip
         said = ", ".join(f"{kind} {each}" for kind, each in found.items() if each)
         compared = f"tsmla's time over cuDNN's: {said}, geometric means. " if said else ""
         first = loaded.rows[0]["dtype"]
-        return f"Causal {first}, head dims 192 and 128, microseconds. {compared}{provenance(loaded.rows)}"
+        return f"Causal {first}, head dims 192 and 128, microseconds. {compared}{tb.provenance(loaded.rows)}"
 
-    def full(loaded: Loaded) -> list[str]:
+    def full(loaded: tb.Loaded) -> list[str]:
         blocks = []
         for kind, name in KINDS.items():
-            blocks += [f"## {kind.capitalize()}", table(timed(loaded, name), columns)]
+            blocks += [f"## {kind.capitalize()}", tb.table(timed(loaded, name), columns)]
         errors = {row["peer"]: row["rel_err"] for row in loaded.rows if row["rel_err"]}
         lines = [[title, *(f"{error:.2%}" for error in errors[peer])] for peer, title in SEGMENT_PEERS.items()
                  if peer in errors]  # fmt: skip
         at = loaded.rows[0]["errors_at"]
         return [*blocks, "## Errors", f"Relative, at {at}, against the reference in float32.",
-                table_of(["", "out", "dq", "dk", "dv"], lines)]  # fmt: skip
+                tb.table_of(["", "out", "dq", "dk", "dv"], lines)]  # fmt: skip
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for kind, name in KINDS.items():
             for point in timed(loaded, name):
                 for peer in (OURS, "tsmla_kv"):
@@ -336,10 +315,10 @@ def segment_attention() -> Record:
     style = Style("time / cuDNN's", dots=True, spread=0.12, width=(0, 4.2), angle=30, in_order=True,
                   colours={"tsmla": "tab:blue", "tsmla, kv": "tab:purple"})  # fmt: skip
     text = "time of attention over packed rows over cuDNN's"
-    return Record(
+    return tb.Record(
         "segment_attention", "Packed rows", ("point",), caption, full,
-        lambda loaded: [table(timed(loaded, "us"), columns)],
-        (Panel("segment_attention", text, chart(marks, style), shown=True),),
+        lambda loaded: [tb.table(timed(loaded, "us"), columns)],
+        (tb.Panel("segment_attention", text, chart(marks, style), shown=True),),
     )  # fmt: skip
 
 

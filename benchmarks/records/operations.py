@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import benchmarks.table as tb
 from benchmarks import plots
 from benchmarks.floors import PAGE
 from benchmarks.plots import Mark, Style, chart
-from benchmarks.table import (
-    EMPTY,
-    FLOOR,
-    OF_FLOOR,
-    OURS,
-    Column,
-    Columns,
-    Loaded,
-    Panel,
-    Point,
-    Record,
-    Row,
-    mean_and_worst,
-    our_time,
-    over,
-    provenance,
-    reading,
-    table,
-    table_of,
-    time,
-    whole,
-)
+from benchmarks.table import OURS
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED
 
 # ---- the indexer
@@ -39,13 +20,13 @@ TOPK = {"vllm_cooperative": "vLLM, cooperative", "vllm_persistent": "vLLM, persi
         "sgl": "SGLang"}  # fmt: skip
 TOPK_MODES = {"value": "by value", "equal": "equal rows", "halfzero": "half zeros"}
 """Times of ours alone, beside those of ascending positions."""
-NAME: Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + ", prefill" * (p["mode"] == "prefill")
+NAME: tb.Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + ", prefill" * (p["mode"] == "prefill")
 
 
-def by_keys(ratio: Callable[[Point], float | None], label: str) -> plots.Draw:
+def by_keys(ratio: Callable[[tb.Point], float | None], label: str) -> plots.Draw:
     """A panel for each number of requests of a decode step, and one for prefill; a line a number of query tokens."""
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for p in sorted(loaded.points, key=lambda point: point.key):
             if (found := ratio(p)) is not None:
                 yield Mark(f"{p['mode']}, B = {p['b']}", f"S = {p['s']}", p["keys"], found)
@@ -54,21 +35,22 @@ def by_keys(ratio: Callable[[Point], float | None], label: str) -> plots.Draw:
 
 
 def indexer_record(
-    name: str, title: str, caption: Callable[[Loaded], str], columns: Columns, relative: tuple[str, plots.Draw],
+    name: str, title: str, caption: Callable[[tb.Loaded], str], columns: tb.Columns, relative: tuple[str, plots.Draw],
     key: tuple[str, ...] = ("mode", "b", "s", "keys"), peer: Callable[..., str] = lambda row: row["peer"],
-) -> Record:  # fmt: skip
+) -> tb.Record:  # fmt: skip
     """A record whose short page has a caption and a plot."""
-    panel = Panel(f"{name}_relative", relative[0], relative[1], shown=True)
-    return Record(name, title, key, caption, whole(columns), panels=(panel,), unit="Microseconds. ", peer=peer)
+    panel = tb.Panel(f"{name}_relative", relative[0], relative[1], shown=True)
+    return tb.Record(name, title, key, caption, tb.whole(columns), panels=(panel,), unit="Microseconds. ", peer=peer)
 
 
-def logits() -> Record:
-    def caption(loaded: Loaded) -> str:
-        ratios = mean_and_worst(point.ratio(OURS, "deep_gemm") for point in loaded.points)
+def logits() -> tb.Record:
+    def caption(loaded: tb.Loaded) -> str:
+        ratios = tb.mean_and_worst(point.ratio(OURS, "deep_gemm") for point in loaded.points)
         said = f"tsmla's time over DeepGEMM's {ratios}, geometric mean. 64 heads of 128, e4m3. "
-        return said + provenance(loaded.rows)
+        return said + tb.provenance(loaded.rows)
 
-    columns = (NAME, FLOOR, time("DeepGEMM", "deep_gemm"), our_time(), over("/ DeepGEMM", OURS, "deep_gemm"), OF_FLOOR)
+    columns = (NAME, tb.FLOOR, tb.time("DeepGEMM", "deep_gemm"), tb.our_time(),
+               tb.over("/ DeepGEMM", OURS, "deep_gemm"), tb.OF_FLOOR)  # fmt: skip
     draw = by_keys(lambda point: point.ratio(OURS, "deep_gemm"), "time / DeepGEMM's")
     return indexer_record(
         "indexer_logits", "The indexer's logits", caption, lambda _: columns,
@@ -76,23 +58,23 @@ def logits() -> Record:
     )  # fmt: skip
 
 
-def topk() -> Record:
-    def caption(loaded: Loaded) -> str:
-        ratios = mean_and_worst(point.ratio(OURS, *TOPK) for point in loaded.points)
+def topk() -> tb.Record:
+    def caption(loaded: tb.Loaded) -> str:
+        ratios = tb.mean_and_worst(point.ratio(OURS, *TOPK) for point in loaded.points)
         said = (
             f"tsmla's time over the best peer's {ratios}, geometric mean. The {loaded.rows[0]['k']} largest, ours in "
         )
-        return f"{said}ascending positions. {provenance(loaded.rows)}"
+        return f"{said}ascending positions. {tb.provenance(loaded.rows)}"
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for point in sorted(loaded.points, key=lambda point: point.key):
             if (ratio := point.ratio(OURS, *TOPK)) is not None:
                 rows = point["b"]
                 yield Mark("", f"{rows} row" + "s" * (rows > 1), point["keys"], ratio)
 
-    name: Column = "rows x keys", lambda point: f"{point['b']} x {point['keys']}"
-    columns = (name, FLOOR, *(time(title, peer) for peer, title in TOPK.items()), our_time(),
-               over("/ best peer", OURS, *TOPK), *(time(name, mode) for mode, name in TOPK_MODES.items()))  # fmt: skip
+    name: tb.Column = "rows x keys", lambda point: f"{point['b']} x {point['keys']}"
+    columns = (name, tb.FLOOR, *(tb.time(title, peer) for peer, title in TOPK.items()), tb.our_time(),
+               tb.over("/ best peer", OURS, *TOPK), *(tb.time(x, mode) for mode, x in TOPK_MODES.items()))  # fmt: skip
     style = Style("time / best peer's", "keys of a row", x_name=thousands, width=(7, 0))
     return indexer_record(
         "select_topk", "Top-k", caption, lambda _: columns,
@@ -101,40 +83,37 @@ def topk() -> Record:
     )  # fmt: skip
 
 
-def peers_sum(point: Point) -> float | None:
+def peers_sum(point: tb.Point) -> float | None:
     """DeepGEMM's time and the fastest top-k's, each alone."""
     score, best = point.us("deep_gemm"), point.best(*TOPK)
     return score + best if score is not None and best is not None else None
 
 
-def over_sum(point: Point) -> float | None:
+def over_sum(point: tb.Point) -> float | None:
     ours, theirs = point.us(OURS), peers_sum(point)
     return ours / theirs if ours and theirs else None
 
 
-def selection() -> Record:
-    def columns(loaded: Loaded) -> Sequence[Column]:
+def selection() -> tb.Record:
+    def columns(loaded: tb.Loaded) -> Sequence[tb.Column]:
         peers = {peer for point in loaded.points for peer in point.rows}
         sizes = sorted(int(peer.removeprefix("tsmla_")) for peer in peers if peer.removeprefix("tsmla_").isdigit())
         return (
-            NAME, FLOOR, ("DeepGEMM, top-k", lambda p: f"{us:.1f}" if (us := peers_sum(p)) else "-"),
-            time("two kernels", "tsmla_two"), our_time(),
+            NAME, tb.FLOOR, ("DeepGEMM, top-k", lambda p: f"{us:.1f}" if (us := peers_sum(p)) else "-"),
+            tb.time("two kernels", "tsmla_two"), tb.our_time(),
             ("/ DeepGEMM, top-k", lambda p: f"{ratio:.2f}" if (ratio := over_sum(p)) else "-"),
-            over("/ two kernels", OURS, "tsmla_two"), *(time(f"{size} MiB", f"tsmla_{size}") for size in sizes),
+            tb.over("/ two kernels", OURS, "tsmla_two"), *(tb.time(f"{size} MiB", f"tsmla_{size}") for size in sizes),
         )  # fmt: skip
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         points, first = loaded.points, loaded.rows[0]
-        said = (
-            f"tsmla's time over the sum of DeepGEMM's and the fastest top-k's {mean_and_worst(map(over_sum, points))}, "
-        )
-        if one := mean_and_worst(over_sum(point) for point in points if point["s"] == 1):
+        mean = tb.mean_and_worst(map(over_sum, points))
+        said = f"tsmla's time over the sum of DeepGEMM's and the fastest top-k's {mean}, "
+        if one := tb.mean_and_worst(over_sum(point) for point in points if point["s"] == 1):
             said += f"with one token a request {one}, "
         said += "over our two kernels one after the other, which are given the rows' lengths and keep all logits, "
-        said += (
-            f"{mean_and_worst(point.ratio(OURS, 'tsmla_two') for point in points)}, geometric means. The {first['k']} "
-        )
-        return f"{said}largest of {first['h']} heads of 128, e4m3. {provenance(loaded.rows)}"
+        said += f"{tb.mean_and_worst(point.ratio(OURS, 'tsmla_two') for point in points)}, geometric means. The "
+        return f"{said}{first['k']} largest of {first['h']} heads of 128, e4m3. {tb.provenance(loaded.rows)}"
 
     draw = by_keys(over_sum, "time / DeepGEMM's and top-k's")
     return indexer_record(
@@ -147,59 +126,59 @@ def selection() -> Record:
 MANY_TOKENS = 4096  # from here on a sentence speaks of copies: fewer are bound by the launch
 
 
-def copies(name: str, title: str, what: str) -> Record:
+def copies(name: str, title: str, what: str) -> tb.Record:
     """A record of `cache`: times beside that of copying the same bytes."""
 
-    def dtypes(row: Row) -> str:
+    def dtypes(row: tb.Row) -> str:
         return " to ".join(dict.fromkeys(row["dtypes"]))
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         many = [row["us"] / row["copy_us"] for row in loaded.rows if row["tokens"] >= MANY_TOKENS]
         said = (
             f"{what} {min(many):.2f} to {max(many):.2f} times a copy of the same bytes from {MANY_TOKENS} tokens on: "
         )
         return f"{said}[{name}.md]({{}}{name}.md)."
 
-    def full(loaded: Loaded) -> list[str]:
+    def full(loaded: tb.Loaded) -> list[str]:
         cells = {(f"`{row['op']}`, {dtypes(row)}", row["tokens"]): f"{row['us']:.1f} ({row['us'] / row['copy_us']:.2f})"
                  for row in loaded.rows}  # fmt: skip
         tokens = sorted({row["tokens"] for row in loaded.rows})
         lines = [[line, *(cells.get((line, count), "-") for count in tokens)]
                  for line in dict.fromkeys(line for line, _ in cells)]  # fmt: skip
-        return [table_of([EMPTY, *(f"T {count}" for count in tokens)], lines)]
+        return [tb.table_of([tb.EMPTY, *(f"T {count}" for count in tokens)], lines)]
 
-    def full_caption(loaded: Loaded) -> str:
-        return f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(loaded.rows)}"
+    def full_caption(loaded: tb.Loaded) -> str:
+        return f"Microseconds, and in brackets over the time of copying the same bytes. {tb.provenance(loaded.rows)}"
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for row in loaded.rows:
             line = dtypes(row).replace("float8_e4m3fn", "fp8").replace("bfloat16", "bf16")
             yield Mark(row["op"], line, row["tokens"], row["us"] / row["copy_us"])
 
     style = Style("time / copying the same bytes", "tokens", log=True, x_name=thousands)
-    panel = Panel(f"{name}_relative", "time over that of copying the same bytes", chart(marks, style))
-    return Record(name, title, (), caption, full, panels=(panel,), peer=lambda row: OURS, full_caption=full_caption)
+    panel = tb.Panel(f"{name}_relative", "time over that of copying the same bytes", chart(marks, style))
+    return tb.Record(name, title, (), caption, full, panels=(panel,), peer=lambda row: OURS, full_caption=full_caption)
 
 
 def thousands(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
-def compress() -> Record:
+def compress() -> tb.Record:
     kinds = {"v4_4": "V4, 1 in 4", "v4_128": "V4, 1 in 128", "indexer_4": "V4's indexer, 1 in 4"}
 
-    def name(point: Point) -> str:
+    def name(point: tb.Point) -> str:
         mode, b = point.key
         return f"prefill of {b} tokens" if mode == "prefill" else f"decode, B {b}, {mode} complete an entry"
 
-    def cell(kind: str) -> Callable[[Point], str]:
+    def cell(kind: str) -> Callable[[tb.Point], str]:
         return lambda p: f"{p.us(kind):.1f} ({p.rows[kind]['floor_us']:.1f})" if kind in p.rows else "-"
 
-    columns: Sequence[Column] = ((EMPTY, name), *((title, cell(kind)) for kind, title in kinds.items()))
+    columns: Sequence[tb.Column] = ((tb.EMPTY, name), *((title, cell(kind)) for kind, title in kinds.items()))
     said = "`compress_write_kv_cache`, microseconds, and in brackets the floor of its bytes."
-    return Record(
-        "compress", "", ("mode", "b"), lambda loaded: f"{said} {provenance(loaded.rows)}",
-        short=lambda loaded: [table(loaded.points, columns)], peer=lambda row: row["kind"],
+    return tb.Record(
+        "compress", "", ("mode", "b"), lambda loaded: f"{said} {tb.provenance(loaded.rows)}",
+        short=lambda loaded: [tb.table(loaded.points, columns)], peer=lambda row: row["kind"],
     )  # fmt: skip
 
 
@@ -210,27 +189,27 @@ STEP = "step"
 """The part of a row that is a whole step; older records have rows of its parts."""
 
 
-def sparse_layer() -> Record:
+def sparse_layer() -> tb.Record:
     ours, theirs = (OURS, STEP), (ENGINES, STEP)
-    columns: Sequence[Column] = (
-        ("B, H", lambda point: f"{point['b']}, {point['h']}"), time("engines' kernels", theirs), our_time(ours),
-        over("/ engines'", ours, theirs),
+    columns: Sequence[tb.Column] = (
+        ("B, H", lambda point: f"{point['b']}, {point['h']}"), tb.time("engines' kernels", theirs), tb.our_time(ours),
+        tb.over("/ engines'", ours, theirs),
         ("top-k, attention", lambda point: point.rows[theirs]["kernels"] if theirs in point.rows else "-"),
     )  # fmt: skip
 
-    def caption(loaded: Loaded) -> str:
-        ratios, first = mean_and_worst(point.ratio(ours, theirs) for point in loaded.points), loaded.rows[0]
+    def caption(loaded: tb.Loaded) -> str:
+        ratios, first = tb.mean_and_worst(point.ratio(ours, theirs) for point in loaded.points), loaded.rows[0]
         compared = f"tsmla's time over theirs {ratios}, geometric mean. " if ratios else ""
         return (
             f"A decode step of a V3.2 layer without its projections, {first['keys']:,} keys a request, {first['k']:,} "
             f"of them selected, microseconds by the GPU's clock: ours one function of jax, the engines' kernels one "
-            f"CUDA graph. {compared}{provenance(loaded.rows)}"
+            f"CUDA graph. {compared}{tb.provenance(loaded.rows)}"
         )
 
-    def tables(loaded: Loaded) -> list[str]:
-        return [table(loaded.points, columns)]
+    def tables(loaded: tb.Loaded) -> list[str]:
+        return [tb.table(loaded.points, columns)]
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for point in sorted(loaded.points, key=lambda point: (point["h"], point["b"])):
             for peer, title in ((theirs, "engines' kernels"), (ours, "tsmla")):
                 if (us := point.us(peer)) is not None:
@@ -238,9 +217,9 @@ def sparse_layer() -> Record:
 
     colours = {"engines' kernels": "tab:orange", "tsmla": "tab:blue"}
     style = Style("us a step", "requests", bars=True, spread=0.4, width=(2, 3), one=False, colours=colours)
-    return Record(
+    return tb.Record(
         "sparse_layer", "A sparse layer", ("b", "h"), caption, tables, tables,
-        (Panel("sparse_layer", "microseconds of a sparse layer's step", chart(marks, style), shown=True),),
+        (tb.Panel("sparse_layer", "microseconds of a sparse layer's step", chart(marks, style), shown=True),),
         peer=lambda row: (row["peer"], row["part"]), order=lambda point: point.key,
     )  # fmt: skip
 
@@ -260,7 +239,7 @@ ERRORS = {
 """The plots of errors, and the panels of each: a record's name and a title."""
 
 
-def errors_of(row: Row) -> Iterator[float]:
+def errors_of(row: tb.Row) -> Iterator[float]:
     for name in ("rel_err", "dq_err", "dk_err", "dv_err"):
         if row.get(name):
             yield float(row[name])
@@ -273,14 +252,14 @@ def write_errors(results: Path, figures: Path) -> str:
     Raises:
       ValueError: a record can't be read.
     """
-    used: list[Row] = []
+    used: list[tb.Row] = []
     lines: list[Sequence[str]] = []
     for plot, titles in ERRORS.items():
         found: dict[str, Mapping[str, list[float]]] = {}
         for name, title in titles.items():
             if not (path := results / f"{name}.json").exists():
                 continue
-            with reading(path):
+            with tb.reading(path):
                 rows = {peer: [row for row in json.loads(path.read_text()) if row["peer"] == peer]
                         for peer in ERROR_PEERS}  # fmt: skip
                 errors = {peer: [error for row in mine for error in errors_of(row)] for peer, mine in rows.items()}
@@ -299,10 +278,10 @@ def write_errors(results: Path, figures: Path) -> str:
     said = (
         "Errors relative to attention in float64 over the values that the inputs stand for (norm of the difference "
         "over norm); of the gradient, those of q, k and v. The last column has the greatest absolute error of the "
-        f"logsumexp, where it was measured. {provenance(used)}"
+        f"logsumexp, where it was measured. {tb.provenance(used)}"
     )
     heads = ["call", "kernel", "points", "least", "greatest", "of lse"]
-    body = table_of(heads, lines).replace("|---|---:|", "|---|---|", 1)
+    body = tb.table_of(heads, lines).replace("|---|---:|", "|---|---|", 1)
     (figures / "errors.md").write_text(f"# Errors\n\n{said}\n\n{body}\n")
     return said
 
@@ -325,25 +304,48 @@ def bytes_a_token() -> dict[str, float]:
     }
 
 
-def decode_cpu() -> Record:
-    """A page of one sentence."""
+def context_parallel() -> tb.Record:
+    def counts(loaded: tb.Loaded) -> list[int]:
+        return sorted({n for point in loaded.points for n in point.rows if n > 1})
 
-    def caption(loaded: Loaded) -> str:
-        (point,) = loaded.points
-        xla, gather = point.rows["xla"], point.rows["gather"]
+    def columns(loaded: tb.Loaded) -> Iterator[tb.Column]:
+        yield "B, H, keys", lambda point: f"{point['b']}, {point['heads']}, {point['keys']}"
+        for n in (1, *counts(loaded)):
+            yield (
+                (f"floor of {n}" if n > 1 else "floor of one"),
+                (lambda point, n=n: tb.number(point.rows[n]["floor_us"]) if n in point.rows else "-"),
+            )
+            yield (f"{n} GPUs" if n > 1 else "one GPU"), lambda point, n=n: tb.number(point.us(n))
+            if n > 1:
+                yield f"{n} GPUs / one", lambda point, n=n: tb.quotient(point.us(n), point.us(1))
+
+    def caption(loaded: tb.Loaded) -> str:
+        found = {n: tb.mean_and_worst(point.ratio(n, 1) for point in loaded.points) for n in counts(loaded)}
+        said = ", ".join(f"{n} GPUs {ratios}" for n, ratios in found.items() if ratios)
         return (
-            f"On a CPU ({xla['machine']}; commit {xla['commit'][:7]}, {xla['date'][:10]}), {xla['dtype']} decode of B "
-            f"{xla['b']}, S {xla['s']}, H {xla['h']} over {xla['keys']} keys: xla takes {xla['us'] / 1e3:.0f} ms, the "
-            f"version that gathers the cache first {gather['us'] / 1e3:.0f} ms (medians); compiled peak memory, as a "
-            f"multiple of cache, inputs and outputs, is {xla['compiled_peak_ratio']:.2f} against "
-            f"{gather['compiled_peak_ratio']:.2f}."
+            f"Decode attention with the keys of a text on several GPUs, microseconds a layer of "
+            f"{loaded.rows[0]['layers']} in one program, bf16. Time over one GPU's: {said}, geometric means. "
+            f"{tb.provenance(loaded.rows)}"
         )
 
-    return Record("decode_xla", "MLA decode on a CPU", ("b", "h", "keys"), caption, folder="cpu", file="decode_cpu",
-                  readme="")  # fmt: skip
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
+        for n, point in itertools.product(counts(loaded), loaded.points):
+            if (ratio := point.ratio(n, 1)) is not None:
+                name = f"B {point['b']}, H {point['heads']}\n{point['keys'] // 1024}k keys"
+                yield Mark("", f"{n} GPUs", name, ratio)
+
+    def tables(loaded: tb.Loaded) -> list[str]:
+        return [tb.table(loaded.points, [*columns(loaded)])]
+
+    style = Style("time / one GPU's", dots=True, width=(6.5, 0), in_order=True, broken=(0.5,))
+    return tb.Record(
+        "context_parallel", "Context parallelism", ("b", "heads", "keys"), caption, tables, tables,
+        (tb.Panel("context_parallel", "time on several GPUs over one's", chart(marks, style), shown=True),),
+        peer=lambda row: row["context_parallel"], folder="h100x2",
+    )  # fmt: skip
 
 
 RECORDS = (
     copies("cache", "Cache kernels", "The kernels of the cache take"), copies("merge", "Merging", "Merging takes"),
-    compress(), sparse_layer(), decode_cpu(), logits(), topk(), selection(),
+    compress(), sparse_layer(), context_parallel(), logits(), topk(), selection(),
 )  # fmt: skip

@@ -41,7 +41,6 @@ POINTS = {
     "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
     "cache": [f"{op},{','.join(dtypes)},20" for op, of in cache.DTYPES.items() if "rope" not in op for dtypes in of],
     "merge": ["merge_attention_states,float32,float32,20"], "compress": ["v4_4,2,some", "indexer_4,16,prefill"],
-    "decode_xla": ["1,2,128"],
 }  # fmt: skip
 """Points for a CPU; the other cases are tested below, or need a GPU."""
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figures, table
-from benchmarks.records import attention, operations
+from benchmarks.records import RECORDS, attention, operations
+from examples.whole_models.figures import RECORDS as MODELS
 
 
 def row(peer: str, us: float, **changes: object) -> dict[str, object]:
@@ -14,6 +15,11 @@ def row(peer: str, us: float, **changes: object) -> dict[str, object]:
     base: dict[str, object] = dict(b=4, s=1, h=16, keys=4096, varlen=False, page=64, dtype="bf16", peer=peer, us=us)
     base |= dict(floor_us=5.0, rel_err=2e-3, device="NVIDIA H200", commit="abc1234", date="2026-11-21", versions={})
     return base | changes
+
+
+def written(argv: list[str]) -> int:
+    """What `make figures` gives of all records."""
+    return figures.main(argv, (*RECORDS, *MODELS))
 
 
 def place(folder: Path, rows: object) -> list[str]:
@@ -54,7 +60,7 @@ def test_readme_table_and_figures_come_from_the_file(tmp_path: Path) -> None:
     rows = [row("tsmla", 10.0), row("flashmla", 40.0), row("fa4", 20.0)]
     rows += [row("tsmla", 9.0, h=128, varlen=True), row("fa3", 6.0, h=128, varlen=True)]
     given = place(tmp_path, rows)
-    assert figures.main(given) == 0
+    assert written(given) == 0
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("before\n<!-- decode_bf16 -->\n") and readme.endswith("<!-- /decode_bf16 -->\nafter\n")
     assert "old" not in readme
@@ -70,7 +76,7 @@ def test_readme_table_and_figures_come_from_the_file(tmp_path: Path) -> None:
     assert "NVIDIA H200; commit abc1234; 2026-11-21" in readme
     assert "(decode_bf16_relative.png)" in full
     assert is_png(tmp_path / "benchmarks" / "figures" / "decode_bf16_relative.png")
-    assert figures.main(given) == 0
+    assert written(given) == 0
     assert (tmp_path / "README.md").read_text() == readme
 
 
@@ -83,14 +89,14 @@ def test_a_point_measured_again_replaces_the_older(tmp_path: Path) -> None:
 
 
 def test_bf16_queries_are_shown_and_not_compared(tmp_path: Path) -> None:
-    assert figures.main(place(tmp_path, [row("tsmla", 10.0), row("tsmla_bf16_q", 12.0), row("fa3", 20.0)])) == 0
+    assert written(place(tmp_path, [row("tsmla", 10.0), row("tsmla_bf16_q", 12.0), row("fa3", 20.0)])) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "| **tsmla** | / best peer | of floor | bf16 queries |" in readme
     assert "| 4, 1, 16, 4096 | 5.0 | 20.0 | **10.0** | 0.50 | 50% | 12.0 |" in readme
 
 
 def test_only_ours_measured_shows_no_comparison(tmp_path: Path) -> None:
-    assert figures.main(place(tmp_path, [row("tsmla", 10.0)])) == 0
+    assert written(place(tmp_path, [row("tsmla", 10.0)])) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "geometric mean" not in readme
     assert "| 4, 1, 16, 4096 | 5.0 | **10.0** | 50% |" in readme
@@ -101,7 +107,7 @@ def test_the_sparse_record_has_modes_and_fa3_apart(tmp_path: Path) -> None:
     rows = [row(peer, us, b=8, keys=2048, mode="v32") for peer, us in sizes.items()]
     rows += [row(peer, us, b=64, h=64, keys=640, mode="v4-512") for peer, us in (("tsmla", 10.0), ("legacy", 40.0))]
     put(tmp_path, "sparse_mla", rows)
-    assert figures.main(with_markers(tmp_path, "sparse_mla")) == 0
+    assert written(with_markers(tmp_path, "sparse_mla")) == 0
     readme = page_of(tmp_path)
     assert "| B, S, H, keys | floor | FlashMLA | SGLang | FA3 | **tsmla** | / best peer | of floor |" in readme
     assert "| 8, 1, 16, V3.2 | 5.0 | 30.0 | 25.0 | 20.0 | **15.0** | 0.60 | 33% |" in readme
@@ -111,7 +117,7 @@ def test_the_sparse_record_has_modes_and_fa3_apart(tmp_path: Path) -> None:
     for mode in ("v32", "v4-512"):
         assert is_png(tmp_path / "benchmarks" / "figures" / f"sparse_mla_{mode}_relative.png")
     put(tmp_path, "sparse_mla", [row("tsmla", 3.0)])
-    assert figures.main(arguments(tmp_path)) == 2
+    assert written(arguments(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_the_sparse_record_has_modes_and_fa3_apart(tmp_path: Path) -> None:
     ],
 )
 def test_bad_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: object, said: str) -> None:
-    assert figures.main(place(tmp_path, rows)) == 2
+    assert written(place(tmp_path, rows)) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -136,27 +142,8 @@ def test_missing_markers_are_refused() -> None:
 
 def test_nothing_recorded_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("as it was")
-    assert figures.main(arguments(tmp_path)) == 0
+    assert written(arguments(tmp_path)) == 0
     assert (tmp_path / "README.md").read_text() == "as it was"
-
-
-def test_the_cpu_sentence_comes_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"xla": {"us": 407500.0, "compiled_peak_ratio": 1.039}}
-    times["gather"] = {"us": 1456e3, "compiled_peak_ratio": 3.831}
-    call = dict(
-        machine="a CPU, 2 cores", commit="0123456789", date="2026-11-21T02:50", dtype="bfloat16", b=8, s=1, h=16
-    )
-    rows = [{"peer": peer, **each, **call, "keys": 32768} for peer, each in times.items()]
-    put(tmp_path, "decode_xla", rows, "cpu")
-    (tmp_path / "README.md").write_text("as it was")
-    assert figures.main(arguments(tmp_path)) == 0
-    page = (tmp_path / "benchmarks" / "figures" / "decode_cpu.md").read_text()
-    assert "(a CPU, 2 cores; commit 0123456, 2026-11-21)" in page
-    assert "xla takes 408 ms, the version that gathers the cache first 1456 ms" in page
-    assert "is 1.04 against 3.83." in page
-    put(tmp_path, "decode_xla", [{**times["xla"], **call}], "cpu")
-    assert figures.main(arguments(tmp_path)) == 2
-    assert "KeyError 'keys'" in capsys.readouterr().err
 
 
 def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
@@ -186,7 +173,7 @@ def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
     merged = [{**cache[0], "op": "merge_attention_states", "tokens": tokens, "us": 4.0} for tokens in (1, 4096)]
     put(tmp_path, "merge", merged)
     names = ("prefill", "cache", "merge")
-    assert figures.main(with_markers(tmp_path, *names)) == 0
+    assert written(with_markers(tmp_path, *names)) == 0
     readme = page_of(tmp_path)
     assert "old" not in readme
     assert "| 1x2048h128 | 400 |" in (tmp_path / "benchmarks" / "figures" / "prefill.md").read_text()
@@ -203,12 +190,12 @@ def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
     assert "fp8" not in readme
     prefill.append({**prefill[0], "peer": "tsmla_fp8", "us": 210.0})
     put(tmp_path, "prefill", prefill)
-    assert figures.main(arguments(tmp_path)) == 0
+    assert written(arguments(tmp_path)) == 0
     assert "| **300** | 0.75 | 600 | 210 | 0.70 |" in page_of(tmp_path)
     # Another run is compared within itself alone.
     earlier = [{**prefill[0], "us": 330.0, "commit": "0ld0000"}, {**prefill[0], "peer": "fa4", "us": 300.0}]
     put(tmp_path, "prefill_fa4", earlier)
-    assert figures.main(arguments(tmp_path)) == 0
+    assert written(arguments(tmp_path)) == 0
     page = (tmp_path / "benchmarks" / "figures" / "prefill.md").read_text()
     assert "| 1x2048h128 | 400 | 600 | **300** |" in page and "| 1x2048h128 | 300 | **330** | 600 |" in page
     assert "FA4 SM90 1.10 (1 point); commit 0ld0000" in page_of(tmp_path)
@@ -226,7 +213,7 @@ def test_the_gradients_figure_and_sentence_come_from_its_file(tmp_path: Path) ->
         for peer, us in each.items()
     ]
     put(tmp_path, "prefill_backward", rows)
-    assert figures.main(with_markers(tmp_path, "prefill_backward")) == 0
+    assert written(with_markers(tmp_path, "prefill_backward")) == 0
     readme = page_of(tmp_path)
     assert "old" not in readme and "(figures/prefill_backward.md)" in readme
     # sqrt(400 / 500 * 1800 / 2000), sqrt(400 / 600 * 1800 / 2000), sqrt(440 / 400)
@@ -245,7 +232,7 @@ def test_the_gradients_figure_and_sentence_come_from_its_file(tmp_path: Path) ->
 def test_a_file_without_its_fields_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, name, [{"peer": "vllm" if name == "vllm" else "tsmla"}])
     with_markers(tmp_path, name)
-    assert figures.main(arguments(tmp_path)) == 2
+    assert written(arguments(tmp_path)) == 2
     assert f"{name}.json: KeyError" in capsys.readouterr().err
 
 
@@ -254,7 +241,7 @@ def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     fixed |= {"mode": "v2-lite decode", "b": 16}
     rows = [{**fixed, "peer": "tsmla", "us": 8000.0, "floor_us": 6000.0, "tokens_per_s": 2000}]
     put(tmp_path, "generate", rows)
-    assert figures.main(with_markers(tmp_path, "generate")) == 0
+    assert written(with_markers(tmp_path, "generate")) == 0
     readme = page_of(tmp_path)
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |\n" in readme and "512 tokens of context" in readme
     # vLLM's rows of the same weights stand beside ours: the fastest of its own backends and ours in it, no dummy
@@ -274,7 +261,7 @@ def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     rows += [{**rows[0], "b": 1}, {**rows[0], "context": 16384, "us": 9000.0}]
     put(tmp_path, "generate", rows)
     put(tmp_path, "vllm", vllm)
-    assert figures.main(with_markers(tmp_path, "generate", "vllm")) == 0
+    assert written(with_markers(tmp_path, "generate", "vllm")) == 0
     readme = page_of(tmp_path)
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 | 7.00 | 1.14 |\n" in readme
     assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - | - | - |\n" in readme
@@ -291,7 +278,7 @@ def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     assert page.rstrip().endswith("| v2-lite decode, 512, 16 | 0.50 |")
     assert is_png(tmp_path / "benchmarks" / "figures" / "vllm_decode.png")
     put(tmp_path, "generate", [{**fixed, "b": 16}])
-    assert figures.main(arguments(tmp_path)) == 2
+    assert written(arguments(tmp_path)) == 2
 
 
 FIXED = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23"}
@@ -312,7 +299,7 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(tmp_path: Path) -> 
     ]  # fmt: skip
     put(tmp_path, "indexer_logits", logits)
     put(tmp_path, "select_topk", topk)
-    assert figures.main(with_markers(tmp_path, "indexer_logits", "select_topk")) == 0
+    assert written(with_markers(tmp_path, "indexer_logits", "select_topk")) == 0
     readme, folder = page_of(tmp_path), tmp_path / "benchmarks" / "figures"
     assert "old" not in readme and "DeepGEMM's 0.80 (worst 0.80, 2 points)" in readme
     assert "the best peer's 0.50 (1 point)" in readme and "The 2048 largest" in readme
@@ -331,7 +318,7 @@ def test_the_selection_is_compared_with_the_peers_two_kernels(tmp_path: Path) ->
     case = {**FIXED, "mode": "decode", "b": 8, "s": 1, "keys": 8192, "k": 2048, "h": 64, "floor_us": 2.0}
     rows = [{**case, "peer": peer, "us": us} for peer, us in times.items()]
     put(tmp_path, "indexer_topk", rows)
-    assert figures.main(with_markers(tmp_path, "indexer_topk")) == 0
+    assert written(with_markers(tmp_path, "indexer_topk")) == 0
     readme = page_of(tmp_path)
     assert "fastest top-k's 0.50 (1 point), with one token a request 0.50" in readme
     assert "keep all logits, 1.20 (1 point)" in readme
@@ -349,7 +336,7 @@ def test_sparse_prefill_is_compared_by_heads(tmp_path: Path) -> None:
     ]  # fmt: skip
     rows += [{**rows[i], "mode": "v4", "h": 64, "us": us} for i, us in ((0, 120.0), (2, 100.0))]
     put(tmp_path, "sparse_mla_prefill", rows)
-    assert figures.main(with_markers(tmp_path, "sparse_mla_prefill")) == 0
+    assert written(with_markers(tmp_path, "sparse_mla_prefill")) == 0
     readme = page_of(tmp_path)
     assert "FlashMLA's 0.77 (worst 1.20, 2 points), geometric mean" in readme  # sqrt(0.5 * 1.2)
     assert "16 heads 0.50 (1 point), 64 heads 1.20 (1 point)" in readme
@@ -366,7 +353,7 @@ def test_a_sparse_layer_is_shown_by_step(tmp_path: Path) -> None:
     rows += [{**case, "b": 8, "peer": "engines", "kernels": "sgl legacy", "us": 80.0}]
     rows += [{**rows[0], "part": "write_kv", "us": 7.0}]  # an older record's
     put(tmp_path, "sparse_layer", rows)
-    assert figures.main(with_markers(tmp_path, "sparse_layer")) == 0
+    assert written(with_markers(tmp_path, "sparse_layer")) == 0
     readme = page_of(tmp_path)
     assert "32,768 keys a request, 2,048 of them selected" in readme
     assert "tsmla's time over theirs 0.50 (1 point)" in readme
@@ -383,7 +370,7 @@ def test_packed_rows_are_shown_forward_and_with_the_gradient(tmp_path: Path) -> 
         {**case, "peer": "tsmla_kv", "forward_us": 45.0, "us": 310.0, "rel_err": None},
     ]
     put(tmp_path, "segment_attention", rows)
-    assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
+    assert written(with_markers(tmp_path, "segment_attention")) == 0
     readme = page_of(tmp_path)
     assert "forward 0.50 (1 point), with its gradient 0.75 (1 point)" in readme
     assert "| 4x4096h16s8 | 400.0 | 300.0 | 310.0 | 0.75 |" in readme
@@ -393,7 +380,7 @@ def test_packed_rows_are_shown_forward_and_with_the_gradient(tmp_path: Path) -> 
     )
     assert is_png(tmp_path / "benchmarks" / "figures" / "segment_attention.png")
     put(tmp_path, "segment_attention", rows[:1])  # ours alone
-    assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
+    assert written(with_markers(tmp_path, "segment_attention")) == 0
     assert "cuDNN" not in page_of(tmp_path)
 
 
@@ -412,7 +399,7 @@ def test_several_gpus_are_compared_with_one(tmp_path: Path) -> None:
             step, {**step, **mesh}, {**step, **mesh, "b": 1}, {**step, **copies}, {**step, **mesh, **fewer},
             prompt, {**prompt, "context_parallel": 2, "tokens_per_s": 75000}, {**prompt, **longer},
         ], "h100x2")  # fmt: skip
-    assert figures.main(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
+    assert written(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
     readme = page_of(tmp_path)
     assert "old" not in readme and "2 GPUs 0.60 (1 point)" in readme
     assert "| 4, 16, 131072 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 |" in readme
@@ -436,7 +423,7 @@ def test_vllms_prompts_are_compared_by_the_means_of_their_starts(tmp_path: Path)
     times = ("FLASH_ATTN_MLA", 50e3), ("CUSTOM", 52e3), ("FLASH_ATTN_MLA", 54e3), ("CUSTOM", 46e3)
     rows = [{**case, "backend": backend, "us": us} for backend, us in times]
     put(tmp_path, "vllm_prompts", rows, "h100")
-    assert figures.main(with_markers(tmp_path, "vllm_prompts")) == 0
+    assert written(with_markers(tmp_path, "vllm_prompts")) == 0
     readme = page_of(tmp_path)
     assert "the other's: 0.94 (1 point)" in readme
     assert "| 512, 8 | 50.00, 54.00 | 52.00, 46.00 | 0.94 |" in readme
@@ -448,7 +435,7 @@ def test_the_compressors_table_comes_from_its_file(tmp_path: Path) -> None:
         for mode, b in (("all", 8), ("prefill", 4096))
     ]
     put(tmp_path, "compress", rows)
-    assert figures.main(with_markers(tmp_path, "compress")) == 0
+    assert written(with_markers(tmp_path, "compress")) == 0
     readme = page_of(tmp_path)
     assert "| | V4, 1 in 4 |" in readme and "| prefill of 4096 tokens | 9.0 (1.5) |" in readme
 

@@ -1,27 +1,16 @@
-"""Records of whole models: `generate`, vLLM's steps, and keys or models on several GPUs."""
+"""Write the tables and plots of whole models from their records (`make figures`): of `generate`, also on several GPUs,
+and of vLLM's steps."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import benchmarks.table as tb
+from benchmarks import figures
 from benchmarks.plots import Mark, Style, chart
-from benchmarks.table import (
-    OURS,
-    Column,
-    Loaded,
-    Panel,
-    Point,
-    Record,
-    Row,
-    mean_and_worst,
-    number,
-    provenance,
-    quotient,
-    table,
-    table_of,
-)
 
 CUSTOM = "CUSTOM"
 """Our backend in vLLM."""
@@ -30,15 +19,15 @@ Backend = tuple[str, str, str]
 
 
 def milliseconds(us: float | None) -> str:
-    return number(us and us / 1e3, 2)
+    return tb.number(us and us / 1e3, 2)
 
 
-def of_row(head: str, cell: Callable[[Row], str]) -> Column:
+def of_row(head: str, cell: Callable[[tb.Row], str]) -> tb.Column:
     """A column of a record whose points are single rows."""
-    return head, lambda point: cell(point.rows[OURS])
+    return head, lambda point: cell(point.rows[tb.OURS])
 
 
-SHARED: tuple[Column, ...] = (
+SHARED: tuple[tb.Column, ...] = (
     of_row("of floor", lambda row: f"{row['floor_us'] / row['us']:.0%}"),
     of_row("tokens/s", lambda row: f"{row['tokens_per_s']:,}"),
 )
@@ -48,12 +37,12 @@ FLOOR = of_row("floor", lambda row: milliseconds(row["floor_us"]))
 # ---- generate, beside vLLM
 
 
-def of_checkpoints(rows: list[Row]) -> list[Row]:
+def of_checkpoints(rows: list[tb.Row]) -> list[tb.Row]:
     """vLLM's rows with the weights of a checkpoint: dummy weights compare backends with each other alone."""
     return [row for row in rows if row["peer"] == "vllm"]
 
 
-def vllm_beside(loaded: Loaded) -> list[Row]:
+def vllm_beside(loaded: tb.Loaded) -> list[tb.Row]:
     """vLLM's rows of the same texts over caches of the weights' dtype, of the record that lies beside."""
     path = loaded.path.with_name("vllm.json")
     rows = of_checkpoints(json.loads(path.read_text())) if path.exists() else []
@@ -61,7 +50,7 @@ def vllm_beside(loaded: Loaded) -> list[Row]:
     return [row for row in rows if row["context"] == context and row["kv"] == "auto"]
 
 
-def fastest(loaded: Loaded) -> dict[str, dict[tuple[str, int], float]]:
+def fastest(loaded: tb.Loaded) -> dict[str, dict[tuple[str, int], float]]:
     """Microseconds by mode and batch with the fastest of vLLM's own backends that were timed, and with ours."""
     found: dict[str, dict[tuple[str, int], float]] = {"vLLM": {}, "vLLM with tsmla": {}}
     for row in vllm_beside(loaded):
@@ -70,28 +59,28 @@ def fastest(loaded: Loaded) -> dict[str, dict[tuple[str, int], float]]:
     return {name: times for name, times in found.items() if times}
 
 
-def generate() -> Record:
-    def step(row: Row, context: int) -> str:
+def generate() -> tb.Record:
+    def step(row: tb.Row, context: int) -> str:
         sliced = f", {row['layers']} layers" if "slice" in row["mode"] else ""
         return row["mode"] + sliced + ("" if row["context"] == context else f", {row['context']:,} tokens")
 
-    def columns(loaded: Loaded) -> Iterator[Column]:
+    def columns(loaded: tb.Loaded) -> Iterator[tb.Column]:
         context = loaded.rows[0]["context"]
         yield of_row("model, step", lambda row: step(row, context))
         yield from (B, FLOOR, of_row("**tsmla**", lambda row: f"**{milliseconds(row['us'])}**"), *SHARED)
         for name, times in fastest(loaded).items():
 
-            def theirs(row: Row, times: dict[tuple[str, int], float] = times) -> float | None:
+            def theirs(row: tb.Row, times: dict[tuple[str, int], float] = times) -> float | None:
                 return times.get((row["mode"], row["b"])) if row["context"] == context else None
 
             yield of_row(name, lambda row, theirs=theirs: milliseconds(theirs(row)))
-            yield of_row(f"/ {name}", lambda row, theirs=theirs: quotient(row["us"], theirs(row)))
+            yield of_row(f"/ {name}", lambda row, theirs=theirs: tb.quotient(row["us"], theirs(row)))
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         said = (
             f"Milliseconds a step, random weights, {loaded.rows[0]['context']} tokens of context unless others are "
             f"named. The floor takes experts that are chosen evenly; tokens of random weights choose somewhat fewer of "
-            f"them. {provenance(loaded.rows)}"
+            f"them. {tb.provenance(loaded.rows)}"
         )
         if not (rows := vllm_beside(loaded)):
             return said
@@ -100,9 +89,9 @@ def generate() -> Record:
         backends += ["ours"] * any(row["backend"] == CUSTOM for row in rows)
         version = ", ".join(sorted({row["vllm"] for row in rows}))
         said += f" vLLM {version} read the same checkpoint and had the same prompts, in runs of its own, with "
-        return f"{said}{' and with '.join(backends)}. {provenance(rows)}"
+        return f"{said}{' and with '.join(backends)}. {tb.provenance(rows)}"
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         context, peers = loaded.rows[0]["context"], fastest(loaded)
         for row in sorted(loaded.rows, key=lambda row: row["b"]):
             if not row["mode"].endswith("decode"):
@@ -116,16 +105,16 @@ def generate() -> Record:
 
     colours = {"vLLM": "tab:orange", "vLLM with tsmla": "tab:cyan", "tsmla": "tab:blue", "floor": "0.4"}
     style = Style("ms a step", "texts", log=True, one=False, colours=colours, log_y=(0.5, 1, 2, 5, 10, 20, 50))
-    return Record(
-        "generate", "", (), caption, short=lambda loaded: [table(loaded.points, [*columns(loaded)])],
-        panels=(Panel("generate_decode", "milliseconds a decode step", chart(marks, style), shown=True),),
+    return tb.Record(
+        "generate", "", (), caption, short=lambda loaded: [tb.table(loaded.points, [*columns(loaded)])],
+        panels=(tb.Panel("generate_decode", "milliseconds a decode step", chart(marks, style), shown=True),),
     )  # fmt: skip
 
 
 # ---- vLLM's steps
 
 
-def backend_of(row: Row) -> Backend:
+def backend_of(row: tb.Row) -> Backend:
     return row["backend"], row["prefill"], row["kv"]
 
 
@@ -140,11 +129,11 @@ def title_of(backend: Backend) -> str:
     return said + (f", prefill {prefill}" if prefill != (CUSTOM if name == CUSTOM else "auto") else "") + cache_of(kv)
 
 
-def backends_of(loaded: Loaded) -> list[Backend]:
+def backends_of(loaded: tb.Loaded) -> list[Backend]:
     return sorted({backend_of(row) for row in loaded.rows}, key=lambda x: (x[2], x[0] == CUSTOM, x))
 
 
-def compared(point: Point, kv: str) -> float | None:
+def compared(point: tb.Point, kv: str) -> float | None:
     """The time with our backend over that with the fastest other over such a cache."""
     ours, theirs = ([peer for peer in point.rows if peer[2] == kv and (peer[0] == CUSTOM) is custom]
                     for custom in (True, False))  # fmt: skip
@@ -153,18 +142,13 @@ def compared(point: Point, kv: str) -> float | None:
     return best / other if best and other else None
 
 
-def compared_step(step: str) -> Callable[[Point], float | None]:
-    """`compared` over caches of the weights' dtype, of a step: decode or prefill."""
-    return lambda point: compared(point, "auto") if point["mode"].endswith(step) else None
+def vllm() -> tb.Record:
+    name: tb.Column = "step, context, B", lambda p: f"{p['mode']}, {p['context']}, {p['b']}"
 
-
-def vllm() -> Record:
-    name: Column = "step, context, B", lambda p: f"{p['mode']}, {p['context']}, {p['b']}"
-
-    def kvs(loaded: Loaded) -> list[str]:
+    def kvs(loaded: tb.Loaded) -> list[str]:
         return sorted({kv for _, _, kv in backends_of(loaded) if any(compared(p, kv) for p in loaded.points)})
 
-    def columns(loaded: Loaded) -> Iterator[Column]:
+    def columns(loaded: tb.Loaded) -> Iterator[tb.Column]:
         yield name
         for backend in backends_of(loaded):
             yield title_of(backend), lambda point, backend=backend: milliseconds(point.us(backend))
@@ -172,9 +156,11 @@ def vllm() -> Record:
             head = f"tsmla / best other{cache_of(kv)}"
             yield head, lambda point, kv=kv: f"{ratio:.2f}" if (ratio := compared(point, kv)) else "-"
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         found = {
-            f"{step}{cache_of(kv)}": mean_and_worst(compared(p, kv) for p in loaded.points if p["mode"].endswith(step))
+            f"{step}{cache_of(kv)}": tb.mean_and_worst(
+                compared(p, kv) for p in loaded.points if p["mode"].endswith(step)
+            )
             for kv in kvs(loaded)
             for step in ("decode", "prefill")
         }
@@ -183,13 +169,13 @@ def vllm() -> Record:
         versions = ", ".join(sorted({row["vllm"] for row in loaded.rows}))
         return (
             f"Milliseconds of a step of vLLM {versions} by attention backend, all other parts its own, random weights. "
-            f"{said if sentences else ''}{provenance(loaded.rows)}"
+            f"{said if sentences else ''}{tb.provenance(loaded.rows)}"
         )
 
-    def full(loaded: Loaded) -> list[str]:
-        return [table(loaded.points, [*columns(loaded)]), *equal_tokens(loaded, name)]
+    def full(loaded: tb.Loaded) -> list[str]:
+        return [tb.table(loaded.points, [*columns(loaded)]), *equal_tokens(loaded, name)]
 
-    def marks(loaded: Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for backend, p in itertools.product(backends_of(loaded), sorted(loaded.points, key=lambda p: p.key)):
             if p["mode"].endswith("decode") and (us := p.us(backend)):
                 panel = f"{p['mode']}, {p['context']} tokens of context"
@@ -200,10 +186,10 @@ def vllm() -> Record:
         colours={"tsmla": "tab:blue", "tsmla, fp8 cache": "tab:blue", "FLASHMLA": "C1", "FLASHMLA, fp8 cache": "C1",
                  "FLASH_ATTN_MLA": "C2", "FLASH_ATTN_MLA, fp8 cache": "C2"},
     )  # fmt: skip
-    return Record(
+    return tb.Record(
         "vllm", "vLLM's steps", ("mode", "context", "b"), caption, full,
-        lambda loaded: [table(loaded.points, [*columns(loaded)])],
-        (Panel("vllm_decode", "milliseconds a decode step of vLLM by backend", chart(marks, style), shown=True),),
+        lambda loaded: [tb.table(loaded.points, [*columns(loaded)])],
+        (tb.Panel("vllm_decode", "milliseconds a decode step of vLLM by backend", chart(marks, style), shown=True),),
         peer=backend_of, rows_of=of_checkpoints, order=lambda point: (point["mode"].endswith("prefill"), *point.key),
     )  # fmt: skip
 
@@ -214,10 +200,10 @@ def equal_share(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]])
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-def equal_tokens(loaded: Loaded, name: Column) -> list[str]:
+def equal_tokens(loaded: tb.Loaded, name: tb.Column) -> list[str]:
     """A sentence and a table of the share of tokens that two backends chose alike; empty if no two have tokens."""
 
-    def cell(point: Point, pair: tuple[Backend, Backend]) -> str:
+    def cell(point: tb.Point, pair: tuple[Backend, Backend]) -> str:
         rows = [point.rows[each] for each in pair if "tokens" in point.rows.get(each, ())]
         return f"{equal_share(rows[0]['tokens'], rows[1]['tokens']):.2f}" if len(rows) == 2 else "-"
 
@@ -231,11 +217,11 @@ def equal_tokens(loaded: Loaded, name: Column) -> list[str]:
         "near ties, and one that differs changes those behind it: what two of vLLM's own backends share is the measure."
     )
     columns = [(" = ".join(map(title_of, pair)), lambda point, pair=pair: cell(point, pair)) for pair in pairs]
-    return ["## Equal tokens", sentence, table(points, [name, *columns])]
+    return ["## Equal tokens", sentence, tb.table(points, [name, *columns])]
 
 
-def vllm_prompts() -> Record:
-    def starts(loaded: Loaded) -> tuple[list[str], dict[tuple[int, int], dict[str, list[float]]]]:
+def vllm_prompts() -> tb.Record:
+    def starts(loaded: tb.Loaded) -> tuple[list[str], dict[tuple[int, int], dict[str, list[float]]]]:
         """The backends, ours last, and the milliseconds of each start by context and batch."""
         found: dict[tuple[int, int], dict[str, list[float]]] = {}
         for row in loaded.rows:
@@ -247,24 +233,24 @@ def vllm_prompts() -> Record:
         mean = {name: sum(times) / len(times) for name, times in each.items()}
         return mean.pop(CUSTOM) / min(mean.values())
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         names, found = starts(loaded)
         versions = ", ".join(sorted({row["vllm"] for row in loaded.rows}))
         return (
             f"Milliseconds of 4,096 tokens of prompts in vLLM {versions} by attention backend, its own for prompts "
             f"with {' and '.join(sorted({*names} - {CUSTOM}))}, of an engine that was started several times, with each "
             f"in turn: each start's time. The mean with tsmla's over the other's: "
-            f"{mean_and_worst(map(ratio, found.values()))}. {provenance(loaded.rows)}"
+            f"{tb.mean_and_worst(map(ratio, found.values()))}. {tb.provenance(loaded.rows)}"
         )
 
-    def short(loaded: Loaded) -> list[str]:
+    def short(loaded: tb.Loaded) -> list[str]:
         names, found = starts(loaded)
         heads = ["prompt, B", *("**tsmla**" if name == CUSTOM else name for name in names), "tsmla / other"]
-        lines = [[f"{context}, {b}", *(", ".join(number(ms, 2) for ms in each[name]) for name in names),
+        lines = [[f"{context}, {b}", *(", ".join(tb.number(ms, 2) for ms in each[name]) for name in names),
                   f"{ratio(each):.2f}"] for (context, b), each in found.items()]  # fmt: skip
-        return [table_of(heads, lines)]
+        return [tb.table_of(heads, lines)]
 
-    return Record("vllm_prompts", "", (), caption, short=short, folder="h100")
+    return tb.Record("vllm_prompts", "", (), caption, short=short, folder="h100")
 
 
 # ---- several GPUs
@@ -272,82 +258,45 @@ def vllm_prompts() -> Record:
 MESH = ("data_parallel", "expert_parallel", "context_parallel")
 
 
-def context_parallel() -> Record:
-    def counts(loaded: Loaded) -> list[int]:
-        return sorted({n for point in loaded.points for n in point.rows if n > 1})
-
-    def columns(loaded: Loaded) -> Iterator[Column]:
-        yield "B, H, keys", lambda point: f"{point['b']}, {point['heads']}, {point['keys']}"
-        for n in (1, *counts(loaded)):
-            yield (
-                (f"floor of {n}" if n > 1 else "floor of one"),
-                (lambda point, n=n: number(point.rows[n]["floor_us"]) if n in point.rows else "-"),
-            )
-            yield (f"{n} GPUs" if n > 1 else "one GPU"), lambda point, n=n: number(point.us(n))
-            if n > 1:
-                yield f"{n} GPUs / one", lambda point, n=n: quotient(point.us(n), point.us(1))
-
-    def caption(loaded: Loaded) -> str:
-        found = {n: mean_and_worst(point.ratio(n, 1) for point in loaded.points) for n in counts(loaded)}
-        said = ", ".join(f"{n} GPUs {ratios}" for n, ratios in found.items() if ratios)
-        return (
-            f"Decode attention with the keys of a text on several GPUs, microseconds a layer of "
-            f"{loaded.rows[0]['layers']} in one program, bf16. Time over one GPU's: {said}, geometric means. "
-            f"{provenance(loaded.rows)}"
-        )
-
-    def marks(loaded: Loaded) -> Iterator[Mark]:
-        for n, point in itertools.product(counts(loaded), loaded.points):
-            if (ratio := point.ratio(n, 1)) is not None:
-                name = f"B {point['b']}, H {point['heads']}\n{point['keys'] // 1024}k keys"
-                yield Mark("", f"{n} GPUs", name, ratio)
-
-    def tables(loaded: Loaded) -> list[str]:
-        return [table(loaded.points, [*columns(loaded)])]
-
-    style = Style("time / one GPU's", dots=True, width=(6.5, 0), in_order=True, broken=(0.5,))
-    return Record(
-        "context_parallel", "Context parallelism", ("b", "heads", "keys"), caption, tables, tables,
-        (Panel("context_parallel", "time on several GPUs over one's", chart(marks, style), shown=True),),
-        peer=lambda row: row["context_parallel"], folder="h100x2",
-    )  # fmt: skip
-
-
-def generate_mesh() -> Record:
-    def step(row: Row) -> str:
+def generate_mesh() -> tb.Record:
+    def step(row: tb.Row) -> str:
         """What a row is of, the mesh apart."""
         length = f" of {row['context']:,} tokens" if row["mode"].endswith("prompt") else ""
         return f"{row['mode']}{length}, {row['layers']} layers"
 
-    def mesh(row: Row) -> str:
+    def mesh(row: tb.Row) -> str:
         """The axes of a row's mesh that are split, and where collectives run if not as XLA has them; empty on one."""
         axes = [f"{axis.partition('_')[0]} {row[axis]}" for axis in MESH if row.get(axis, 1) > 1]
         return ", ".join([*axes, *([f"collectives {row['collectives']}"] if "collectives" in row else [])])
 
-    def short(loaded: Loaded) -> list[str]:
+    def short(loaded: tb.Loaded) -> list[str]:
         single = {(step(row), row["b"]): row["tokens_per_s"] for row in loaded.rows if not mesh(row)}
 
-        def speedup(row: Row) -> str:
+        def speedup(row: tb.Row) -> str:
             # A copy of the model is compared with one GPU that has as many texts.
             point = step(row), row["b"] // row.get("data_parallel", 1)
-            return quotient(row["tokens_per_s"], single.get(point) if mesh(row) else None)
+            return tb.quotient(row["tokens_per_s"], single.get(point) if mesh(row) else None)
 
         columns = (
             of_row("model, step", step), of_row("mesh", lambda row: mesh(row) or "one GPU"), B, FLOOR,
             of_row("**ms**", lambda row: f"**{milliseconds(row['us'])}**"), *SHARED,
             of_row("/ one GPU's tokens/s", speedup),
         )  # fmt: skip
-        return [table(loaded.points, columns)]
+        return [tb.table(loaded.points, columns)]
 
-    def caption(loaded: Loaded) -> str:
+    def caption(loaded: tb.Loaded) -> str:
         return (
             f"Milliseconds on several GPUs, random weights: a step, of texts of {loaded.rows[0]['context']} tokens "
             f"where none is said, or a whole prompt; B is that of all GPUs, and the floor that of one. Several copies "
             f"of a model (data) are beside one GPU with the texts of one copy, split experts and split keys (context) "
-            f"beside one with all texts. {provenance(loaded.rows)}"
+            f"beside one with all texts. {tb.provenance(loaded.rows)}"
         )
 
-    return Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
+    return tb.Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
 
 
-RECORDS = (generate(), vllm(), vllm_prompts(), context_parallel(), generate_mesh())
+RECORDS = (generate(), vllm(), vllm_prompts(), generate_mesh())
+
+
+if __name__ == "__main__":
+    sys.exit(figures.main(records=RECORDS))
