@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 import re
 import statistics
@@ -75,17 +74,12 @@ class PrefillBackward(Case):
         return call(*inputs, **offsets, softmax_scale=SCALE, **options)
 
     def ours(self) -> dict[str, Run]:
-        def gradient(call: Any, *inputs: Any, **options: Any) -> Run:
-            leaves = [x.detach().clone().requires_grad_() for x in inputs]
-            out = self.forward(call, leaves, **options)
-            return lambda: torch.autograd.grad(out, leaves, self.d_out, retain_graph=True)
-
         whole = (self.q, self.k, self.v)
         kv = torch.cat([self.k[..., :NOPE], self.v], -1)
         return {
-            "tsmla": gradient(tsmla_bridge.mla_prefill, *whole),
-            "tsmla_deterministic": gradient(tsmla_bridge.mla_prefill, *whole, deterministic=True),
-            "tsmla_kv": gradient(tsmla_bridge.mla_prefill_kv, self.q, kv, self.k[:, 0, NOPE:]),
+            "tsmla": self.gradient(tsmla_bridge.mla_prefill, *whole),
+            "tsmla_deterministic": self.gradient(tsmla_bridge.mla_prefill, *whole, deterministic=True),
+            "tsmla_kv": self.gradient(tsmla_bridge.mla_prefill_kv, self.q, kv, self.k[:, 0, NOPE:]),
         }
 
     def of_peer(self, name: str) -> Run:
@@ -124,25 +118,20 @@ class PrefillBackward(Case):
         case |= {"mode": MODES.get(name, "default"), "tflops": round(flops / us / 1e6, 1)}
         return case | dict(zip(("dq_err", "dk_err", "dv_err"), errors, strict=True))
 
-    def in_float64(self) -> list[Any]:
-        """The gradients of q, k and v of one request, one head after another."""
-        q, k, v, d_out = (x.double() for x in (self.q, self.k, self.v, self.d_out))
-        found = [torch.empty_like(x) for x in (q, k, v)]
-        hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-        for h in range(self.heads):
-            weights = torch.softmax((q[:, h] @ k[:, h].T * SCALE).masked_fill(hidden, -math.inf), -1)
-            d_weights = d_out[:, h] @ v[:, h].T
-            d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * SCALE
-            for gradient, part in zip(found, (d_scores @ k[:, h], d_scores.T @ q[:, h], weights.T @ d_out[:, h]),
-                                      strict=True):  # fmt: skip
-                gradient[:, h] = part
-        return found
+    def gradient(self, call: Any, *inputs: Any, **options: Any) -> Run:
+        """A function that runs the backward pass of one of our operations."""
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out = self.forward(call, leaves, **options)
+        d_out = self.d_out.to(out.dtype)
+        return lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
 
 
 @functools.cache
 def _checked() -> tuple[PrefillBackward, list[Any]]:
+    """The case whose errors are measured, and its gradients in float64 by the definition."""
     case = PrefillBackward(CHECKED)
-    return case, case.in_float64()
+    wide = [x.double() for x in (case.q, case.k, case.v)]
+    return case, case.gradient(tsmla_bridge.mla_prefill, *wide, implementation="reference")()
 
 
 @functools.cache

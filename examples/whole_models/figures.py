@@ -1,5 +1,5 @@
-"""Write the tables and plots of whole models from their records (`make figures`): of `generate`, also on several GPUs,
-and of vLLM's steps."""
+"""Write the tables and plots of whole models from their records (`make figures`): of `generate` and vLLM's
+steps, and of keys and models on several GPUs."""
 
 from __future__ import annotations
 
@@ -258,6 +258,47 @@ def vllm_prompts() -> tb.Record:
 MESH = ("data_parallel", "expert_parallel", "context_parallel")
 
 
+def context_parallel() -> tb.Record:
+    def counts(loaded: tb.Loaded) -> list[int]:
+        return sorted({n for point in loaded.points for n in point.rows if n > 1})
+
+    def columns(loaded: tb.Loaded) -> Iterator[tb.Column]:
+        yield "B, H, keys", lambda point: f"{point['b']}, {point['heads']}, {point['keys']}"
+        for n in (1, *counts(loaded)):
+            yield (
+                (f"floor of {n}" if n > 1 else "floor of one"),
+                (lambda point, n=n: tb.number(point.rows[n]["floor_us"]) if n in point.rows else "-"),
+            )
+            yield (f"{n} GPUs" if n > 1 else "one GPU"), lambda point, n=n: tb.number(point.us(n))
+            if n > 1:
+                yield f"{n} GPUs / one", lambda point, n=n: tb.quotient(point.us(n), point.us(1))
+
+    def caption(loaded: tb.Loaded) -> str:
+        found = {n: tb.mean_and_worst(point.ratio(n, 1) for point in loaded.points) for n in counts(loaded)}
+        said = ", ".join(f"{n} GPUs {ratios}" for n, ratios in found.items() if ratios)
+        return (
+            f"Decode attention with the keys of a text on several GPUs, microseconds a layer of "
+            f"{loaded.rows[0]['layers']} in one program, bf16. Time over one GPU's: {said}, geometric means. "
+            f"{tb.provenance(loaded.rows)}"
+        )
+
+    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
+        for n, point in itertools.product(counts(loaded), loaded.points):
+            if (ratio := point.ratio(n, 1)) is not None:
+                name = f"B {point['b']}, H {point['heads']}\n{point['keys'] // 1024}k keys"
+                yield Mark("", f"{n} GPUs", name, ratio)
+
+    def tables(loaded: tb.Loaded) -> list[str]:
+        return [tb.table(loaded.points, [*columns(loaded)])]
+
+    style = Style("time / one GPU's", dots=True, width=(6.5, 0), in_order=True, broken=(0.5,))
+    return tb.Record(
+        "context_parallel", "Context parallelism", ("b", "heads", "keys"), caption, tables, tables,
+        (tb.Panel("context_parallel", "time on several GPUs over one's", chart(marks, style), shown=True),),
+        peer=lambda row: row["context_parallel"], folder="h100x2",
+    )  # fmt: skip
+
+
 def generate_mesh() -> tb.Record:
     def step(row: tb.Row) -> str:
         """What a row is of, the mesh apart."""
@@ -295,7 +336,7 @@ def generate_mesh() -> tb.Record:
     return tb.Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
 
 
-RECORDS = (generate(), vllm(), vllm_prompts(), generate_mesh())
+RECORDS = (generate(), vllm(), vllm_prompts(), context_parallel(), generate_mesh())
 
 
 if __name__ == "__main__":

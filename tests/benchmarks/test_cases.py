@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -22,7 +21,6 @@ from benchmarks.cases import (
     cache,
     case,
     compress,
-    context_parallel,
     indexer_topk,
     packed,
     prefill_backward,
@@ -214,18 +212,3 @@ def test_cudnns_layout() -> None:
 def test_errors_of_packed_rows(name: str) -> None:
     found = segment_attention.errors(segment_attention.Shape(1, 24, 2, 3), name, "xla")
     assert len(found) == 4 and all(1e-5 < error < 1e-2 for error in found)
-
-
-@pytest.mark.usefixtures("quick_compilation")
-def test_keys_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(step: Any, turns: int) -> float:
-        return float(np.isfinite(np.float32(step())).all())
-
-    monkeypatch.setattr(context_parallel, "STEPS", 1)
-    monkeypatch.setattr(context_parallel, "LAYERS", 2)
-    monkeypatch.setattr(context_parallel, "least_seconds", seconds)
-    assert len(jax.devices()) > 1
-    one, two = context_parallel.ContextParallel((2, 4, 4000)).rows(set(), lambda name: None)
-    assert (one["context_parallel"], two["context_parallel"]) == (1, 2)
-    assert one["us"] == two["us"] == 500_000  # of one "second" for two layers: all results are finite
-    assert one["floor_us"] == pytest.approx(2 * two["floor_us"], abs=0.15) and two["floor_us"] > 1

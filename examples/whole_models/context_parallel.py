@@ -1,5 +1,8 @@
-"""Decode's attention with the keys of each text on two GPUs of one host, beside the same on one of them. A point is B
-texts, H heads and keys of each text; bf16, pages of 64, one new token a text.
+"""Decode's attention with the keys of each text on two GPUs of one host, beside the same on one of them:
+
+    python -m examples.whole_models.context_parallel --out FILE.json [--points 4,16,131072/...]
+
+A point is B texts, H heads and keys of each text; bf16, pages of 64, one new token a text.
 
 What is timed is a step of 8 layers in one program, each over a cache of its own and with queries that the layer before
 made: `tsmla_jax.mla_decode` on one GPU, and `nn.context_parallel.mla_decode` and `merge` on all. Rows are microseconds
@@ -10,16 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import app
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
+from benchmarks import harness
 from benchmarks.floors import LATENT, PAGE, ROPE, bytes_per_s
-from benchmarks.harness import Case, least_seconds
 from tsmla_jax.nn import context_parallel
 
 DEVICES, LAYERS = 2, 8
@@ -66,18 +70,27 @@ def make_step(mesh: Mesh, batch: int, heads: int, keys: int) -> Callable[[], Any
     return run
 
 
-class ContextParallel(Case):
-    points = ((4, 16, 131072), (4, 128, 131072), (1, 16, 131072), (1, 128, 131072), (16, 128, 32768))
-    common: ClassVar = {"mode": "decode attention", "peer": "tsmla", "layers": LAYERS}
+POINTS = ((4, 16, 131072), (4, 128, 131072), (1, 16, 131072), (1, 128, 131072), (16, 128, 32768))
 
-    def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
-        batch, heads, keys = self.point
-        found = []
-        for devices in (1, DEVICES):
-            hear("tsmla")
-            mesh = jax.make_mesh((devices,), ("context",), (AxisType.Auto,), devices=jax.devices()[:devices])
-            us = least_seconds(make_step(mesh, *self.point), 10) / (STEPS * LAYERS) * 1e6
-            floor = batch * keys / devices * (LATENT + ROPE) * 2 / bytes_per_s(jax.devices()[0].device_kind) * 1e6
-            times = {"us": round(us, 1), "floor_us": round(floor, 1)}
-            found.append({"b": batch, "heads": heads, "keys": keys, "context_parallel": devices, **times})
-        return found
+
+def measure(record: harness.Record, batch: int, heads: int, keys: int) -> None:
+    """One point, on one GPU and on all."""
+    for devices in (1, DEVICES):
+        mesh = jax.make_mesh((devices,), ("context",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        us = harness.least_seconds(make_step(mesh, batch, heads, keys), 10) / (STEPS * LAYERS) * 1e6
+        floor = batch * keys / devices * (LATENT + ROPE) * 2 / bytes_per_s(jax.devices()[0].device_kind) * 1e6
+        case = {"b": batch, "heads": heads, "keys": keys, "context_parallel": devices}
+        record.add(**case, us=round(us, 1), floor_us=round(floor, 1))
+        print(f"B {batch:3d} H {heads:3d} {keys:6d} keys on {devices}: {us:8.1f} us, floor {floor:8.1f}", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    texts = harness.POINTS.value.split("/") if harness.POINTS.value else ()
+    record = harness.Record(mode="decode attention", peer="tsmla", layers=LAYERS)
+    for point in harness.within_budget([tuple(map(int, text.split(","))) for text in texts] or POINTS):
+        measure(record, *point)
+
+
+if __name__ == "__main__":
+    app.run(main)

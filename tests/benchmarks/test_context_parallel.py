@@ -1,0 +1,38 @@
+"""Decode's attention with keys on one device and on two, at a size for a CPU."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("absl", reason="the benchmarks' flags")
+from benchmarks import harness
+from examples.whole_models import context_parallel
+
+
+class Rows:
+    """What the record is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_keys_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(step: Any, turns: int) -> float:
+        return float(np.isfinite(np.float32(step())).all())
+
+    monkeypatch.setattr(context_parallel, "STEPS", 1)
+    monkeypatch.setattr(context_parallel, "LAYERS", 2)
+    monkeypatch.setattr(harness, "least_seconds", seconds)
+    assert len(jax.devices()) > 1
+    record = Rows()
+    context_parallel.measure(record, 2, 4, 4000)
+    one, two = record.rows
+    assert (one["context_parallel"], two["context_parallel"]) == (1, 2)
+    assert one["us"] == two["us"] == 500_000  # of one "second" for two layers: all results are finite
+    assert one["floor_us"] == pytest.approx(2 * two["floor_us"], abs=0.15) and two["floor_us"] > 1
