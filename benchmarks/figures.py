@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import plots, table
+from benchmarks import table
 from benchmarks.records import RECORDS, operations, write_summary
 from benchmarks.table import Record
 
@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None, records: Sequence[Record] = RECORDS)
         except (ValueError, OSError) as error:
             print(f"figures: error: {error}", file=sys.stderr)
             return 2
-    plots.draw_bars(operations.bytes_a_token(), figures / "cache_bytes.png")
     return 0
 
 

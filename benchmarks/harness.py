@@ -47,12 +47,14 @@ class Case:
       points: all that are measured by default, tuples of plain values.
       common: fields of all rows.
       peers: those that may run, and the library of `benchmarks.peers` that each needs.
+      read: if points are names, what reads one; ValueError if there is no such point.
       point: this object's. iterations: replays of each function.
     """
 
     points: ClassVar[tuple[Any, ...]] = ()
     common: ClassVar[dict[str, Any]] = {}
     peers: ClassVar[Mapping[str, str]] = {}
+    read: ClassVar[Callable[[str], Any] | None] = None
     iterations = 20
 
     def __init__(self, point: Any) -> None:
@@ -60,11 +62,14 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """The point of a text: its values separated by commas.
+        """The point of a text: the name itself, or values separated by commas.
 
         Raises:
           ValueError: it is no such text; says what is legal.
         """
+        if cls.read is not None:
+            cls.read(text)
+            return text
         like = cls.points[0]
         values = text.split(",")
         try:
@@ -76,7 +81,7 @@ class Case:
     @staticmethod
     def text(point: Any) -> str:
         """The text that `parse` takes."""
-        return ",".join(map(str, point))
+        return point if isinstance(point, str) else ",".join(map(str, point))
 
     @classmethod
     def objects(cls, point: Any) -> Iterable[Object]:
@@ -92,8 +97,8 @@ class Case:
         raise NotImplementedError
 
     def floor_us(self, name: str) -> float:
-        """The time that the point's bytes or products take at least."""
-        raise NotImplementedError
+        """The time that the point's bytes or products take at least; 0 if the record has rates."""
+        return 0.0
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
         """The fields of a function's row, beside its name, its time and its floor."""
@@ -106,15 +111,15 @@ class Case:
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
         """The rows of the point; `hear` is told each function's name before its first run."""
         functions: dict[str, Run] = {}
+        hear(OURS)
         for name, run in self.ours().items():
-            hear(name)
             run()
             functions[name] = run
-        for name in self.peers:
-            if (name, self.point) not in skipped and peers.why_not(self.peers[name]) is None:
+        for name, library in self.peers.items():
+            if (name, self.point) not in skipped and peers.why_not(library) is None:
                 hear(name)
-                if (run := self.started(name)) is not None:
-                    functions[name] = run
+                if (started := self.started(name)) is not None:
+                    functions[name] = started
         rows = []
         for name, us in self.time(functions).items():
             results = functions[name]()
@@ -276,8 +281,9 @@ def compile_all(wanted: Iterable[Object]) -> None:
     from tsmla_kernels import catalog, object_cache
 
     known = catalog.KERNELS | catalog.CHAINS
-    found = [known[name].objects_for({key: _option(value) for key, value in options.items()})
+    texts = [(name, {key: str(x).lower() if isinstance(x, bool) else str(x) for key, x in options.items()})
              for name, options in wanted]  # fmt: skip
+    found = [known[name].objects_for(options) for name, options in texts]
     pairs = list(dict.fromkeys((kernel.name, config) for objects in found for kernel, config in objects))
     missing = [pair for pair in pairs if not object_cache.is_stored(catalog.KERNELS[pair[0]], pair[1], ARCH)]
     if missing:
@@ -287,10 +293,6 @@ def compile_all(wanted: Iterable[Object]) -> None:
     if COMPILE_ONLY.value:
         print(f"{len(pairs)} objects in {object_cache.directory()}, {len(missing)} of them new")
         sys.exit(0)
-
-
-def _option(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _compile_one(wanted: tuple[str, Any]) -> None:

@@ -145,18 +145,3 @@ def draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
         ticks = [1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]
         panels[0].set_yticks(ticks, [f"{tick:.1%}".replace(".0%", "%") for tick in ticks])
         panels[0].set_ylabel("relative error")
-
-
-def draw_bars(formats: Mapping[str, float], path: Path) -> None:
-    """Bytes of a token, a bar a format."""
-    with drawn(path, (6.5, 2.8), 1) as (axes,):
-        axes.barh(range(len(formats)), list(formats.values()), color="tab:blue", height=0.6)
-        axes.set_yticks(range(len(formats)), list(formats), fontsize=8)
-        axes.invert_yaxis()
-        for i, count in enumerate(formats.values()):
-            axes.annotate(f"{count:,.0f}" if count > 100 else f"{count:.2g}", (count, i), (3, 0),
-                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-        axes.set(xscale="log", xlim=(1, 4e5))
-        axes.set_xlabel("bytes a token and layer", fontsize=9)
-        axes.grid(False, axis="y")
-        axes.grid(True, axis="x", alpha=0.3)

@@ -16,6 +16,7 @@ import math
 import statistics
 from typing import Any
 
+import torch
 from absl import app, flags
 
 from benchmarks import harness, peers
@@ -31,6 +32,7 @@ def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: l
     for point in points:
         rows = kind(point).rows(skipped, lambda name, point=point: said.send(("at", name, point)))
         said.send(("rows", point, rows))
+        torch.cuda.empty_cache()
 
 
 def show_list() -> None:

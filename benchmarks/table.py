@@ -251,11 +251,11 @@ def write(record: Record, path: Path, figures: Path, root: Path) -> str:
     figures.mkdir(parents=True, exist_ok=True)
     with reading(path):
         loaded = load(path, record)
-        said, short = record.caption(loaded), record.short(loaded)
-        wanted = [panel for panel in record.panels if not panel.section or panel.section in sections(record, loaded)]
+        said, short, blocks = record.caption(loaded), record.short(loaded), [*record.full(loaded)]
+        wanted = [panel for panel in record.panels if not panel.section or f"## {panel.section}" in blocks]
         drawn = [panel for panel in wanted if panel.draw(loaded, figures / f"{panel.file}.png")]
         full = [f"# {record.title}", f"{record.unit}{(record.full_caption or (lambda _: said))(loaded)}"]
-        full += [image(panel) for panel in drawn if not panel.section] + [*record.full(loaded)]
+        full += [image(panel) for panel in drawn if not panel.section] + blocks
     if record.title:
         (figures / f"{record.name}.md").write_text("\n\n".join(full).replace("{}", "") + "\n")
     link = f" All points: [{record.name}.md]({{}}{record.name}.md)." if record.title and not record.full_caption else ""
@@ -265,8 +265,3 @@ def write(record: Record, path: Path, figures: Path, root: Path) -> str:
     text = between_markers(page.read_text(), record.part or record.name, "\n\n".join(body).replace("{}", f"{folder}/"))
     page.write_text(text)
     return said
-
-
-def sections(record: Record, loaded: Loaded) -> set[str]:
-    """The headings of the sections of a full page."""
-    return {block.removeprefix("## ") for block in record.full(loaded) if block.startswith("## ")}

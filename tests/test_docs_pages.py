@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.cases import CASES
 from tsmla_kernels import contract
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as decode
 
@@ -138,6 +139,15 @@ def test_the_summary_comes_first() -> None:
     assert re.findall(r"^## (.*)$", page, re.MULTILINE)[0] == "Summary" and "<!-- readme summary -->" in page
     step, prompt = re.findall(r"(\d\.\d\d) of (?:its decode step|a prompt)'s", page.replace("\n", " "))
     assert f"decode {step} (worst" in (said := (BENCHMARKS / "README.md").read_text()) and f"prefill {prompt} (" in said
+
+
+def test_the_bytes_of_a_token_are_those_of_the_layouts() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text().partition("## Memory a token")[2].partition("\n## ")[0]
+    said = [float(text.replace(",", "")) for text in re.findall(r"\| ([\d.,]+) \|$", page, re.MULTILINE)]
+    dense, v4 = V32_PACKED.latent_dim + V32_PACKED.rope_dim, V4_PACKED.page_bytes(64) / 64
+    keys = INDEXER.row_bytes
+    want = [128 * (192 + 128) * 2, dense * 2, V32_PACKED.row_bytes + keys, dense, (v4 + keys) / 4, v4 / 128]
+    assert said == [round(size, 1 if size < 10 else None) for size in want] and sorted(want, reverse=True) == want
 
 
 def _workspace(batch: int, heads: int, keys: int, batch_invariant: bool, *, whole: bool = False) -> float:

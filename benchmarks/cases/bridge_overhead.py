@@ -20,7 +20,6 @@ import tsmla_bridge
 from benchmarks import peers
 from benchmarks.harness import Case, Run, device, ints, randn, synchronize
 from benchmarks.peers import dense
-from tsmla_bridge import tokenspeed_mla
 
 CALLS, ROUNDS = 300, 7
 BATCH, HEADS, PAGES, PAGE = 4, 16, 4, 64
@@ -35,12 +34,9 @@ def functions() -> dict[str, Run]:
     out, lse = torch.empty_like(q[..., :512]), torch.empty(BATCH, 1, HEADS, device=device())
     size = tsmla_bridge.decode_workspace_size(max_batch=BATCH, num_heads=HEADS)
     memory = {"out": out, "lse": lse, "workspace": tsmla_bridge.Workspace(size), "return_lse": True}
-    sms = tokenspeed_mla.get_num_sm(torch.device("cuda"))
-    buffer = torch.empty(max(size, sms * HEADS * 8 * 513 * 4), dtype=torch.int8, device=device())
     wide = torch.zeros(BATCH, 1, HEADS, 192, dtype=q.dtype, device=device())
     wide[..., 128:] = q[..., 512:]
     halves = q[..., :512].contiguous(), wide[..., 128:]
-    heads_first = halves[0].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), halves[1]
     packed = torch.zeros(BATCH * PAGES, PAGE, 656, dtype=torch.uint8, device=device())
     indices = ints(range(PAGES * PAGE)).repeat(BATCH, 1)
     need = tsmla_bridge.sparse_workspace_size(max_tokens=BATCH, num_heads=HEADS, max_selected=PAGES * PAGE)
@@ -59,17 +55,9 @@ def functions() -> dict[str, Run]:
         "tsmla, kv_scale a tensor": lambda: ours(kv_scale=kv_scale),
         "tsmla, q in two tensors": lambda: ours(halves),
         "tsmla, q in two tensors, lse, out= and a workspace": lambda: ours(halves, **memory),
-        "tsmla, q in two tensors, heads in front": lambda: ours(heads_first),
-        "tokenspeed_mla's function": lambda: tokenspeed_mla.tokenspeed_mla_decode(
-            query=q, kv_cache=cache[:, None], workspace_buffer=buffer, kv_lora_rank=512, qk_rope_head_dim=64,
-            block_tables=tables, seq_lens=lens, max_seq_len=PAGES * PAGE, softmax_scale=SCALE, enable_pdl=True,
-        ),
-        "torch's operator": lambda: torch.ops.tsmla.mla_decode(
-            q, cache, tables, lens, None, None, None, SCALE, 1.0, 512, None, True, False, None
-        ),
         "sparse_mla": sparse,
         "sparse_mla, with lse, out= and a workspace": lambda: sparse(**sparse_memory),
-    }  # fmt: skip
+    }
     if peers.why_not("flashmla") is None:
         peers.load("flashmla")
         found["FlashMLA's operator"] = dense.flashmla(q, cache, tables, lens, SCALE)

@@ -1,14 +1,16 @@
-"""Packed rows for the benchmarks of sparse attention: random ones, what they hold, and errors of attention to them."""
+"""What the benchmarks of sparse attention share: random packed rows, what they hold, and errors to them."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
+import tsmla_bridge
 from benchmarks.floors import LATENT, PAGE
-from benchmarks.harness import device
+from benchmarks.harness import Case, Object, Run, device
 
 WINDOW = 128
 V4_DATA, V4_ROWS, V4_PAGE = PAGE * 576, PAGE * 584, 37440
@@ -85,3 +87,43 @@ def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any =
             worst = max(worst, float((lse[token].double() - want_lse).abs().max()))
     found = {"rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
     return found if lse is None else found | {"lse_err": float(f"{worst:.2e}")}
+
+
+def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:
+    """sparse_mla's kernel for so many heads and tokens."""
+    v4 = {"layout": "v4", "window": WINDOW, "sinks": True} if is_v4 else {}
+    return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, **v4, **more}
+
+
+class PackedCase(Case):
+    """A case over packed caches: the window's and the compressed one of V4, or V3.2's. `sections` has the slots of each
+    token in each of them."""
+
+    is_v4: bool
+    caches: tuple[Any, ...]
+    sections: list[Any]
+    sinks: Any
+    lengths: Any = None
+
+    @property
+    def scale(self) -> float:
+        return float((512 if self.is_v4 else 192) ** -0.5)
+
+    @property
+    def width(self) -> int:
+        return 512 if self.is_v4 else 576
+
+    @functools.cached_property
+    def indices(self) -> Any:
+        return torch.cat(self.sections, 1)
+
+    def call(self, q: Any) -> Run:
+        """Ours on these queries."""
+        v4 = {"compressed_kv_cache": self.caches[-1], "window": WINDOW, "sinks": self.sinks} if self.is_v4 else {}
+        options = {"softmax_scale": self.scale, "return_lse": True, **v4}
+        return functools.partial(tsmla_bridge.sparse_mla, q, self.caches[0], self.indices, self.lengths, **options)
+
+    def selected(self, token: int) -> Any:
+        """What the rows hold that a token selects."""
+        slots = [section[token].long() for section in self.sections]
+        return torch.cat([values(cache, at[at >= 0]) for cache, at in zip(self.caches, slots, strict=True)])

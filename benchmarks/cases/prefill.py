@@ -43,6 +43,7 @@ def lengths_of(name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 class Prefill(Case):
+    read = staticmethod(lengths_of)
     points = (
         "1x8192h128", "4x4096h128", "1x32768h16", "16x1024h128", "1x2048h128", "1x2048h16", "1x4096h16", "1x8192h16",
         "1x8192h32", "1x8192h64", "4x4096h64", "ragged32h16", "ragged32h32", "ragged32h64", "ragged32h128",
@@ -59,15 +60,6 @@ class Prefill(Case):
         self.inputs = {"tsmla": wide, "tsmla_fp8": [x.to(torch.float8_e4m3fn) for x in wide]}
         self.cu = tuple(ints([0, *itertools.accumulate(lens)]) for lens in (self.q_lens, self.kv_lens))
         self.longest = max(self.q_lens), max(self.kv_lens)
-
-    @classmethod
-    def parse(cls, text: str) -> str:
-        lengths_of(text)
-        return text
-
-    @staticmethod
-    def text(point: str) -> str:
-        return point
 
     @classmethod
     def objects(cls, point: str) -> Iterable[Object]:
@@ -89,9 +81,6 @@ class Prefill(Case):
             raise ValueError("one version of FA4 reads out of bounds here, and takes the process with it")
         make = dense.fa3_prefill if name == "fa3" else dense.fa4_prefill
         return make(q, k, v, self.cu, self.longest, SCALE)
-
-    def floor_us(self, name: str) -> float:
-        return 0.0  # the record has rates
 
     @property
     def flops(self) -> int:

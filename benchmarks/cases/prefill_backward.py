@@ -41,6 +41,7 @@ def lengths_of(name: str) -> tuple[tuple[int, ...], int]:
 
 
 class PrefillBackward(Case):
+    read = staticmethod(lengths_of)
     points = (*(f"{length}h{h}" for h in (16, 64, 128) for length in (4096, 8192, 16384)), "ragged16h16")
     common: ClassVar = {"dtype": "bf16", "head_dims": [QK_DIM, V_DIM], "causal": True}
     peers: ClassVar = {"cudnn": "cudnn", "fa4": "fa4"}
@@ -51,15 +52,6 @@ class PrefillBackward(Case):
         self.q, self.k, self.v, self.d_out = (randn(sum(self.lens), self.heads, n) for n in (192, 192, 128, 128))
         self.k[..., NOPE:] = self.k[:, :1, NOPE:]  # all heads share the rope columns
         self.cu = ints([0, *itertools.accumulate(self.lens)])
-
-    @classmethod
-    def parse(cls, text: str) -> str:
-        lengths_of(text)
-        return text
-
-    @staticmethod
-    def text(point: str) -> str:
-        return point
 
     @classmethod
     def objects(cls, point: str) -> Iterable[Object]:
@@ -90,9 +82,6 @@ class PrefillBackward(Case):
         if len(self.lens) > 1:
             raise ValueError("cuDNN takes requests of one length")
         return dense.cudnn_gradient(self.q, self.k, self.v, self.d_out, SCALE)
-
-    def floor_us(self, name: str) -> float:
-        return 0.0  # the record has rates
 
     def time(self, functions: dict[str, Run]) -> dict[str, float]:
         """Medians over ROUNDS turns of TURN_MS."""

@@ -59,21 +59,15 @@ class Shape(NamedTuple):
         return ids
 
 
-class Packed(NamedTuple):
-    """cuDNN's packed layout as jax's operation takes it: lengths [B, M] and starts [B, M + 1], -1 for no segment."""
-
-    lens: np.ndarray
-    starts: np.ndarray
-
-
-def packed_layout(ids: np.ndarray, max_segments: int) -> Packed:
-    """The layout of rows of ids, 0 for padding."""
+def packed_layout(ids: np.ndarray, max_segments: int) -> tuple[np.ndarray, np.ndarray]:
+    """cuDNN's packed layout of rows of ids, 0 for padding, as jax's operation takes it: lengths [B, M] and starts
+    [B, M + 1], -1 for no segment."""
     lens, starts = (np.full((len(ids), max_segments + more), -1, np.int32) for more in (0, 1))
     for row, line in enumerate(ids):
         firsts = np.flatnonzero((line != 0) & (np.diff(line, prepend=0) != 0))
         lens[row, : len(firsts)] = [(line == line[first]).sum() for first in firsts]
         starts[row, : len(firsts)] = firsts
-    return Packed(lens, starts)
+    return lens, starts
 
 
 def ours(function: Attend, shape: Shape, implementation: str) -> Attend:
@@ -150,18 +144,10 @@ errors_here = functools.cache(functools.partial(errors, Shape.of(CHECKED)))
 
 
 class SegmentAttention(Case):
+    read = staticmethod(Shape.of)
     points = ("4x4096h16s1", "4x4096h16s8", "4x4096h128s8", "1x16384h16s4", "16x2048h16s1")
     common: ClassVar = {"dtype": "bf16", "errors_at": CHECKED}
     peers: ClassVar = {"cudnn": "cudnn_jax"}
-
-    @classmethod
-    def parse(cls, text: str) -> str:
-        Shape.of(text)
-        return text
-
-    @staticmethod
-    def text(point: str) -> str:
-        return point
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
         def microseconds(run: Callable[[], Any]) -> float:

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-import tsmla_bridge
 from benchmarks.cases import packed
 from benchmarks.cases.packed import WINDOW
 from benchmarks.floors import LATENT, PAGE, floor_us
-from benchmarks.harness import Case, Object, Run, device, randn
+from benchmarks.harness import Object, Run, device, randn
 from benchmarks.peers import sparse
 
 CONTEXT, COMPRESSED = 32768, 8192  # slots of a request to select from: V3.2's, and V4's compressed ones
@@ -35,12 +34,6 @@ class Point(NamedTuple):
     h: int
 
 
-def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:
-    """sparse_mla's kernel for so many heads and tokens."""
-    v4 = {"layout": "v4", "window": WINDOW, "sinks": True} if is_v4 else {}
-    return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, **v4, **more}
-
-
 @functools.cache
 def caches_of(is_v4: bool, batch: int) -> tuple[Any, ...]:
     """Random packed caches for so many requests: V3.2's, or V4's window and compressed pages."""
@@ -54,7 +47,7 @@ def as_bf16(batch: int) -> Any:
     return packed.widened(*caches_of(False, batch))
 
 
-class SparseDecode(Case):
+class SparseDecode(packed.PackedCase):
     points = tuple(
         Point(mode, b, s, h) for b, mode, h, s in itertools.product((1, 8, 32, 64, 128), MODES, (8, 16, 64, 128),
                                                                     (1, 2, 4))
@@ -66,7 +59,7 @@ class SparseDecode(Case):
         super().__init__(point)
         mode, b, s, h = point
         self.is_v4 = mode != "v32"
-        self.width, self.tokens, count = 512 if self.is_v4 else 576, b * s, MODES[mode]
+        self.tokens, count = b * s, MODES[mode]
         self.caches = caches_of(self.is_v4, b)
         self.q = randn(self.tokens, h, self.width)
         request = torch.arange(b, device=device()).repeat_interleave(s)[:, None]
@@ -77,22 +70,16 @@ class SparseDecode(Case):
             first = torch.randint(0, WINDOW_PAGES * PAGE - WINDOW, (self.tokens, 1), device=device())
             near = request * WINDOW_PAGES * PAGE + first + torch.arange(WINDOW, device=device())
             self.sections.insert(0, near.int())
-        self.indices = torch.cat(self.sections, 1)
         self.sinks = torch.randn(h, device=device()) if self.is_v4 else None
-        self.scale = 512**-0.5 if self.is_v4 else 192**-0.5
         if self.floor_us("") > 200:
             self.iterations = 10
 
     @classmethod
     def objects(cls, point: Point) -> Iterable[Object]:
-        yield options_of(point.h, point.b * point.s, point.mode != "v32")
+        yield packed.options_of(point.h, point.b * point.s, point.mode != "v32")
 
     def ours(self) -> dict[str, Run]:
-        v4 = {"compressed_kv_cache": self.caches[-1], "window": WINDOW, "sinks": self.sinks} if self.is_v4 else {}
-        return {"tsmla": functools.partial(
-            tsmla_bridge.sparse_mla, self.q, self.caches[0], self.indices, softmax_scale=self.scale, return_lse=True,
-            **v4,
-        )}  # fmt: skip
+        return {"tsmla": self.call(self.q)}
 
     def of_peer(self, name: str) -> Run:
         if name == "fa3":
@@ -112,11 +99,7 @@ class SparseDecode(Case):
         return floor_us(2 * pairs * columns, pairs * (row + 4) + self.tokens * columns * 2)
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        keys = {
-            token: torch.cat([packed.values(cache, slots[token].long())
-                              for cache, slots in zip(self.caches, self.sections, strict=True)])
-            for token in {0, self.tokens - 1}
-        }  # fmt: skip
+        keys = {token: self.selected(token) for token in {0, self.tokens - 1}}
         lse = results[1] if name == "tsmla" else None
         errors = packed.errors_of(results[0], self.q, keys, self.scale, self.sinks, lse)
         mode, b, s, h = self.point

@@ -19,12 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-import tsmla_bridge
 from benchmarks.cases import packed
 from benchmarks.cases.packed import WINDOW
-from benchmarks.cases.sparse_mla import options_of
 from benchmarks.floors import BYTES_PER_S, FLOPS_PER_S, LATENT, PAGE
-from benchmarks.harness import Case, Object, Run, device, randn
+from benchmarks.harness import Object, Run, device, randn
 from benchmarks.peers import sparse
 
 FP8, E4M3 = "tsmla fp8 queries", torch.float8_e4m3fn
@@ -71,7 +69,7 @@ def caches_of(is_v4: bool) -> tuple[tuple[Any, ...], Any]:
     return caches, packed.widened(*caches)
 
 
-class SparsePrefill(Case):
+class SparsePrefill(packed.PackedCase):
     points = tuple(itertools.starmap(Point, itertools.product(SELECTED, (512, 2048, 4096), (16, 32, 64, 128))))
     common: ClassVar = {"dtype": "bf16", "page": PAGE}
     peers: ClassVar = {"flashmla": "flashmla", "widen": "vllm_c"}
@@ -82,32 +80,25 @@ class SparsePrefill(Case):
         mode, t, h = point
         torch.manual_seed(24)
         self.is_v4 = mode == "v4"
-        self.width = 512 if self.is_v4 else 576
         self.caches, self.bf16 = caches_of(self.is_v4)
         self.q = randn(t, h, self.width)
         self.sections = [draw(mode, t, SELECTED[mode], COMPRESSED if self.is_v4 else CONTEXT)]
         if self.is_v4:
             near = torch.arange(t, device=device())[:, None] + torch.arange(WINDOW, device=device())
             self.sections.insert(0, near.int())
-        self.indices = torch.cat(self.sections, 1)
         counts = torch.arange(1, t + 1, device=device()).clamp(max=SELECTED[mode]).int()
         self.lengths = counts if mode == "prompt" else None
         self.sinks = torch.randn(h, device=device()) if self.is_v4 else None
-        self.scale = 512**-0.5 if self.is_v4 else 192**-0.5
 
     @classmethod
     def objects(cls, point: Point) -> Iterable[Object]:
         lengths = {"lengths": True} if point.mode == "prompt" else {}
         for dtype in ("bfloat16",) if point.mode == "v4" else ("bfloat16", "float8_e4m3fn"):
-            yield options_of(point.h, point.t, point.mode == "v4", dtype=dtype, **lengths)
+            yield packed.options_of(point.h, point.t, point.mode == "v4", dtype=dtype, **lengths)
 
     def ours(self) -> dict[str, Run]:
-        v4 = {"compressed_kv_cache": self.caches[-1], "window": WINDOW, "sinks": self.sinks} if self.is_v4 else {}
-        queries = {"tsmla": self.q} if self.is_v4 else {"tsmla": self.q, FP8: self.q.to(E4M3)}
-        return {name: functools.partial(
-            tsmla_bridge.sparse_mla, q, self.caches[0], self.indices, self.lengths, softmax_scale=self.scale,
-            return_lse=True, **v4,
-        ) for name, q in queries.items()}  # fmt: skip
+        found = {"tsmla": self.call(self.q)}
+        return found if self.is_v4 else found | {FP8: self.call(self.q.to(E4M3))}
 
     def of_peer(self, name: str) -> Run:
         if name == "widen":
@@ -138,11 +129,8 @@ class SparsePrefill(Case):
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
         if name == "widen":
             return case | {"rel_err": float((results.float() - self.bf16.float()).norm() / self.bf16.float().norm())}
-        keys = {}
-        for token in sorted({(t - 1) * i // (SAMPLE - 1) for i in range(SAMPLE)}):
-            slots = [section[token].long() for section in self.sections]
-            keys[token] = torch.cat([packed.values(cache, at[at >= 0])
-                                     for cache, at in zip(self.caches, slots, strict=True)])  # fmt: skip
+        sample = sorted({(t - 1) * i // (SAMPLE - 1) for i in range(SAMPLE)})
+        keys = {token: self.selected(token) for token in sample}
         find = functools.partial(packed.errors_of, results[0], keys=keys, scale=self.scale, sinks=self.sinks)
         if name != FP8:
             return case | find(self.q, lse=results[1] if name == "tsmla" else None)

@@ -43,8 +43,7 @@ def decode_columns(peers: Sequence[str], keys: Callable[[tb.Point], str]) -> Seq
     return name, tb.FLOOR, *others, *ours
 
 
-def relative(peers: Sequence[str], of: Callable[[tb.Point], bool], x_name: Callable[[tuple[int, ...]], str],
-             label: str) -> Draw:  # fmt: skip
+def relative(peers: Sequence[str], of: Callable[[tb.Point], bool], label: str, *, same_keys: bool = False) -> Draw:
     """Our time over the best peer's, a panel for each number of heads, a dot a point."""
 
     def marks(loaded: tb.Loaded) -> Iterator[Mark]:
@@ -53,10 +52,11 @@ def relative(peers: Sequence[str], of: Callable[[tb.Point], bool], x_name: Calla
                 b, keys = point["b"], point["keys"]
                 yield Mark(f"H = {point['h']}", f"S = {point['s']}", (b * keys, b, keys), ratio)
 
-    return lambda loaded, path: chart(
-        marks, Style(f"time / best peer's, {label}", "B" if x_name((1, 1, 1)) == "1" else "B x keys", dots=True,
-                     spread=0.16, x_name=x_name, width=(0, 4.2), columns=2),
-    )(loaded, path)  # fmt: skip
+    def name(x: tuple[int, ...]) -> str:
+        return str(x[1]) if same_keys else f"{x[1]} x {x[2] // 1024}k"
+
+    return chart(marks, Style(f"time / best peer's, {label}", "B" if same_keys else "B x keys", dots=True, spread=0.16,
+                              x_name=name, width=(0, 4.2), columns=2))  # fmt: skip
 
 
 def decode(dtype: str) -> tb.Record:
@@ -73,7 +73,7 @@ def decode(dtype: str) -> tb.Record:
         chosen = [p for p in uniform if (p["b"], p["s"], p["h"], p["keys"]) in SHORT]
         return [tb.table(chosen or (uniform or loaded.points)[: len(SHORT)], columns)]
 
-    dots = relative(DENSE, lambda _: True, lambda x: f"{x[1]} x {x[2] // 1024}k", dtype)
+    dots = relative(DENSE, lambda _: True, dtype)
     text = f"time of decode over the best peer's, {dtype}"
     panels = (tb.Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),)
     return tb.Record(
@@ -107,7 +107,7 @@ def sparse() -> tb.Record:
 
     panels = []
     for mode, title in MODES.items():
-        dots = relative(PACKED, of_mode(mode), lambda x: str(x[1]), title)
+        dots = relative(PACKED, of_mode(mode), title, same_keys=True)
         text = "time of sparse_mla over the best peer's"
         panels.append(tb.Panel(f"sparse_mla_{mode}_relative", text, dots, shown=mode == "v32", section=title))
     return tb.Record(

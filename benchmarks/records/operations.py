@@ -1,4 +1,4 @@
-"""Records of the indexer, of the caches' kernels and of a sparse layer, and what is made of several records or none."""
+"""Records of the indexer, of the caches' kernels and of a sparse layer, and the errors of all records."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 import benchmarks.table as tb
 from benchmarks import plots
-from benchmarks.floors import PAGE
 from benchmarks.plots import Mark, Style, chart
 from benchmarks.table import OURS
-from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED
 
 # ---- the indexer
 
@@ -283,24 +281,6 @@ def write_errors(results: Path, figures: Path) -> str:
     body = tb.table_of(heads, lines).replace("|---|---:|", "|---|---|", 1)
     (figures / "errors.md").write_text(f"# Errors\n\n{said}\n\n{body}\n")
     return said
-
-
-# ---- without a record, and a page of its own
-
-
-def bytes_a_token() -> dict[str, float]:
-    """Bytes of a layer's cache that one token takes in each format. V4's entries stand for 4 or 128 tokens; its windows
-    of the newest tokens don't grow with the text and are left out."""
-    dense = V32_PACKED.latent_dim + V32_PACKED.rope_dim
-    v4_entry = V4_PACKED.page_bytes(PAGE) / PAGE
-    return {
-        "V3's keys and values, expanded, bf16": 128 * (192 + 128) * 2,
-        "latent, bf16 or f16": dense * 2,
-        "V3.2: packed, and the indexer's keys": V32_PACKED.row_bytes + INDEXER.row_bytes,
-        "latent, fp8": dense,
-        "V4, 1 in 4: packed, and the indexer's keys": (v4_entry + INDEXER.row_bytes) / 4,
-        "V4, 1 in 128: packed": v4_entry / 128,
-    }
 
 
 RECORDS = (

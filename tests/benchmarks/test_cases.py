@@ -199,10 +199,10 @@ def test_packed_rows_are_what_their_values_say() -> None:
 
 def test_cudnns_layout() -> None:
     """As the docstring of jax's operation has it, and with padding between segments."""
-    found = segment_attention.packed_layout(np.array([[1, 2, 3], [4, 5, 0]]), 3)
-    assert found.starts.tolist() == [[0, 1, 2, -1], [0, 1, -1, -1]] and found.lens.tolist() == [[1, 1, 1], [1, 1, -1]]
-    found = segment_attention.packed_layout(np.array([[0, 7, 7, 0, 3, 3, 3]]), 2)
-    assert found.starts.tolist() == [[1, 4, -1]] and found.lens.tolist() == [[2, 3]]
+    lens, starts = segment_attention.packed_layout(np.array([[1, 2, 3], [4, 5, 0]]), 3)
+    assert starts.tolist() == [[0, 1, 2, -1], [0, 1, -1, -1]] and lens.tolist() == [[1, 1, 1], [1, 1, -1]]
+    lens, starts = segment_attention.packed_layout(np.array([[0, 7, 7, 0, 3, 3, 3]]), 2)
+    assert starts.tolist() == [[1, 4, -1]] and lens.tolist() == [[2, 3]]
     ids = segment_attention.Shape.of("3x160h2s5").ids()
     assert [sorted(set(row) - {0}) for row in ids.tolist()] == [[1, 2, 3, 4, 5]] * 3
 

@@ -457,9 +457,3 @@ def test_errors_are_drawn_of_every_record_that_has_them(tmp_path: Path) -> None:
     put(tmp_path, "decode_fp8", [{"us": 1.0}])
     with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):
         operations.write_errors(results, tmp_path / "benchmarks" / "figures")
-
-
-def test_bytes_of_a_token_are_those_of_the_layouts() -> None:
-    sizes = operations.bytes_a_token()
-    assert sizes["latent, bf16 or f16"] == 1152 and sizes["V3.2: packed, and the indexer's keys"] == 656 + 132
-    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
