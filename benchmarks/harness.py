@@ -18,6 +18,7 @@ from absl import flags
 
 from benchmarks import peers
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory beside jax
 OUT = flags.DEFINE_string("out", None, "where the rows go")
 POINTS = flags.DEFINE_string("points", None, "points separated by /, instead of all")
 SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
@@ -29,8 +30,7 @@ PACKAGES = (
     "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
     "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
-PATIENCE = 40  # seconds without a word after which a process is ended
-FIRST_PATIENCE = 180  # before its first word, which follows imports, peers' libraries and inputs
+FIRST_PATIENCE = 180  # seconds before a process' first word, which follows imports, peers' libraries and inputs
 PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--compare": "FILE",
           "--compilation_cache": "DIR", "--profile": "DIR"}  # fmt: skip
 """Flags whose values are paths, and what a recorded command has in their place."""
@@ -48,7 +48,8 @@ class Case:
       common: fields of all rows.
       peers: those that may run, and the library of `benchmarks.peers` that each needs.
       read: if points are names, what reads one; ValueError if there is no such point.
-      point: this object's. iterations: replays of each function.
+      point: this object's. iterations: replays of each function. patience: seconds
+        without a word after which its process is ended.
     """
 
     points: ClassVar[tuple[Any, ...]] = ()
@@ -56,6 +57,7 @@ class Case:
     peers: ClassVar[Mapping[str, str]] = {}
     read: ClassVar[Callable[[str], Any] | None] = None
     iterations = 20
+    patience = 40
 
     def __init__(self, point: Any) -> None:
         self.point = point
@@ -192,6 +194,7 @@ def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name], stream=stream):
+            share_scales(stream.cuda_stream)
             function()
         graphs[name].replay()
     events: dict[str, list[Any]] = {name: [] for name in graphs}
@@ -208,6 +211,18 @@ def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
     return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
 
 
+def share_scales(stream: int) -> None:
+    """Let the scales that our calls on a stream have written serve the capture that is under way on it, as one layer's
+    serve the others in the graph of a model: a graph of one call would write them at every replay, and be timed so."""
+    import torch
+
+    from tsmla_bridge.runtime import devices, scales
+
+    index, capture = torch.cuda.current_device(), devices.capture_id(stream)
+    if capture is not None:
+        scales._of_capture[index, stream] = (capture, {**scales._of_stream.get((index, stream), {})})
+
+
 def least_seconds(function: Run, turns: int) -> float:
     """The shortest time on the host's clock of `function`, which waits for what it starts, after a call to warm up."""
     function()
@@ -222,18 +237,8 @@ def least_seconds(function: Run, turns: int) -> float:
 # ---- points
 
 
-def within_budget(points: Iterable[Any]) -> Iterator[Any]:
-    """The points in turn, until --seconds have passed."""
-    begun = time.monotonic()
-    for point in points:
-        if time.monotonic() - begun > SECONDS.value:
-            print(f"stopped after {SECONDS.value:.0f} s, before {point}")
-            return
-        yield point
-
-
 def in_processes(
-    measure: Callable[..., None], points: list[Any], skipped: set[tuple[str, Any]]
+    measure: Callable[..., None], points: list[Any], skipped: set[tuple[str, Any]], patience: float = 40
 ) -> Iterator[tuple[Any, Any]]:
     """The points and their rows; a process that ends or hangs is followed by another one for the points left.
 
@@ -246,17 +251,17 @@ def in_processes(
         process = spawn.Process(target=measure, args=(left, skipped, said, sys.argv), daemon=True)
         process.start()
         said.close()  # the child's is then the only one, and its end is seen here
-        at, heard, patience = None, time.monotonic(), FIRST_PATIENCE
+        at, heard, wait = None, time.monotonic(), max(FIRST_PATIENCE, patience)
         while left and time.monotonic() < end:
             if not heard_from.poll(1):
-                if time.monotonic() < heard + patience:
+                if time.monotonic() < heard + wait:
                     continue
                 break
             try:
                 kind, *rest = heard_from.recv()
             except EOFError:
                 break
-            heard, patience = time.monotonic(), PATIENCE
+            heard, wait = time.monotonic(), patience
             if kind == "rows":
                 left.remove(rest[0])
                 yield rest[0], rest[1]

@@ -48,7 +48,8 @@ def show_list() -> None:
 
 def compared(rows: list[dict[str, Any]]) -> tuple[str, float]:
     """A point's times, and ours over the fastest peer's; NaN without one."""
-    us = {row["peer"]: row["us"] for row in rows if "peer" in row}
+    us = {row.get("peer", harness.OURS): row["us"] for row in rows}
+    us |= {"copy": rows[-1]["copy_us"]} if "copy_us" in rows[-1] else {}
     others = [time for name, time in us.items() if not name.startswith(harness.OURS)]
     ratio = us[harness.OURS] / min(others) if others and harness.OURS in us else math.nan
     return "  ".join(f"{name} {time:.1f}" for name, time in us.items()), ratio
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     skipped = {(peer, kind.parse(rest)) for peer, _, rest in (x.partition(",") for x in SKIP.value.split("/") if x)}
     harness.compile_all(wanted for point in points for wanted in kind.objects(point))
     record, ratios = harness.Record(**kind.common), []
-    for point, rows in harness.in_processes(measure, points, skipped):
+    for point, rows in harness.in_processes(measure, points, skipped, kind.patience):
         for row in rows:
             record.add(**row)
         said, ratio = compared(rows)

@@ -68,6 +68,7 @@ class Overhead(Case):
     points = ((BATCH, 1, HEADS, PAGES * PAGE),)
     common: ClassVar = {"b": BATCH, "s": 1, "h": HEADS, "keys": PAGES * PAGE,
                         "host": platform.processor() or platform.machine()}  # fmt: skip
+    patience = 240
     peers: ClassVar = {"FlashMLA's operator": "flashmla"}
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:

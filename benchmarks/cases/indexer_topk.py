@@ -1,6 +1,6 @@
 """indexer_topk, 2,048 keys in order of position, with points and operands of indexer_logits. Functions of a point:
 
-  tsmla           with the workspace of the library; tsmla_32 and so on with one of as many MiB
+  tsmla           with the workspace of the library
   tsmla_two       our two kernels one after the other, all logits in memory; the lengths of rows are given
   tsmla_logits    the first of the two alone
   deep_gemm, and vllm_cooperative, vllm_persistent, vllm_rows and sgl on rows of its logits: what is compared is
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +25,6 @@ from benchmarks.harness import Object, Run, device
 from benchmarks.peers import sparse
 
 K = 2048
-WORKSPACES = (32, 64, 256)  # MiB
 
 
 class Selection(Logits):
@@ -40,21 +39,13 @@ class Selection(Logits):
         yield "select_topk", {**sizes, "k": K, "order": "position"}
 
     def ours(self) -> dict[str, Run]:
-        def selected(**workspace: Any) -> Run:
-            out = torch.empty(len(self.q), K, dtype=torch.int32, device=device())
-            options = {"cu_seqlens_q": self.offsets, "out": out, **workspace}
-            return functools.partial(tsmla_bridge.indexer_topk, *self.operands, K, **options)
-
         score = super().ours()["tsmla"]
-        found = {"tsmla": selected(), "tsmla_logits": score}
+        out = torch.empty(len(self.q), K, dtype=torch.int32, device=device())
+        options = {"cu_seqlens_q": self.offsets, "out": out}
+        selected = functools.partial(tsmla_bridge.indexer_topk, *self.operands, K, **options)
+        found = {"tsmla": selected, "tsmla_logits": score}
         found["tsmla_two"] = lambda: tsmla_bridge.select_topk(score(), self.seen, K, order="position")
-        need = tsmla_bridge.indexer_topk_workspace_size(max_tokens=len(self.q), max_keys=self.point.keys)
-        for size in WORKSPACES if device() == "cuda" else ():
-            memory = tsmla_bridge.Workspace(min(size << 20, max(need, 1 << 20)))
-            found[f"tsmla_{size}"] = selected(workspace=memory)
-        want = found["tsmla_two"]()
-        for name, run in found.items():
-            assert name == "tsmla_logits" or torch.equal(run(), want), f"{name} selects other keys at {self.point}"
+        assert torch.equal(found["tsmla"](), found["tsmla_two"]()), f"ours select different keys at {self.point}"
         return found
 
     def of_peer(self, name: str) -> Run:

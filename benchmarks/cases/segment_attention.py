@@ -147,6 +147,7 @@ class SegmentAttention(Case):
     read = staticmethod(Shape.of)
     points = ("4x4096h16s1", "4x4096h16s8", "4x4096h128s8", "1x16384h16s4", "16x2048h16s1")
     common: ClassVar = {"dtype": "bf16", "errors_at": CHECKED}
+    patience = 240
     peers: ClassVar = {"cudnn": "cudnn_jax"}
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -249,6 +249,7 @@ def peer_step(layer: Layer, steps: list[LayerStep], hear: Callable[[str], None])
 class SparseLayer(Case):
     points = tuple(itertools.product((1, 8, 64), (128, 16)))
     common: ClassVar = {"page": PAGE, "keys": KEYS, "k": K, "part": "step"}
+    patience = 240
     peers: ClassVar = {"engines": "vllm_c"}
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:

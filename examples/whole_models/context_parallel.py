@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from benchmarks import harness
 from benchmarks.floors import LATENT, PAGE, ROPE, bytes_per_s
+from examples.whole_models.models import within_budget
 from tsmla_jax.nn import context_parallel
 
 DEVICES, LAYERS = 2, 8
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
     del argv
     texts = harness.POINTS.value.split("/") if harness.POINTS.value else ()
     record = harness.Record(mode="decode attention", peer="tsmla", layers=LAYERS)
-    for point in harness.within_budget([tuple(map(int, text.split(","))) for text in texts] or POINTS):
+    for point in within_budget([tuple(map(int, text.split(","))) for text in texts] or POINTS):
         measure(record, *point)
 
 

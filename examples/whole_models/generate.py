@@ -47,8 +47,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.floors import FLOPS_PER_S, bytes_per_s
-from benchmarks.harness import COMPILE_ONLY, POINTS, Record, within_budget
-from examples.whole_models.models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
+from benchmarks.harness import COMPILE_ONLY, POINTS, Record
+from examples.whole_models.models import (
+    CHECKPOINTS,
+    KEPT_TOKENS,
+    MODELS,
+    checkpoint,
+    equal_share,
+    mode_name,
+    prompts,
+    within_budget,
+)
 from examples.whole_models.random_checkpoint import write_checkpoint
 from examples.whole_models.random_model import noise, random_params, shapes
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model

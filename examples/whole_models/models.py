@@ -6,10 +6,14 @@ import itertools
 import json
 import random
 import statistics
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
+
+from benchmarks import harness
 
 CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "folder of checkpoints of random weights, one a model")
 COMPARE = flags.DEFINE_string("compare", None, "rows of another run, to compare tokens with")
@@ -96,3 +100,13 @@ def equal_share(row: dict[str, Any]) -> float | None:
 def checkpoint(model: tuple[str, str]) -> Path | None:
     """The model's folder in --checkpoints, complete if it has a config.json; None without that flag."""
     return Path(CHECKPOINTS.value, "-".join(model)) if CHECKPOINTS.value else None
+
+
+def within_budget(points: Iterable[Any]) -> Iterator[Any]:
+    """The points in turn, until --seconds have passed."""
+    begun = time.monotonic()
+    for point in points:
+        if time.monotonic() - begun > harness.SECONDS.value:
+            print(f"stopped after {harness.SECONDS.value:.0f} s, before {point}")
+            return
+        yield point

@@ -37,8 +37,17 @@ os.environ |= {
 
 from absl import app, flags
 
-from benchmarks.harness import POINTS, Record, within_budget
-from examples.whole_models.models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
+from benchmarks.harness import POINTS, Record
+from examples.whole_models.models import (
+    CHECKPOINTS,
+    KEPT_TOKENS,
+    MODELS,
+    checkpoint,
+    equal_share,
+    mode_name,
+    prompts,
+    within_budget,
+)
 
 BACKEND = flags.DEFINE_string("backend", "CUSTOM", "vLLM's decode backend: CUSTOM is this project's")
 PREFILL = flags.DEFINE_string("prefill", None, "vLLM's MLA prefill backend; its own choice by default")
