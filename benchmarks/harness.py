@@ -36,8 +36,7 @@ PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--comp
 """Flags whose values are paths, and what a recorded command has in their place."""
 
 Run = Callable[[], Any]
-Object = tuple[str, Mapping[str, Any]]
-"""An operation and the options of `tsmla compile --config` that say what a call of it loads."""
+Object = tuple[str, Mapping[str, Any]]  # an operation and the options of `tsmla compile --config`, of what a call loads
 
 
 class Case:

@@ -51,9 +51,8 @@ def drawn(
 
 class Style(NamedTuple):
     """How marks are drawn: as dots, bars or lines; `spread` sets lines of dots apart; x_name names a place on the axis,
-    which is a number on a logarithmic scale if `log`; width, columns and angle: of the plot, its panels and the names;
-    one: whether there is a line at 1; in_order: places stand as they come; log_y: the marks of a logarithmic y axis;
-    broken: where there are broken lines."""
+    one on a logarithmic scale if `log`; width, columns and angle: of the plot, its panels and the names; one: a line
+    at 1; in_order: places stand as they come; log_y: marks of a logarithmic y axis; broken: where broken lines are."""
 
     y: str
     x: str = ""

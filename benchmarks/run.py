@@ -6,8 +6,7 @@
 A case bears the name of its record, and its file in benchmarks/cases says what it measures. All functions of a point
 are timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians, unless the case says
 otherwise; ours is the public operation on torch tensors. A peer may end its process with an illegal access, so a
-process of its own runs the points, and another one the points that are left, without that peer at that point. --list
-says which peers can run here, and why the rest can't. A table goes to standard output as it is made.
+process of its own runs the points, and another one the points left, without that peer at that point.
 """
 
 from __future__ import annotations

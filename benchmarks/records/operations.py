@@ -182,8 +182,7 @@ def compress() -> tb.Record:
 # ---- a sparse layer
 
 ENGINES = "engines"
-STEP = "step"
-"""The part of a row that is a whole step; older records have rows of its parts."""
+STEP, ON_HOST = "step", "step by the host's clock"  # older records have rows of a step's parts, too
 
 
 def sparse_layer() -> tb.Record:
@@ -191,7 +190,7 @@ def sparse_layer() -> tb.Record:
     columns: Sequence[tb.Column] = (
         ("B, H", lambda point: f"{point['b']}, {point['h']}"), tb.time("engines' kernels", theirs), tb.our_time(ours),
         tb.over("/ engines'", ours, theirs),
-        ("top-k, attention", lambda point: point.rows[theirs]["kernels"] if theirs in point.rows else "-"),
+        tb.time("by the host's clock: engines'", (ENGINES, ON_HOST)), tb.time("tsmla", (OURS, ON_HOST)),
     )  # fmt: skip
 
     def caption(loaded: tb.Loaded) -> str:

@@ -351,14 +351,15 @@ def test_a_sparse_layer_is_shown_by_step(tmp_path: Path) -> None:
     case = {**FIXED, "page": 64, "keys": 32768, "k": 2048, "h": 16, "same": 0.99, "part": "step"}
     rows = [{**case, "b": b, "peer": "tsmla", "kernels": "", "us": 40.0} for b in (8, 1)]
     rows += [{**case, "b": 8, "peer": "engines", "kernels": "sgl legacy", "us": 80.0}]
+    rows += [{**row, "part": "step by the host's clock", "us": 1.5 * row["us"]} for row in rows]
     rows += [{**rows[0], "part": "write_kv", "us": 7.0}]  # an older record's
     put(tmp_path, "sparse_layer", rows)
     assert written(with_markers(tmp_path, "sparse_layer")) == 0
     readme = page_of(tmp_path)
     assert "32,768 keys a request, 2,048 of them selected" in readme
     assert "tsmla's time over theirs 0.50 (1 point)" in readme
-    assert "| 1, 16 | - | **40.0** | - | - |" in readme
-    assert "| 8, 16 | 80.0 | **40.0** | 0.50 | sgl legacy |" in readme
+    assert "| 1, 16 | - | **40.0** | - | - | 60.0 |" in readme
+    assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 120.0 | 60.0 |" in readme
     assert is_png(tmp_path / "benchmarks" / "figures" / "sparse_layer.png")
 
 
