@@ -20,15 +20,15 @@ class BinSearch:
 
     @cute.jit
     def clear(self, shared: Shared, place: Place):
-        """Empty the bins of the sample, and wait until all threads of the CTA have done so."""
+        """Set the bins of the sample to 0, and wait until all threads of the CTA have done so."""
         for i in cutlass.range(place.thread, BINS, self.config.threads, unroll=1):
             shared.sample.bins[i] = Int32(0)
         cute.arch.sync_threads()
 
     @cute.jit
     def find(self, histogram: Histogram, shared: Shared, place: Place, needed: Int32):
-        """Write into shared.results which bin holds the cluster's key number `needed`, counted from the greatest, and
-        clear shared.totals. All threads call it."""
+        """Find the bin that holds the cluster's `needed`-th greatest key: write BIN, NEEDED and INSIDE of
+        shared.results. Reset all words of shared.totals but BASE. All threads call this function."""
         lane = place.lane
         groups = GROUPS // self.config.warps
         for i in cutlass.range_constexpr(groups):
@@ -57,7 +57,7 @@ class BinSearch:
             if lane == first:
                 index, inside, passed = Int32(0), sums[0], sums[1] + sums[2] + sums[3]
                 for i in cutlass.range_constexpr(3):
-                    # Go down from the greatest bin to the first with which there are enough keys.
+                    # Find the lane's bin in which the count from its greatest bin on reaches `needed`.
                     above = sum([sums[j] for j in range(4 - i, 4)], Int32(0))
                     if above < needed and above + sums[3 - i] >= needed:
                         index, inside, passed = Int32(3 - i), sums[3 - i], above

@@ -17,7 +17,8 @@ from tsmla_kernels.sm90.warp import sum_before
 
 
 class BinCounts(NamedTuple):
-    """A thread's columns above the deciding bin and in it, and the least and the greatest key of the latter."""
+    """How many of a thread's columns are above the deciding bin and in it, and the least and the greatest key of those
+    in it."""
 
     above: Int32
     inside: Int32
@@ -40,7 +41,7 @@ class Candidates:
     @cute.jit
     def merge(self, shared: Shared, place: Place):
         """Gather the cluster's candidates. Total.BASE becomes the number of columns above the bin in the CTAs before
-        this one: the CTA's results begin there, until candidates are selected."""
+        this one. The selected candidates of those CTAs are added later; then the CTA's results begin at BASE."""
         counts = self.cluster.totals(shared, place, Total.INSIDE)
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, place.lane)
         if place.thread == 0:
@@ -56,8 +57,8 @@ class Candidates:
 
     @cute.jit
     def total_above(self, shared: Shared, place: Place, above: Int32):
-        """Add `above`, how many of the thread's columns are above the bin, to the CTA's total. A CTA without a cluster
-        has no total."""
+        """Add `above`, how many of the thread's columns are above the bin, to the CTA's total, which only clusters of
+        several CTAs need."""
         if const_expr(self.config.cluster > 1):
             above = cute.arch.warp_redux_sync(above, "add")
             if place.lane == 0:
@@ -65,9 +66,9 @@ class Candidates:
 
     @cute.jit
     def share_equals(self, shared: Shared, place: Place, counts: BinCounts):
-        """Find how many of its columns in the bin the CTA writes, and where its results begin, if all columns in the
-        bin are equal. Returns whether the cluster's columns in the bin have one key and the k-th greatest is one of
-        them."""
+        """Returns whether all of the cluster's columns in the bin are equal and the k-th greatest is one of them. For
+        that case write how many of its columns in the bin this CTA selects at most (Result.NEEDED), and where its
+        results begin (Total.BASE)."""
         for word, count in ((Total.ABOVE, counts.above), (Total.INSIDE, counts.inside)):
             count = cute.arch.warp_redux_sync(count, "add")
             if place.lane == 0:

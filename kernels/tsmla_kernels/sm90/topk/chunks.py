@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 WORKSPACE_BYTES = 128 << 20
-"""The size of a chunk's logits. Smaller chunks would stay in the L2 cache, but cost more in launches of few rows."""
+"""The size of a chunk's logits. Smaller chunks would stay in the L2 cache, but need more launches of fewer rows, which
+costs more than it saves."""
 ROW_MULTIPLE = 16
-"""If there are several chunks, each has a multiple of this many rows: the most query tokens that read a block of keys
-together. Rows of more than 2,097,152 columns make the workspace larger than WORKSPACE_BYTES."""
+"""If there are several chunks, each has a multiple of this many rows, because the logits' kernel lets up to this many
+query tokens read a block of keys together. With more than 2,097,152 columns, this many rows exceed WORKSPACE_BYTES."""
 LOGIT_BYTES = 4
 ROW_BYTES = 8
 """Bytes that the logits kernel writes for each row: how many keys it sees, and its request, both int32."""
@@ -75,7 +76,7 @@ def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None =
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
     if logits_reasons(spec.logits):
         return Chunks(rows, None, topk)
-    # The grouping of query tokens depends on how many a request has in the whole call; in a chunk, most requests may
-    # have none.
+    # logits_config gets the spec of the whole call, because it groups query tokens by how many a request has there. In
+    # one chunk most requests may have none.
     topk = dataclasses.replace(topk, follows=True)
     return Chunks(rows, dataclasses.replace(logits_config(spec.logits, num_sms), writes_rows=ragged), topk)

@@ -1,6 +1,7 @@
 """Which top-k kernel serves a call: static configurations. Imports no cutlass.
 
-One object serves every number of rows and columns; `topk_config` picks how a row is shared out from both.
+A compiled kernel serves any number of rows and columns. By these two numbers `topk_config` picks how many CTAs share a
+row.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class TopkConfig:
       order: "position", ascending, or "value", descending with ties by position.
       page_size: if not 0, slots are written instead of positions, through a block table of pages of this size.
       row_starts: whether each row begins at a column of its own.
-      row_requests: with page_size: whether the block table has a row for each request, and each row of logits says its
-        request; otherwise it has one for each row of logits.
+      row_requests: if page_size is not 0: whether the block table has a row for each request, and an operand says the
+        request of each row of logits. Otherwise the block table has a row for each row of logits.
       scores: whether the selected logits are also written.
       cluster: CTAs that share a row. warps: warps of a CTA.
       stages, stage_units: each warp's shared memory in ExactSearch: how many copies may be in flight, and how many
-        UNITs a copy has. A row that fits is copied once, a longer row once in every pass.
-      held: chunks of a row in a CTA's shared memory; a chunk has 16 bytes for each thread. most_chunks: the largest
-        share of a row that FilteredSearch takes. If that is more than `held`, the CTA holds a sample and reads the row
-        once. depth: chunks that a thread reads at once.
+        UNITs a copy has. If a warp's part of the row fits, it is copied once; otherwise every walk copies it again.
+      held: most chunks of a row in a CTA's shared memory; a chunk has 16 bytes for each thread. most_chunks: the
+        largest share of a row that FilteredSearch takes. If a share has more than `held` chunks, the CTA first holds a
+        sample, and then reads its share once. depth: chunks that a thread reads at once.
       in_registers: whether RegisterSearch takes the row, which one CTA holds as a whole.
       most_listed: most keys of one bin that are ranked against each other instead of being counted in finer bins.
       eager: whether copies begin before the row's length is known, so that all columns of the array are copied; for few
         rows.
-      follows: whether the launch before is that of indexer_logits. This one then begins before the other has ended, and
-        waits for its end.
+      follows: whether the previous launch is the kernel of indexer_logits. select_topk then starts before that kernel
+        has ended, and waits for its end.
     """
 
     k: int
@@ -70,8 +71,8 @@ class TopkConfig:
 
     @property
     def least_ctas(self) -> int:
-        """CTAs that must fit into a multiprocessor's registers. 0 leaves it to the compiler, which allows too few
-        registers if slots are written in a cluster of 8, or from a row in registers."""
+        """CTAs that must fit into a multiprocessor's registers. 0 leaves the number to the compiler. If slots are
+        written, by a cluster of 8 or by RegisterSearch, the compiler allows too few registers; then it is 1."""
         return 1 if self.page_size and (self.cluster == 8 or self.in_registers) else 0
 
     @property
@@ -86,7 +87,7 @@ class TopkConfig:
 
     @property
     def streams(self) -> bool:
-        """Whether a CTA's share of a row may be more than it holds."""
+        """Whether a CTA's share of a row may be more than the CTA holds."""
         return self.most_chunks > self.held
 
     @property
@@ -95,7 +96,8 @@ class TopkConfig:
 
     @property
     def kept(self) -> int:
-        """Columns that a thread has room to keep: its share of the expected 1.5 k, and five standard deviations."""
+        """Columns that a thread has room to keep: its share of 1.5 k, five standard deviations, and 4
+        more."""
         expected = 1.5 * self.k / (self.threads * self.cluster)
         return math.ceil(expected + 5 * math.sqrt(expected)) + 4
 
@@ -127,12 +129,12 @@ def topk_reasons(spec: TopKSpec) -> list[str]:
 
 
 def topk_config(spec: TopKSpec) -> TopkConfig:
-    """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled. The number of rows
-    may be symbolic."""
+    """The configuration that serves `spec`. There are only a few for all sizes, so that few kernels are compiled. The
+    number of rows may be symbolic."""
     rows, columns = spec.num_tokens, spec.num_columns
     if not isinstance(rows, int):
         rows = MANY_ROWS
-    # cluster, warps, held, most_chunks: a CTA holds the whole row if that leaves no multiprocessor idle.
+    # (cluster, warps, held, most_chunks). One CTA takes a whole row if that leaves no multiprocessor idle.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
     elif columns <= 1 << 15:

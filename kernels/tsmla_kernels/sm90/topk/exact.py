@@ -59,7 +59,7 @@ class Classes(NamedTuple):
     """Context of classify_unit.
 
     Attributes:
-      keys: the range of the bin's keys. low: the least float of the range. high: the least float above it.
+      keys: the range of the bin's keys. low: the least float of the range. high: the least float above the range.
       few: whether the bin's columns are listed; otherwise only the bounds of their keys are found.
     """
 
@@ -72,7 +72,7 @@ class Classes(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Context of locate: a key, and the number of the equal column to find, counted from 1."""
+    """Context of locate: a key, and which of the warp's columns with that key is to be found, counted from 1."""
 
     shared: Shared
     place: Place
@@ -145,7 +145,7 @@ class ExactSearch:
         bins = shared.sample.bins
         self.rows.walk(row, self.count_floats, FloatCounts(bins), Int32(0), Int32(0), Int32(0))
         if place.rank == 0 and place.thread == 0:
-            # Columns outside of the row were counted as NaN.
+            # Columns of the units outside of the row were counted as NaN: subtract them.
             add_to(bins, NAN_BIN, row.length - row.units * UNIT)
         cute.arch.sync_threads()
         self.bins.find(shared.sample, shared, place, Int32(self.config.k))
@@ -155,7 +155,7 @@ class ExactSearch:
         least, greatest = self.cluster.bounds(shared, place)
         searching = (shared.results[Result.INSIDE] > self.config.listed) & (least < greatest)
         while searching:
-            # The bin has more columns than can be ranked, and more than one key: count its keys in finer bins.
+            # The bin has more columns than can be ranked, and they are not all equal: count its keys in finer bins.
             shift = cutlass.max(Int32(32 - BIN_BITS) - Int32(cute.arch.clz(greatest - least)), 0)
             needed = shared.results[Result.NEEDED]
             cute.arch.sync_threads()
@@ -214,7 +214,7 @@ class ExactSearch:
     @cute.jit
     def classify(self, row: Row, shared: Shared, place: Place, keys: KeyRange, copied: Int32):
         """Count the columns above and inside the range `keys`. List the columns inside or, if they are many, find the
-        bounds of their keys. Returns how many chunks were copied so far, after the cluster has met."""
+        bounds of their keys. Then wait for the cluster. Returns how many chunks the warp has copied so far."""
         for i in cutlass.range(place.thread, self.config.listed, self.config.threads, unroll=1):
             shared.candidate_ranks[i] = Int32(0)
         few = shared.results[Result.INSIDE] <= self.config.listed
@@ -268,7 +268,7 @@ class ExactSearch:
     @cute.jit
     def rank_candidates(self, shared: Shared, place: Place):
         """Rank the candidates. Returns (the k-th greatest key, the last position at which a key equal to it is
-        selected, the index among the row's results of the warp's first one)."""
+        selected, where among the row's results the warp's first one goes)."""
         count, needed = shared.results[Result.INSIDE], shared.results[Result.NEEDED]
         keys, mine, own, base = shared.candidates, Int32(0), count, Int32(0)
         if const_expr(self.cluster.size > 1):
@@ -307,7 +307,7 @@ class ExactSearch:
 
     @cute.jit
     def rank_keys(self, keys: cute.Tensor, ranks: cute.Tensor, count: Int32, place: Place):
-        """Add to the rank of each key how many keys are greater. A warp compares 32 keys with one part of all keys."""
+        """Add to each key's rank how many keys are greater. A warp compares 32 keys with one part of all keys."""
         batches = (count + 31) >> 5
         parts = Int32(self.config.warps) // batches
         size = (count + parts - 1) // parts
@@ -322,9 +322,9 @@ class ExactSearch:
 
     @cute.jit
     def share_equals(self, row: Row, shared: Shared, place: Place, key: Uint32, copied: Int32):
-        """Share out the columns of the bin if all of them have the key `key`. Returns (the last position at which the
-        warp selects one, the index among the row's results of the warp's first one, how many chunks were copied so
-        far)."""
+        """Share out the columns of a bin whose columns all have the key `key`. Returns (the last position at which the
+        warp selects one, where among the row's results the warp's first one goes, how many chunks the warp has copied
+        so far)."""
         lane, warp = place.lane, place.warp
         needed = shared.results[Result.NEEDED]
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, lane)
@@ -350,8 +350,8 @@ class ExactSearch:
     def locate(
         self, row: Row, context: Located, unit: Int32, values: cute.Tensor, seen: Int32, second: Int32
     ):  # fmt: skip
-        """Walk callback: `seen` columns with the key come before this unit. Store the position of number
-        `context.number` in the warp's word of candidate_ranks."""
+        """Walk callback: the warp has `seen` columns with the key before this unit. If its column number
+        `context.number` with the key is in the unit, store the position in the warp's word of candidate_ranks."""
         mask = Int32(0)
         for i in cutlass.range_constexpr(4):
             position = self.rows.position(row, unit, i)

@@ -2,8 +2,9 @@
 
 A CTA holds all of its share of a short row in shared memory, but only a sample of a long one. The sample gives a guess:
 a bound that about 1.3 k columns reach. Only these columns are kept when the row is read. The guess is checked: a row
-goes to `ExactSearch` if fewer than k columns reach the bound, if a thread has no room for its kept columns, or if one
-bin has too many different keys. If one bin has too many equal keys, the first of them are selected.
+goes to `ExactSearch` if fewer than k columns reach the bound, or if a thread has no room for its kept columns. A row of
+any length goes there if the k-th largest is -inf or NaN, or if its bin has more columns than can be listed. But if the
+first histogram's bin has too many columns and all of them are equal, the first of them are selected.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PLENTY = 1 << 26
 ABOVE_MARKS = 0x0F0F0F0F
 """The bits of a word of marks for columns above the bin. The other bits are for columns that are equal."""
 EQUAL = 1 << 13
-"""One equal column, in a count of selected columns. The bits below it count the columns above the bin, at most 4096."""
+"""The summand for one equal column in a count of marked columns. The lower bits of the count are for columns above the
+bin, at most 4096."""
 
 
 class Kept(NamedTuple):
@@ -50,7 +52,7 @@ class Kept(NamedTuple):
     Attributes:
       low: the least float that is kept.
       counts: the address of the histogram of kept columns.
-      step: bytes between two places of a thread. last: the address at which its room ends.
+      step: bytes between two kept columns of the thread. last: the address at which the thread's room ends.
     """
 
     low: Float32
@@ -70,8 +72,8 @@ class FilteredSearch:
 
     @cute.jit
     def hold(self, span: Span, shared: Shared, place: Place):
-        """Start the copies of the held chunks. Each thread reads only what it copied itself, and waits only for
-        that."""
+        """Start the copies of the held chunks. Each thread reads only what it copied itself, so it waits only for its
+        own copies."""
         target = Int32(shared.columns.iterator.toint()) + place.thread * 16
         vector = span.begin + place.thread
         for _ in cutlass.range(span.held, unroll=1):
@@ -179,7 +181,7 @@ class FilteredSearch:
 
     @cute.jit
     def split_held(self, span: Span, shared: Shared, place: Place, index: Int32):
-        """Mark the held columns above the bin, and list those in it. Returns how many are above."""
+        """Mark the held columns above the bin, and list those in it. Returns how many of the thread's are above."""
         low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
         values = cute.make_rmem_tensor((4,), Float32)
         above, local = Int32(0), place.thread
@@ -203,12 +205,12 @@ class FilteredSearch:
 
     @cute.jit
     def split_kept(self, span: Span, shared: Shared, place: Place, index: Int32):
-        """Mark the kept columns above the bin, and list those in it. Returns how many are above."""
+        """Mark the kept columns above the bin, and list those in it. Returns how many of the thread's are above."""
         above = Int32(0)
         at = Int32(shared.columns.iterator.toint()) + place.thread * 4
         count = shared.kept_counts[place.thread]
-        # All lanes run the loop equally often. If lanes leave a loop one by one and two branches meet behind it, ptxas
-        # was seen not to bring the warp together again.
+        # All lanes run the loop equally often: when lanes left a loop one by one and two branches met behind it, ptxas
+        # was seen to leave out the warp's reconvergence (DESIGN.md, "Warps stay whole").
         for i in cutlass.range(cute.arch.warp_redux_sync(count, "max"), unroll=1):
             word = cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[at])
             number = word & 0xFFFF
@@ -301,7 +303,8 @@ class FilteredSearch:
 
     @cute.jit
     def write_marked(self, span: Span, shared: Shared, place: Place, output: Output):
-        """Write the marked positions in order, and as many equals as are needed; by value, sort them first."""
+        """Write the positions of the columns marked as above the bin and of the first equals, as many as are needed, in
+        order. If results are sorted by value, sort them first."""
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_arrive()  # from here on this CTA reads no other CTA's shared memory
         cute.arch.sync_threads()
@@ -370,8 +373,9 @@ def marks(shared: Shared, word: Int32) -> Int32:
 
 
 def keep(kept: Kept, value: Float32, number: Int32, offset: Int32, at: Int32) -> Int32:
-    """If `value`, the thread's column `number`, is at least kept.low: store it at address `at` as one word, its bin
-    above its number, and count it in the bin at `offset`. Returns the address for the next column."""
+    """If `value`, the thread's column `number`, is at least kept.low: store one word at address `at`, with the column's
+    bin in the upper half and its number in the lower, and count it in the bin at `offset`. Returns the address for the
+    next column."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 t, v; setp.ge.f32 p, {$r0}, {$r1}; mad.lo.s32 v, {$r5}, 65536, {$r3};"
         " @p st.shared.b32 [{$r2}], v; add.s32 t, {$r4}, {$r5}; @p red.relaxed.cta.shared::cta.add.u32 [t], 1;"

@@ -1,8 +1,8 @@
 """select_topk in one launch: the exact top-k of float32 rows, ties by position. DESIGN.md in this folder gives the
 reasons.
 
-A row is shared out to the CTAs of a cluster. Most rows are searched by `FilteredSearch`, or by `RegisterSearch` if they
-are short; rows that these cannot decide are searched by `ExactSearch`.
+The CTAs of a cluster share a row. Most rows are searched by `FilteredSearch`, or by `RegisterSearch` if they are short
+and few; rows that these cannot decide are searched by `ExactSearch`.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ class SelectTopk:
     def select_exactly(
         self, logits: cute.Tensor, first: Int64, length: Int32, storage: cute.struct, place: Place, output: Output
     ):  # fmt: skip
-        """Write the top-k of any row of `length` columns, whose first is element `first` of logits."""
+        """Write the top-k of any row: `length` columns from element `first` of logits on."""
         shared, barriers = shared_tensors(storage, self.config), storage.barriers.data_ptr()
         self.exact.select(logits, first, length, storage.columns.data_ptr(), barriers, shared, place, output)
 
     @cute.jit
     def clear(self, span: Span, shared: Shared, place: Place):
-        """Clear the marks and the bins. The lowest bin gets PLENTY, so that every search ends there at the latest."""
+        """Clear the marks and the bins. The lowest bin gets PLENTY, so that every search of a histogram finds a bin."""
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
         bins = shared.sample.bins.iterator

@@ -12,7 +12,7 @@ LOWEST_NUMBER = 0x007FFFFF
 
 
 def ordered(value: Float32) -> Uint32:
-    """A number that is greater for a greater float. It is 0 for NaN alone, and the same for 0.0 and -0.0."""
+    """A number that is greater for a greater float. Only NaN has the number 0; 0.0 and -0.0 have the same number."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 t; .reg .b32 m; .reg .pred p;"
         " add.rn.f32 t, {$r0}, 0f00000000; mov.b32 {$w0}, t; shr.s32 m, {$w0}, 31; or.b32 m, m, 0x80000000;"
@@ -61,7 +61,8 @@ def bin_floor(index: Int32) -> Uint32:
     if number > 0x8000:
         found = ordered(f16_value(number - 0x8000))
     else:
-        # A negative float rounds towards zero to a magnitude of at most m, in f16 steps, if it is above -(m + 1).
+        # Let m be the greatest f16 magnitude, as bits, of the bins from `index` on. A negative float rounds towards
+        # zero to at most m if and only if it is above minus the f16 with the bits m + 1 (`magnitude`).
         magnitude = cutlass.max(Int32(0x7FFF) - number, 0) + 1
         if magnitude <= 0x7C00:
             found = ordered(-f16_value(magnitude)) + 1

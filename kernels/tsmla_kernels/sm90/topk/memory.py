@@ -11,7 +11,7 @@ from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.topk.config import BINS, TopkConfig
 
 GROUPS = 32
-"""Groups of neighbouring bins. The sums of groups are searched before the bins of one group."""
+"""How many groups of neighbouring bins there are. The groups' sums are searched first, then the bins of one group."""
 GROUP_BINS = BINS // GROUPS
 
 
@@ -19,7 +19,7 @@ class Result(enum.IntEnum):
     """Words of shared memory that one thread of a CTA writes for all threads of it.
 
     BIN: the bin that holds the k-th greatest key. NEEDED: how many keys of that bin are selected. INSIDE: how many keys
-    it holds. KEY: the k-th greatest key. LIMIT: the last position at which an equal of that key is selected.
+    it holds. KEY: the k-th greatest key. LIMIT: the last position at which a key equal to KEY is selected.
     """
 
     BIN = 0
@@ -54,17 +54,18 @@ class Shared(NamedTuple):
     """A CTA's shared memory as tensors.
 
     Attributes:
-      columns: sampled columns of the row. Reused for the columns that are kept, and for the copies of ExactSearch.
+      columns: the held columns of the row, all or a sample. Reused for the columns that are kept, and for the copies
+        of ExactSearch.
       marks: a byte for each vector of the CTA's share: four bits for columns above the bin or selected, and four for
         columns that are equal.
       kept_counts: for each thread, how many columns it keeps.
-      sample: counts of the sampled columns. kept: counts of the kept columns; the same memory as `sample` if the whole
-        row is sampled.
+      sample: counts of the held columns. kept: counts of the kept columns; its bins are those of `sample` if
+        config.histograms is 1.
       results: words of Result. totals: words of Total.
       warp_above, warp_inside: for each warp, how many of its columns are above the deciding bin and in it.
-      candidates: entries of the CTA's columns in the deciding bin. candidate_warps: the warp of each.
-      cluster_candidates: the candidates of all CTAs of the cluster. candidate_ranks: for each of these, how many are
-        greater.
+      candidates: entries of the CTA's columns in the deciding bin. candidate_warps: for each, the warp that found it.
+      cluster_candidates: the candidates of all CTAs of the cluster. candidate_ranks: for each of them, how many
+        others are greater.
       entries: the selected columns as entries, to be sorted.
     """
 
@@ -108,11 +109,11 @@ class Arrays(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a row's results go, and what they are made from.
+    """The arrays of a row's results, and the sources of slots and scores.
 
     Attributes:
       indices, block_tables, scores: arrays of the launch.
-      table: the row of the block table.
+      table: which row of the block table is used.
       address: the address of the row's first logit.
     """
 
@@ -194,7 +195,7 @@ def bound(words: cute.Tensor, index: Int32, kind: str, value: Uint32) -> None:
 
 
 def global_column(address: Int64, element: Int32) -> Float32:
-    """One column of the row at `address` in global memory."""
+    """Element `element` of the float32 numbers at `address` in global memory."""
     source = cute.make_ptr(Float32, address + Int64(element) * 4, cute.AddressSpace.gmem, assumed_align=4)
     return cute.make_tensor(source, cute.make_layout(1))[0]
 

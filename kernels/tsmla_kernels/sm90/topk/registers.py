@@ -1,8 +1,8 @@
 """RegisterSearch: the top-k of a short row that one CTA holds in registers, 16 columns per thread.
 
-A warp has neighbouring columns, in chunks of 128. So the counts of selected columns of a thread's chunks fit into the
-bytes of one word, and one scan of a warp says where each chunk's positions go. No marks and no second reading of the
-row are needed.
+A warp has neighbouring columns, in chunks of 128. So a warp's counts of selected columns, one for each chunk, fit into
+the bytes of one word, and one scan of the warp says where each chunk's positions go. Marks and a second reading of the
+row are not needed.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class RegisterSearch:
 
     @cute.jit
     def are_equal(self, columns: Columns, shared: Shared, place: Place):
-        """Whether the row's columns in the bin are equal and hold the k-th greatest."""
+        """Whether all of the row's columns in the bin are equal and the k-th greatest is one of them."""
         values = columns.values
         least, greatest = Float32(float("inf")), Float32(float("-inf"))
         for i in cutlass.range_constexpr(VECTOR * self.config.held):
@@ -167,7 +167,7 @@ class RegisterSearch:
 
     @cute.jit
     def first_inside(self, inside: Int32, shared: Shared, place: Place):
-        """Bit mask of this thread's selected columns of the bin if all of them are equal: the lowest positions win."""
+        """Bit mask of this thread's selected columns of a bin whose columns are all equal: the lowest positions win."""
         starts = self.starts(inside, shared, place)
         needed, chosen = shared.results[Result.NEEDED], Int32(0)
         for chunk in cutlass.range_constexpr(self.config.held):
@@ -182,9 +182,8 @@ class RegisterSearch:
 
     @cute.jit
     def starts(self, mask: Int32, shared: Shared, place: Place):
-        """For each of the thread's chunks: how many columns that are set in the row's masks come before the thread's
-        columns of that chunk. The warp's counts lie in the bytes of a word, one byte per chunk: a warp has 128 columns
-        of a chunk."""
+        """For each of the thread's chunks: how many of the row's columns with a set bit come before the thread's
+        columns of that chunk. A word has one byte for a warp's count in each chunk, which is at most 128."""
         held = self.config.held
         own = Int32(0)
         for chunk in cutlass.range_constexpr(held):
@@ -209,8 +208,8 @@ class RegisterSearch:
     def write_values(
         self, span: Span, values: cute.Tensor, mask: Int32, shared: Shared, place: Place, output: Output
     ):  # fmt: skip
-        """Write the positions of the selected columns in order; by value, sort them first. `mask` has the thread's
-        selected columns."""
+        """Write the positions of the selected columns in order; if results are sorted by value, sort them first. `mask`
+        has a bit for each selected column of the thread."""
         config, by_value = self.config, self.writer.by_value
         starts = self.starts(mask, shared, place)
         for i in cutlass.range_constexpr(VECTOR * config.held):
@@ -236,8 +235,8 @@ def lowest(mask: Int32) -> Int32:
 
 @cute.jit
 def value_at(values: cute.Tensor, index: Int32):
-    """Element `index` of `values`, whose number is a power of two. It is found by selections, which leave the values in
-    registers; an array with a dynamic index would not stay there."""
+    """Element `index` of `values`, which has a power of two of elements. Selections find it, because an array with a
+    dynamic index would not stay in registers."""
     left = [values[i] for i in range(cute.size(values))]
     for step in cutlass.range_constexpr(cute.size(values).bit_length() - 1):
         left = [select(index, step, left[i], left[i + 1]) for i in range(0, len(left), 2)]
@@ -246,7 +245,7 @@ def value_at(values: cute.Tensor, index: Int32):
 
 @cute.jit
 def select(index: Int32, bit: cutlass.Constexpr[int], zero: Float32, one: Float32):
-    """`one` where a bit of the index is set, else `zero`."""
+    """`one` if bit number `bit` of the index is set, else `zero`."""
     value = zero
     if (index >> bit) & 1 == 1:
         value = one

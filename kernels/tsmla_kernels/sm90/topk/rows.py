@@ -1,8 +1,9 @@
 """A row of float32 in shared memory, walked by the warps that share it.
 
 A row is cut into units of 128 columns that begin at a multiple of 16 bytes. The warps of the cluster share the units
-evenly, and each has neighbouring ones. A warp copies its own units into its own part of shared memory, so that no warp
-waits for another. Units that fit are copied once; otherwise each walk copies them again, through a ring of stages.
+evenly, and the units of a warp are neighbours. A warp copies its own units into its own part of shared memory, so that
+no warp waits for another. If a warp's units fit, they are copied once; otherwise each walk copies them again, through a
+ring of stages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Row(NamedTuple):
       lead: columns in those bytes before the row's first. length: how many columns the row has.
       units: how many units the row has. begin, end: the warp's first unit, and the one behind its last.
       full: how many vectors of 16 bytes are copied: those that lie wholly in the array.
-      chunks: how many copies bring the warp's units.
+      chunks: how many copies the warp's units take.
       ring: the warp's stages. barriers: one for each stage.
     """
 
@@ -201,6 +202,6 @@ class RowWalker:
 
     @cute.jit
     def position(self, row: Row, unit: Int32, column: cutlass.Constexpr[int]):
-        """The position in the row of a lane's column of a unit. It is below 0, or at least row.length, outside the
-        row."""
+        """The position in the row of a lane's column of a unit. Outside the row it is below 0 or at least
+        row.length."""
         return unit * UNIT + cute.arch.lane_idx() * 4 + column - row.lead

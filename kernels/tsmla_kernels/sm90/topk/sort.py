@@ -1,5 +1,5 @@
-"""A bitonic sort of 64-bit entries by the threads of a CTA. Neighbours are in the registers of a thread; pairs in a
-warp meet by shuffles, and pairs further apart in shared memory."""
+"""A bitonic sort of 64-bit entries by the threads of a CTA. A thread has neighbouring entries in its registers. Two
+threads exchange entries by shuffles if both are in one warp, and through shared memory otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WARP = 32
 
 
 class EntrySort:
-    """Sorts `count` entries in shared memory with `threads` threads. `count` is a power of two of at least 64."""
+    """Sorts `count` entries in shared memory with `threads` threads. `count` is a power of two, and at least 64."""
 
     def __init__(self, count: int, threads: int) -> None:
         self.count = count
@@ -21,8 +21,8 @@ class EntrySort:
 
     @cute.jit
     def descending(self, entries: cute.Tensor, thread: Int32):
-        """Sort in descending order. All threads of the CTA call it, behind a barrier that follows the last write of an
-        entry. It ends with a barrier."""
+        """Sort in descending order. All threads of the CTA call this function after a barrier behind the last write of
+        an entry. It ends with a barrier."""
         own = (thread & (self.active - 1)) * self.each
         values = cute.make_rmem_tensor((self.each,), Uint64)
         others = cute.make_rmem_tensor((self.each,), Uint64)

@@ -15,7 +15,7 @@ from tsmla_kernels.sm90.topk.memory import Place, global_column
 from tsmla_kernels.sm90.warp import quotient
 
 SIGMAS = 5.0
-"""Standard deviations between k and the expected number of columns above the guessed bound."""
+"""Standard deviations by which the sample's target count exceeds k times the sampled fraction: see sample_target."""
 
 
 class Span(NamedTuple):
@@ -25,7 +25,8 @@ class Span(NamedTuple):
       address: the address of the row's first vector. lead: columns of that vector before the row's first. behind: the
         element at which the row's columns end, counted from `address`.
       begin: the CTA's first vector. full: how many vectors lie wholly in the array.
-      chunks: chunks of each CTA. held: how many of these are in shared memory: every `stride`th.
+      chunks: chunks of each CTA. held: how many of these are in shared memory. stride: the distance in chunks from one
+        held chunk to the next.
     """
 
     address: Int64
@@ -67,7 +68,7 @@ def span_of(config: TopkConfig, logits: cute.Tensor, first: Int64, columns: Int3
 @cute.jit
 def mend_vector(span: Span, vector: Int32, values: cute.Tensor):
     """Replace elements outside the row by NaN, and load the row's columns behind the array's last whole vector. Returns
-    whether either was needed."""
+    whether the vector has elements outside the row."""
     changed = Boolean(False)
     if vector * 4 < span.lead or vector * 4 + 4 > span.behind:
         changed = Boolean(True)
@@ -81,8 +82,8 @@ def mend_vector(span: Span, vector: Int32, values: cute.Tensor):
 
 
 def sample_target(k: int, span: Span) -> Int32:
-    """How many columns of the sample are to be above the guessed bound: k times the sampled fraction of the row, plus
-    SIGMAS standard deviations and 4."""
+    """How many columns of the sample must reach the guessed bound: k times the sampled fraction of the row, plus SIGMAS
+    standard deviations and 4."""
     # Approximate instructions: an exactly rounded division or root would be a function call.
     return cute.arch.inline_ptx(
         "{ .reg .f32 s, t; cvt.rn.f32.s32 s, {$r0}; cvt.rn.f32.s32 t, {$r1}; rcp.approx.ftz.f32 t, t;"

@@ -1,5 +1,5 @@
-"""The writing of select_topk's results: positions or slots, their scores, and entries that are sorted by value
-first."""
+"""Writes select_topk's results: positions or slots, and their scores. Results that are sorted by value are first
+collected as entries."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Writer:
 
     @cute.jit
     def enter(self, entries: cute.Tensor, index: Int32, value: Uint64):
-        """Write one entry of the cluster's first CTA."""
+        """Write one entry into the shared memory of the cluster's first CTA."""
         if const_expr(self.cluster.size == 1):
             entries[index] = value
         else:
