@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 MIN_STAGES = 2
 MAX_STAGES = 5
 GATHER_WARPS = 4
-PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read a row's partials at once
+PARTIALS_PAD = 8  # words between two warps' partials, so that lanes read a row's four partials from different banks
 LATENT_DIM = 512
 BLOCK = 64  # keys of a stage
 MAX_SLOTS = 1 << 31  # num_pages * page_span must stay below this: slots are int32
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
-FEW_HEADS = 32  # up to this many heads in a row tile, rows of any kind fit
+FEW_HEADS = 32  # row tiles of up to this many heads fit with any kind of cache rows
 FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
-MANY_TILES = 384  # from this many row tiles on a CTA gets several, and another object deals them out in turn
+MANY_TILES = 384  # from this many row tiles on, another compiled kernel deals them out in turn
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
 
@@ -44,7 +44,7 @@ class SparseConfig:
       dtype: q's dtype: "bfloat16", "float16" or, over V3.2 and plain rows of e4m3, "float8_e4m3fn".
       num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
       layout: the layout of the caches' rows: "v32", "v4" or "plain".
-      kv_dtype: the dtype of plain rows: e4m3, "bfloat16" or "float16".
+      kv_dtype: the caches' dtype. Plain rows have e4m3, "bfloat16" or "float16", packed rows "uint8".
       page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if a slot's number is its row's
         number and every slot of a page has a row.
       window: leading columns of the indices that select from the first cache; None if there is only one cache.
@@ -55,7 +55,7 @@ class SparseConfig:
         leave no room for 64.
       batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
       dealt: deal row tiles out in turn, if every CTA gets several.
-      early_q: request a piece's Q as soon as the products with the Q of the piece before are done.
+      early_q: request a piece's Q as soon as the products with the previous piece's Q are done.
     """
 
     dtype: str
@@ -189,8 +189,8 @@ class SparseConfig:
     def lookahead(self) -> int:
         """A piece is described this many pieces before the value warpgroups reach it.
 
-        A piece of one block takes one stage, and a gathering warp reads the description of the piece behind the last
-        stage that it could fill: `stages` pieces after the next one. Rings of less than four stages would need fewer.
+        When piece n is done and piece n + 1 not released, gathering warps may have filled all stages with pieces n + 1
+        to n + stages of one block each, and read the description of the next. This needs stages + 2 at most.
         """
         return max(self.stages, 4) + 2
 
@@ -221,7 +221,7 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
 
 
 def _size_reasons(spec: SparseMLASpec) -> list[str]:
-    """Why the schedule cannot count the columns of a token, or of all row tiles of the call. Symbolic sizes pass."""
+    """Why the schedule cannot count a token's columns or the call's blocks. Symbolic sizes are not checked."""
     tokens, selected = spec.num_tokens, spec.num_selected
     if not (isinstance(tokens, int) and isinstance(selected, int)):
         return []

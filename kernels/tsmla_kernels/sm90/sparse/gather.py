@@ -49,8 +49,8 @@ class Gatherer:
         self.scales_apart = config.layout == "v4"
 
     def meet_for_first_pieces(self) -> None:
-        """Say, as the scheduling warp, that the first pieces have been described. It does not wait for the gathering
-        warps, because they may need stages of the first piece to be released before they reach the second."""
+        """Say, as the scheduling warp, that the first pieces have been described. The scheduling warp does not wait for
+        the gathering warps, which may need a released stage of the first piece before they reach the second."""
         cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
 
     def wait_for_first_pieces(self) -> None:
@@ -71,7 +71,7 @@ class Gatherer:
                 self.wait_for_first_pieces()
             piece, b_begin, b_end = self.ring.described(number, gather.pieces)
             if b_begin == b_end:
-                # No blocks: this is the end. The consumers read the same description.
+                # A piece without blocks is the end. The softmax and value warps read the same description.
                 if number == 0:
                     self.wait_for_first_pieces()
                 cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
@@ -200,7 +200,7 @@ class Gatherer:
     def announce(self, exist: Int32, index: Int32, warp: Int32, gather: Gather):
         """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes will arrive.
 
-        The copies may arrive earlier, but the stage is not full before this warp has arrived on its barrier.
+        The copies may complete before this call, but the stage is not full until this warp has arrived at `full`.
         """
         if cute.arch.lane_idx() == 0:
             gather.valid[warp, index] = exist
@@ -209,7 +209,7 @@ class Gatherer:
 
     @cute.jit
     def clear_rows(self, first: Int32, exist: Int32):
-        """Zero the rows of this warp that do not exist. Their P is 0, but the stage may hold NaN."""
+        """Zero the rows of this warp that do not exist. P is 0 there, but the stage may hold NaN: 0 * NaN is NaN."""
         lane = cute.arch.lane_idx()
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)

@@ -5,7 +5,8 @@ token:
 
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
                 takes Q (query.py)
-  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule
+  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); the first warp of 2
+                also computes the schedule
   3             four warps gather the selected rows of the cache (gather.py)
 
 A second, small kernel merges the results of tokens that several CTAs shared (latent/combine.py).
@@ -65,7 +66,7 @@ class SparseMla:
         of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
         self.values = of_rows(config, stages, self.walk, self.gatherer)
         self.combine = Combine(config.shape, config.sinks)
-        # Values need the most registers if tiles have 64 rows; gathering warps need more if they keep scales.
+        # With tiles of 64 rows, value warps need the most registers. Gathering warps need more to keep V4's scales.
         if config.shape.p_rows < ROWS:
             self.registers = Registers(128, 136, 168, 40)
         elif config.layout == "v4":
@@ -198,12 +199,13 @@ class SparseMla:
             else:
                 self.registers.set(self.registers.values)
                 self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule)
-            # Idle warps must not signal: `combine` would launch immediately and occupy the SM while it waits.
+            # Gathering warps, which end first, must not call this: `combine` would launch and occupy the SM while it
+            # waits.
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, indices: cute.Tensor, warp: Int32):
-        """Prefetch into the L2 cache, in three idle warps, while the schedule is computed."""
+        """Prefetch indices and q into the L2 cache, in three idle warps, while the schedule is computed."""
         cta, _, _ = cute.arch.block_idx()
         line = (cta * 3 + warp) * 32 + cute.arch.lane_idx()
         prefetch(indices, line * 32)

@@ -12,7 +12,7 @@ from tsmla_kernels.sm90.latent.key_softmax import Exchange
 from tsmla_kernels.sm90.latent.memory import Place, Results, Running
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS
 
-PIECES_KEPT = 16  # places in the ring of descriptions: pieces ahead, and pieces that the slowest warp still reads
+PIECES_KEPT = 16  # descriptions in the ring: pieces described ahead, and pieces that the slowest warp still reads
 GATHER_WARP = 12  # the first gathering warp, which also finds the first piece
 GATHER_ROWS = 64 // GATHER_WARPS  # rows of a block that a gathering warp copies
 FIRST_PIECES_THREADS = 32 + 32 * GATHER_WARPS  # the scheduling warp and the gathering warps
@@ -22,7 +22,7 @@ class Arrays(NamedTuple):
     """The launcher's operands after q and the caches.
 
     Attributes:
-      indices: [T, K] i32. lengths: [T] i32; if the call has no lengths, any tensor of that shape, whose values are not
+      indices: [T, K] i32. lengths: [T] i32; if the call has no lengths, a tensor of that shape whose values are not
         read.
       sinks: [H] f32, or None. scales: [3] f32.
       out: [N, L]. lse: [N] f32, natural log.
@@ -52,7 +52,7 @@ class Query(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and which keys are valid."""
+    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and which keys exist."""
 
     query: Query
     exchange: cute.Pointer
@@ -81,8 +81,8 @@ class Gather(NamedTuple):
 
 
 class Step(NamedTuple):
-    """16 columns of K Q^T: the fragment that has them, the half of it that has them (None: all of it, with 16 bits
-    each), and the group of their scale (None: no scale)."""
+    """16 columns of K Q^T: their fragment, which half of the fragment they are (None: all of it, because they have 16
+    bits each), and the group of their scale (None: no scale)."""
 
     fragment: int
     half: int | None
@@ -108,16 +108,17 @@ class QueryOperands(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The softmax warpgroup's registers from piece to piece.
+    """The values that a softmax thread keeps from piece to piece, and views of shared memory.
 
     Attributes:
       mma_qk: the MMA of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: the copy
         of Q.
-      acc: S^T of a block. part: S^T of a group of columns, if queries are e4m3. narrow, wide: fragments of K in the
-        cache's dtype, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
+      acc: S^T of a block. part: S^T of a group of columns, if queries are e4m3 and rows have scales. narrow, wide:
+        fragments of K in the cache's dtype, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
       k_offset, scales_offset, p_offset: the offsets in a stage of the lane's row of K, its first key's scales, and its
         row of P.
-      p_words: P in the words that are stored. exchanged: scratch. running: the lane's maxima and sums.
+      p_words: P, packed into the words that are stored. exchanged: shared-memory scratch. running: the lane's maxima
+        and sums.
       valid: which keys exist. scales: the operand. results: the arrays for finished rows.
       place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
     """

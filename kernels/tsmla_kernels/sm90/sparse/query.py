@@ -18,7 +18,8 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SparseQuery:
-    """Q at its place in shared memory. If bf16 numbers exceed f16's range, Q is read once more from global memory.
+    """Copies Q to its place in shared memory, and converts it there. If bf16 numbers exceed f16's range, Q is read once
+    more from global memory.
 
     Attributes:
       copy: converts Q to f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
@@ -78,7 +79,8 @@ class SparseQuery:
 
     @cute.jit
     def row(self, sources: Sources, row: Int32, kind: cutlass.Constexpr[int]):
-        """The address of row `row`; `sources` are Q's place and the tile's first row in global memory."""
+        """The address of row `row`, in shared memory if `kind` is MOVE, else in global memory. `sources` are Q's place
+        and the address of the tile's first row in global memory."""
         place, rows = sources
         return place + row * 128 if const_expr(kind == MOVE) else rows + Int64(row) * self.row_bytes
 
@@ -101,8 +103,8 @@ def chunk_64(row, chunk):
 
 
 class Fp8Query(SparseQuery):
-    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. After these lies a bf16 copy of the columns that are
-    multiplied by bf16 keys."""
+    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. A bf16 copy of the columns that are multiplied by bf16
+    keys lies after these tiles."""
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
         super().__init__(config, ring)
@@ -111,8 +113,8 @@ class Fp8Query(SparseQuery):
 
     @cute.jit
     def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
-        """Zero the rows past the tile's end, and copy as bf16 the columns that bf16 keys need. Return 1, the factor of
-        the logits. `sources` and `tops` are not used."""
+        """Zero the rows past the tile's end, and make the bf16 copy of the columns that are multiplied by bf16 keys.
+        Return 1, the factor of the logits. `sources` and `tops` are not used."""
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         step = 128 // self.p_rows
         quad = cute.make_rmem_tensor((4,), Int32)

@@ -1,8 +1,8 @@
 """S^T = K Q^T, softmax and P of the sparse kernel.
 
-K is widened to f16 in registers and multiplied by its scales there. Its columns of bf16 keep their dtype if queries are
-bf16, and otherwise become f16. The gathering warps say which keys of a block exist; the scores of the other keys are
-replaced, never added to.
+K is widened to f16 in registers and multiplied by its scales there. K's bf16 columns in packed rows keep their dtype if
+queries are bf16, and otherwise become f16. The gathering warps say which keys of a block exist; the scores of the other
+keys are replaced by -inf, never added to.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class SparseScores:
         self.config, self.stages, self.pitch = config, stages, config.pitch
         self.ring = ring = stages.ring
         self.block, self.depth = ring.block, config.head_dim
-        self.sums_later = False  # with pieces of one stage, softmax warps may be PIECE_BARRIERS pieces ahead
+        # Pieces may have one stage, so the softmax warps may be too far ahead for the PIECE_BARRIERS barriers of SUMS.
+        self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
         self.query = SparseQuery(config, ring)
@@ -189,19 +190,20 @@ class SparseScores:
 
     @cute.jit
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Wait until piece `number` has been described: see `request_next`. Its rows may arrive while Q is taken."""
+        """Wait until piece `number` has been described. Only the first two pieces need a wait, for their first stage:
+        see DESIGN.md, Prefill. The rows of a later piece may arrive while Q is taken."""
         if number < 2:
             cute.arch.mbarrier_wait(shared.full + index, phase)
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Wait for Q, and convert it to the form in which it is multiplied. It is requested here, unless the piece is
-        the first or request_next has requested it."""
+        """Wait for Q, and convert it to the form in which it is multiplied. Q is requested here, unless the piece is
+        the first or request_next has requested its Q."""
         t, query = held.place.thread, held.query
         # With early_q, later pieces' Q has been requested by request_next.
         not_requested = number == 1 if const_expr(self.config.early_q) else number > 0
         if not_requested:
-            # All four warps have read the previous Q: they have met since their last product.
+            # All four warps have read the previous Q: they have met since their last product with that Q.
             if held.place.warp == 0:
                 self.query.request(piece, query)
         scale = held.scales[0] * LOG2_E  # loaded before the waits below, to overlap them
@@ -218,7 +220,7 @@ class SparseScores:
 
     @cute.jit
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
-        """Do Q K^T, softmax and P for a piece's blocks."""
+        """Compute K Q^T, softmax and P of a piece's blocks."""
         place, running = held.place, held.running
         # (query row of two, key of two, eight query rows)
         s = cute.make_tensor(held.acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
@@ -260,9 +262,9 @@ class SparseScores:
 
     @cute.jit
     def request_next(self, number: Int32, held: Held, shared: Shared):
-        """Request the Q of the piece after piece `number`. All four warps have finished the last Q K^T of piece
-        `number`, since they have voted after it. The first piece does not do this, because the second one may not have
-        been described yet."""
+        """Request the Q of the piece after piece `number`. All four warps have finished the last K Q^T of piece
+        `number`, because they voted after it. After the first piece nothing is requested, because the second one may
+        not have been described yet."""
         if number > 0 and held.place.warp == 0:
             following, b_begin, b_end = self.ring.described(number + 1, shared.pieces)
             if b_begin != b_end:
@@ -295,7 +297,7 @@ class SparseScores:
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address` into `acc`. Before its end, let the value warps begin the
+        """Issue K Q^T of the stage at `address` into `acc`. Before the last steps, let the value warps begin the
         previous block's P V."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         a_shape = mma_qk.get_slice(held.place.thread).partition_shape_A((self.block, 16))
@@ -434,8 +436,8 @@ class SparseScores:
 
     @cute.jit
     def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
-        """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. The first reduction is in
-        each warp, where every exchange halves the values of the lanes with the same rows; the second is over the
+        """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. First reduce within each
+        warp, where an exchange halves the number of values per lane as long as a lane has several. Then reduce over the
         warps."""
         lane, rows = t % 32, self.p_rows // 8
         mine = cute.make_rmem_tensor((2, rows), Float32)

@@ -1,8 +1,8 @@
 """S^T = K Q^T of the sparse kernel for queries of e4m3: fp8 WGMMA on the keys as they lie in the cache.
 
-If rows have scales, each group of columns with one scale has a separate sum. It is multiplied by its keys' scales in
-f32 when it is added to the others. Columns of bf16 keep their 16 bits. If rows have no scales, the tensor cores add up
-all columns. Softmax and P are the same as for other queries.
+If rows have scales, each group of columns with one scale has a separate sum. This sum is multiplied in f32 by its keys'
+scales when it is added to the other groups' sums. Columns of bf16 keep their 16 bits. If rows have no scales, the
+tensor cores add up all columns. Softmax and P are the same as for other queries.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tsmla_kernels.sm90.sparse.scores import SparseScores
 from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.warp import load_matrices
 
-GROUP = 128  # columns of e4m3 that the tensor cores add up
-FRAGMENTS = GROUP // 32  # fragments of a key that a warp reads at once
+GROUP = 128  # columns of e4m3 whose products are issued together; V3.2's rows have one scale for them
+FRAGMENTS = GROUP // 32  # fragments (16 keys, 32 bytes) of a group, which a warp reads together
 
 
 class Columns(NamedTuple):
-    """Some columns of K Q^T: the offsets in a key's row of the fragments that have them, the first step of Q with which
-    they are multiplied, and whether they are bf16."""
+    """Columns whose products are issued together: the offsets in a key's row of their fragments, the first step of Q by
+    which they are multiplied, and whether they are bf16."""
 
     fragments: list[int]
     first_step: int
@@ -51,7 +51,7 @@ class SparseScoresFp8(SparseScores):
     Attributes:
       columns: the result of columns_of.
       scaled: whether rows have scales. Then all columns but the last ones have separate sums.
-      buffers: how many sets of fragments fit. With two, WGMMA reads one set while the other is loaded.
+      buffers: how many sets of fragments fit into registers. With two, WGMMA reads one set while the other is loaded.
     """
 
     def __init__(self, config: SparseConfig, stages: Stages) -> None:
@@ -60,7 +60,7 @@ class SparseScoresFp8(SparseScores):
         self.query, self.k_dtype = Fp8Query(config, ring), ring.dtype
         self.columns = columns_of(config)
         self.scaled = config.scale_group > 0
-        self.buffers = 1 if self.scaled and ring.p_rows == ROWS else 2  # as many as registers allow
+        self.buffers = 1 if self.scaled and ring.p_rows == ROWS else 2  # two would spill with 64 rows and scales
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
         """Q at `q_place` as the operand of both MMAs."""
@@ -80,7 +80,7 @@ class SparseScoresFp8(SparseScores):
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address` into `acc`. Before its end, let the value warps begin the
+        """Issue K Q^T of the stage at `address` into `acc`. Before the last products, let the value warps begin the
         previous block's P V."""
         here, scales, last = address + held.k_offset, address + held.scales_offset, len(self.columns) - 1
         self.read_columns(here, 0, held.narrow)
@@ -105,7 +105,7 @@ class SparseScoresFp8(SparseScores):
 
     @cute.jit
     def read_columns(self, here: Int32, n: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Read this warp's keys of columns n."""
+        """Read this warp's keys, of them the columns numbered n (entry n of `columns`)."""
         for i in cutlass.range_constexpr(len(self.columns[n].fragments)):
             fragment = narrow[None, self.buffer(n, i)]
             fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(here + self.columns[n].fragments[i])
@@ -142,8 +142,8 @@ class SparseScoresFp8(SparseScores):
             scale = held.factors[i].bitcast(Float32)
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 for e in cutlass.range_constexpr(2):
-                    # An explicit fma. Otherwise the compiler fuses the first sum's product instead, and keeps both
-                    # sums.
+                    # An explicit fma: otherwise the compiler fuses the first group's multiplication with the second
+                    # group's addition, and keeps both sums in registers.
                     if const_expr(n == 0):
                         s[e, i, v] = part[e, i, v] * scale
                     else:

@@ -52,5 +52,6 @@ class Stages:
     def scale_place(self, key: Int32 | int) -> Int32 | int:
         """The offset of a key's scale in a group's part of V4's table of scales.
 
-        The value lane with keys 2 q and 2 q + 1 of every eight reads its pairs at once: [q, eight, key of two]."""
+        The order is [q, eight, key of two], because a value lane has keys 2 q and 2 q + 1 of every eight, and reads
+        several of these pairs at once."""
         return key // 2 % 4 * (self.block // 2) + key // 8 * 4 + key % 2 * 2

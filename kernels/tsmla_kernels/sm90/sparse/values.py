@@ -18,7 +18,7 @@ from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_transposed
 
-LAST_TILE = 3  # the number of the tile, among a warp's tiles of 16 latents, that is bf16 in V4's upper half
+LAST_TILE = 3  # the number of a warp's last tile of 16 latents, which is bf16 in V4's upper half
 
 
 def last_row(lane: Int32, pitch: int, chunk: Int32, chunks: int) -> Int32:
@@ -41,7 +41,7 @@ class SparseValues:
     """P V of gathered rows.
 
     Attributes:
-      wide: the part that decode's values share. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
+      wide: the part shared with decode's values. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
       pitch: as in SparseConfig. copier: the gathering warps.
       steps_at_once: steps of 16 keys whose scales are in registers.
     """
@@ -94,7 +94,7 @@ class SparseValues:
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Do nothing: the row sums have been written before P."""
+        """Do nothing: the row sums are written before the last P of a piece is signalled."""
 
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
         """Do nothing: Q is not copied through the ring."""
@@ -117,8 +117,8 @@ class SparseValues:
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             held = of_piece
             if const_expr(self.config.layout == "v4"):
-                # The offset passes a shuffle, so that values derived from it are computed in every block and not kept
-                # from block to block.
+                # `kept` passes the offset through a shuffle, so that values derived from the offset are computed in
+                # every block and not kept from block to block.
                 held = of_piece._replace(offset=kept(of_piece.offset))
             t_p = mma_pv.make_fragment_B(thr.partition_B(self.ring.stage_p(shared, address)))
             here = address + held.offset
@@ -175,7 +175,7 @@ class SparseValues:
     def read_factors(self, address: Int32, held: Held, n: cutlass.Constexpr[int], factors: cute.Tensor):
         """Read the scales of this warp's latents for steps of 16 keys, from step n of the block on.
 
-        Word [i, j] has the scales of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16.
+        Word [i, j] has the scales of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16; q is lane % 4.
         """
         table = address + self.config.scales_offset
         quad = held.lane % 4
@@ -202,13 +202,13 @@ class SparseValues:
 
     @cute.jit
     def widen_scaled(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
-        """Convert half n of the fragments of V^T to f16, and multiply it by its keys' scales."""
+        """Convert step n of V^T, half a fragment, to f16, and multiply it by its keys' scales."""
         self.wide.widen(n, narrow, wide)
         if const_expr(self.config.scale_group > 0):
             pairs = cute.recast_tensor(wide[None, n % WIDE], Int32)
             for i in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
-                    # Pair 2 i + e has latent e of the lane's two, and keys of half i of the 16.
+                    # Pair 2 i + e has latent e of the lane's two latents, and two keys of half i of the 16 keys.
                     pairs[2 * i + e] = times(pairs[2 * i + e], factors[i, n % self.steps_at_once])
 
     @cute.jit
@@ -275,8 +275,8 @@ class PlainValues(SparseValues):
     def store_rows(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
-        """Store a lane's part of O. `target` is the address at which its rows would begin if it had pairs of
-        latents."""
+        """Store a lane's part of O. `target` is the address at which this part would begin if the lane had pairs of
+        neighbouring latents."""
         shape, strides = (2, 2, self.p_rows // 8, self.m_tiles), (8, self.latent, 8 * self.latent, 16)
         singles = singles_of(target, -(rows.lane // 4), dtype, cute.make_layout(shape, stride=strides))
         factors = cute.make_rmem_tensor((2,), Float32)
@@ -293,9 +293,9 @@ class PlainValues(SparseValues):
 class V4Values(SparseValues):
     """P V of V4 rows, whose last 64 latents are bf16.
 
-    In the upper warpgroup these are each warp's last tile, and its other three tiles are e4m3 like all of the lower
-    warpgroup's. Both warpgroups run the same code, because code that runs once is slow to fetch: a last tile is read 16
-    keys at a time and converted to f16 in both ways, and one of the two results is taken.
+    In the upper warpgroup 16 of these are the last tile of each warp; all other tiles of both warpgroups are e4m3. Both
+    warpgroups run the same code, because code that runs once is slow to fetch: a last tile is read 16 keys at a time
+    and converted to f16 both from bf16 and from e4m3, and one of the two results is taken.
     """
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
@@ -347,7 +347,7 @@ class V4Values(SparseValues):
 
     @cute.jit
     def widen_last(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, held: Held, factors: cute.Tensor):
-        """Convert a step of a last tile to f16 both from bf16 and from e4m3, and take the one that fits the tile."""
+        """Convert a step of a last tile to f16 both from bf16 and from e4m3, and take the result that fits the tile."""
         bf16 = -Int32(self.upper(self.tile_of(held)))
         pairs = cute.recast_tensor(held.wide[None, n % WIDE], Int32)
         four = cute.make_rmem_tensor((4,), Int32)
@@ -367,8 +367,8 @@ class V4Values(SparseValues):
     def store_rows(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
-        """Store a lane's part of O: pairs of latents from `target` on, and in the last tile latents that are 1 or 8
-        apart."""
+        """Store a lane's part of O: pairs of neighbouring latents from `target` on. The last tile's latents, which are
+        1 or 8 apart, are stored one by one."""
         tidx, _, _ = cute.arch.thread_idx()
         lines = cute.make_tensor(
             target, cute.make_layout((2, 2, self.p_rows // 8, LAST_TILE), stride=(1, self.latent, 8 * self.latent, 16))

@@ -9,20 +9,20 @@ from tsmla_kernels.sm90.latent.query import two_halves
 
 
 def times(pair: Int32, factors: Int32) -> Int32:
-    """The products of two pairs of f16."""
+    """Multiply two pairs of f16, element by element."""
     return cute.arch.inline_ptx(
         "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[pair, factors]
     )
 
 
 def as_f16(pair: Int32, dtype: str) -> Int32:
-    """A pair of bf16 or f16 as a pair of f16, in another register, so that WGMMA may read it while the first register
-    is loaded."""
+    """A pair of bf16 or f16 as a pair of f16, in another register than `pair`, so that WGMMA may read the result while
+    `pair` is loaded again."""
     return same(pair) if dtype == "float16" else from_bf16(pair)
 
 
 def same(pair: Int32) -> Int32:
-    """A pair of f16, multiplied by 1."""
+    """A copy of a pair of f16 in another register, made by a multiplication by 1."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 ones; mov.b32 ones, 0x3C003C00; mul.rn.f16x2 {$w0}, {$r0}, ones; }",
         write_only_types=[Int32],
