@@ -50,7 +50,7 @@ KEYS_WIDE = 4  # halves of fragments (16 keys, 16 columns) that a warp has in re
 
 
 def key_row(lane, warp):
-    """The offset in a stage of the row that a lane passes to ldmatrix for fragment 0: 16 columns of a key."""
+    """The offset in a stage of the row (16 fp8 columns of a key) that a lane passes to ldmatrix for fragment 0."""
     key = warp * 16 + lane % 16
     return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
 

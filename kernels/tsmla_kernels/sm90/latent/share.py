@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks must leave no cluster idle
 MIN_SORTED_SHARE = 32  # requests are sorted only if a share has at least this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length, because their numbers are kept in bytes
-MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: they share one word with its number
+MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds their count and its number
 ALL_KEYS = (1 << 31) - 1  # a length that no request exceeds
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 # The words of a ScheduleState. A cluster's sorted requests, one byte each, start in its last word.

@@ -225,7 +225,7 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
         candidates = [replace(config, waves=1), config, replace(config, tokens=192, groups=3, waves=1)]
 
     def time(config: ProductConfig) -> float:
-        """In proportion to the busiest CTA's, but for what it starts and ends with: a fixed number of blocks."""
+        """An estimate proportional to the busiest CTA's time. A tile's start and end count as FIXED_BLOCKS blocks."""
         tiles = _tiles(config, rows, spec.num_columns)
         rounds = -(-tiles // (config.num_sms * config.ctas))
         return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves), 1.0)

@@ -125,9 +125,9 @@ class Reducer:
         """Add `size` bytes of the buffer to the sums at `target`.
 
         Deterministic: first wait until `order` other tiles have added to these sums. This wait ends, however few CTAs
-        run at a time: the other tiles have lower numbers, and CTAs claim tiles in the order of the numbers. So started
-        CTAs have all of them, and the tile with the lowest number in work waits for no other tile. A count above
-        `order` also ends the wait: if wrong offsets let requests overlap, the requests share counters.
+        run at a time: the other tiles have lower numbers, and CTAs claim tiles by ascending number. So running CTAs
+        have claimed all of them already, and the unfinished tile with the lowest number waits for no other tile. A
+        count above `order` also ends the wait: if wrong offsets let requests overlap, the requests share counters.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
         cute.arch.mbarrier_wait(shared.sums.full + group, count & 1)
