@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import grouped_product_spec, product_spec, quantize_blocks_spec
 from tsmla_kernels.sm90.constants import FP8
@@ -42,16 +44,8 @@ BLOCK_SCALED_MATMUL = Kernel(
     presets=(),
 )
 
-GROUPED_BLOCK_SCALED_MATMUL = Kernel(
-    name="grouped_block_scaled_matmul",
-    archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.products.kernel:BlockScaledMatmul",
-    config=ProductConfig,
-    operands=product_operands,
-    spec_from_options=grouped_product_spec,
-    reasons=product_reasons,
-    config_for=product_config,
-    presets=(),
+GROUPED_BLOCK_SCALED_MATMUL = dataclasses.replace(
+    BLOCK_SCALED_MATMUL, name="grouped_block_scaled_matmul", spec_from_options=grouped_product_spec
 )
 
 
