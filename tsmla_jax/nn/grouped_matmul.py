@@ -22,23 +22,33 @@ from tsmla_jax.nn.scaled_rows import ScaledRows, scaled
 from tsmla_jax.nn.tiles import Tile, fitting_stages
 from tsmla_jax.nn.triton import compute_capability, plgpu, shared_memory, why_no_triton
 
-# Four e4m3 values become four bf16: the bits moved to their places are the value times 2^-120, also of subnormals. An
-# A100 has no product of two bf16, but one that adds something: -0.
-_WIDEN = """{
+
+def _moved(right: int, kept: str, multiply: str) -> str:
+    """PTX that widens four e4m3 values to 16 bits. It moves their bits to their places, which makes each value, also a
+    subnormal, smaller by a power of two. The instructions of `multiply` make up for that power."""
+    return f"""{{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $2, 0, 0x1404;
 prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 4;
-shr.u32 d, b, 4;
-and.b32 c, c, 0x07f007f0;
-and.b32 d, d, 0x07f007f0;
+shr.u32 c, a, {right};
+shr.u32 d, b, {right};
+and.b32 c, c, {kept};
+and.b32 d, d, {kept};
 lop3.b32 c, a, 0x80008000, c, 0xea;
 lop3.b32 d, b, 0x80008000, d, 0xea;
-mov.b32 a, 0x7b807b80;
+{multiply}
+}}"""
+
+
+# To bf16 the power is 2^-120. An A100 has no product of two bf16, but one that adds something: -0.
+_WIDEN = _moved(
+    4,
+    "0x07f007f0",
+    """mov.b32 a, 0x7b807b80;
 mov.b32 b, 0x80008000;
 fma.rn.bf16x2 $0, c, a, b;
-fma.rn.bf16x2 $1, d, a, b;
-}"""
+fma.rn.bf16x2 $1, d, a, b;""",
+)
 
 # The same in f16, which the hardware knows: two instructions for four values instead of ten.
 _WIDEN_TO_F16 = """{
@@ -48,21 +58,14 @@ cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 }"""
 
-# For GPUs that don't know it, such as the A100: the bits moved are the value times 2^-8.
-_MOVE_TO_F16 = """{
-.reg .b32 a, b, c, d;
-prmt.b32 a, $2, 0, 0x1404;
-prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 1;
-shr.u32 d, b, 1;
-and.b32 c, c, 0x3f803f80;
-and.b32 d, d, 0x3f803f80;
-lop3.b32 c, a, 0x80008000, c, 0xea;
-lop3.b32 d, b, 0x80008000, d, 0xea;
-mov.b32 a, 0x5c005c00;
+# For GPUs that don't know it, such as the A100: the power is 2^-8.
+_MOVE_TO_F16 = _moved(
+    1,
+    "0x3f803f80",
+    """mov.b32 a, 0x5c005c00;
 mul.rn.f16x2 $0, c, a;
-mul.rn.f16x2 $1, d, a;
-}"""
+mul.rn.f16x2 $1, d, a;""",
+)
 _KNOWS_E4M3 = 8, 9
 
 
