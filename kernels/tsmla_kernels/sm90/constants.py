@@ -9,4 +9,4 @@ LN_2 = math.log(2.0)
 LOWEST = -(2.0**128 - 2.0**104)
 FP8 = "float8_e4m3fn"
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
-MOST_KEYS = (1 << 31) - (1 << 13)  # keys of a request: positions some blocks or pages past them still fit int32
+MOST_KEYS = (1 << 31) - (1 << 13)  # most keys of a request: positions a few blocks or pages past them still fit int32

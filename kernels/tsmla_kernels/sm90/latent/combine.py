@@ -137,9 +137,10 @@ class Combine:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the same numbers merge a slice
-        of those pieces' row tiles, or half a slice of each of two tiles, so no search and no sharing out is needed.
-        When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
+        Each cluster of `attend` described its pieces in split_info. Here the CTAs that have the numbers of the
+        cluster's CTAs merge a slice of these pieces' row tiles (of two tiles if the cluster has pieces of two), so
+        neither a search nor a schedule is needed. When batch_invariant a thread group merges a row tile, or a slice of
+        it if there are more groups than tiles.
         """
         # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
         # CTAs of this kernel end.
@@ -205,7 +206,8 @@ class Combine:
             if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
                     entry[word] = start_entry[word]
-            # If some cluster has a second row tile, slices are halves: that cluster takes one, and the others take two.
+            # If a cluster of this row tile has a second tile, slices are half as large: that cluster takes one slice,
+            # and the others take two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
@@ -281,7 +283,7 @@ class Combine:
         count = entry[SplitEntry.PIECES]
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % GROUP_THREADS
-        # The group works on 2 ** bits octets at once.
+        # The group's threads cover 2 ** bits octets, octets_at_once times.
         bits = Int32((GROUP_THREADS // INVARIANT_SHARERS).bit_length() - 1)
         if const_expr(octets_at_once > 1):
             bits = Int32(GROUP_THREADS.bit_length() - 1)
@@ -457,7 +459,7 @@ class Combine:
             first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.partial_is_lane_order):
-                # Of 32 columns a lane has pair lane // 4 % 4 of group lane % 4.
+                # Of every 32 columns a lane has, in the group of 8 with number lane % 4, the pair number lane // 4 % 4.
                 column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):

@@ -20,7 +20,8 @@ from tsmla_kernels.sm90.warp import store_transposed
 
 
 def p_row(lane, warp):
-    """The offset in P of the row that a lane first passes to stmatrix: 8 keys of one of the first 16 query rows."""
+    """The byte offset in P of the row that a lane first passes to stmatrix: 8 keys of one of the first 16 query
+    rows."""
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 

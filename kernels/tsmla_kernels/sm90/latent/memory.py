@@ -51,12 +51,12 @@ class ScheduleState(IntEnum):
 
     REQUEST = 0
     TILE = 1  # row tile of the request
-    TILE_START = 2  # where the tile begins on its line
+    TILE_START = 2  # where the tile begins on its line; PACKED: its number among the cluster's requests
     BEGIN = 3  # where the share begins on the line
     END = 4
     KIND = 5  # a ScheduleKind
     PIECE_OF_TILE = 6  # the tile's next piece when batch_invariant; -1: its first piece that begins in the share
-    EQUAL_COST = 7  # length of every row tile on the line; 0 if tiles differ
+    EQUAL_COST = 7  # length of every row tile on the line; 0 if each tile's length follows from its keys
     TRACKS = 8  # how many tracks; in kernels that may sort requests, the first word of the cluster's requests
 
 
@@ -75,8 +75,8 @@ class Barrier(IntEnum):
     SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
     FIRST_PIECES = 2  # the copying warp waits until the scheduling warp has described the first pieces
     Q_READ = 3  # 3 + piece % PIECE_BARRIERS: value warpgroups wait until the softmax warpgroup has read Q
-    KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: they wait until it has read the piece's last keys
-    SUMS = 11  # 11 + piece % PIECE_BARRIERS: they wait until it has written the piece's row sums
+    KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: the same, until that warpgroup has read the piece's last keys
+    SUMS = 11  # 11 + piece % PIECE_BARRIERS: the same, until that warpgroup has written the piece's row sums
 
 
 PIECE_BARRIERS = 4  # more than the pieces by which the softmax warpgroup may be ahead of the value warpgroups
@@ -151,7 +151,7 @@ class Measure(NamedTuple):
       total: length of the line, or of each track. row_tiles: how many row tiles lie on it.
       longest: key blocks of the longest request.
       tracks: how many tracks there are; 1 if all row tiles lie on one line.
-      tiles, blocks: that request's row tiles on the line, and its key blocks.
+      tiles, blocks: row tiles on the line, and key blocks, of the request that has this lane's number.
     """
 
     total: Int32
@@ -164,7 +164,7 @@ class Measure(NamedTuple):
 
 class Sharing(NamedTuple):
     """How a batch is shared out: a ScheduleKind, the length of a share, and the length of every tile on the line (0 if
-    tiles differ)."""
+    each tile's length follows from its keys)."""
 
     kind: Int32
     length: Int32
@@ -191,7 +191,8 @@ class Shared(NamedTuple):
       keys, p: keys and P of all stages.
       full, empty, ready: mbarriers of all stages.
       rescale: [ROWS, stages], the factors by which O's rows are multiplied before a stage's P V.
-      moved: [4, stages], whether 16 rows of O must be multiplied; only then are their factors written and read.
+      moved: [4, stages], whether O's rows 0 to 15, 16 to 31, ... must be multiplied; only then are their factors
+        written and read.
       inverse: [ROWS, inverses_kept], 1 / row sum of the rows of a piece.
       pieces: the ring of descriptions, [Piece, place].
     """
@@ -208,7 +209,7 @@ class Shared(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A lane's query rows: running maxima m (base 2, scaled) and sums l."""
+    """The running maxima m (base 2, scaled) and sums l of a lane's query rows."""
 
     m: cute.Tensor
     l: cute.Tensor
@@ -287,6 +288,6 @@ class Ahead(NamedTuple):
 
 @cute.jit
 def two_rows(values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
-    """Read two of the lane's query rows, those of the v-th eight rows, from column `column` of `values` into `pair`."""
+    """Read, from column `column` of `values` into `pair`, the values of the lane's two query rows of the v-th eight."""
     source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)

@@ -282,7 +282,7 @@ def two_bf16(low: Float32, high: Float32) -> Int32:
 
 def greater_halves(top: Int32, pair: Int32) -> Int32:
     """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
-    # `max` takes no constant, and `top` may be one.
+    # `top` may be a constant, which max.f16x2 does not take: it is moved to a register first.
     return cute.arch.inline_ptx(
         "{ .reg .b32 size, was; mov.b32 was, {$r0}; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, was, size; }",
         write_only_types=[Int32],

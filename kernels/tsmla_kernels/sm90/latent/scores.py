@@ -20,7 +20,7 @@ class ScoreMma(NamedTuple):
 
 
 class HasPlace(Protocol):
-    """A softmax warpgroup's registers from piece to piece. Each kind of operands has a type of its own."""
+    """The registers that a softmax warpgroup keeps from piece to piece: a type of its own for each kind of operands."""
 
     @property
     def place(self) -> Place: ...

@@ -15,7 +15,7 @@ from tsmla_kernels.kernel import ITEMSIZE
 if TYPE_CHECKING:
     from tsmla_kernels.contract.rules import Dim
 
-ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
+ROWS = 64  # most query rows (tokens x heads) of one CTA's part of a row tile; also M of a WGMMA
 OVERHEAD = 5  # the cost of a piece besides its blocks (Q, the first keys' latency, the epilogue), in key blocks
 FEW_ROWS = 32  # up to this many query rows, partial results are fp32
 MOST_BLOCKS = 1 << 30  # longest line of a launch, in blocks: the schedule's int32 numbers may reach twice its length
@@ -41,11 +41,12 @@ class LatentShape:
         scale the result.
       partial_is_lane_order: whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four
         lanes of a row have 8 columns each, 2 from each of four groups of 8.
-      cluster: CTAs that walk the same keys with different rows.
+      cluster: CTAs of a cluster, which walk the same keys with different rows.
       ragged: whether query rows are found through cu_seqlens_q.
       causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.
       visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
-      batch_invariant: cut requests at fixed keys, so that a row's bits do not depend on the rest of the batch.
+      batch_invariant: whether requests are cut at fixed keys, so that a row's bits do not depend on the rest of the
+        batch.
     """
 
     num_heads: int
@@ -88,8 +89,8 @@ def invariant_piece_blocks(shape: LatentShape, max_pages: int) -> int:
 
 def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, Dim]]:
     """The requests [first, stop) of each launch that a call takes. One launch takes all, unless the partial results of
-    a large batch_invariant batch exceed INVARIANT_WORKSPACE bytes: then each launch takes as many as fit. A request's
-    bits depend neither on the batch nor on the launch."""
+    a large batch_invariant batch exceed INVARIANT_WORKSPACE bytes: then each launch takes as many requests as fit.
+    Their bits depend neither on the batch nor on the launch."""
     if not shape.batch_invariant or not (isinstance(batch, int) and isinstance(max_pages, int)):
         return [(0, batch)]
     row_bytes = shape.latent_dim * ITEMSIZE[shape.partial_dtype] + 3 * ITEMSIZE["float32"]
@@ -117,8 +118,8 @@ def workspace_shapes(
     A cluster has two slots of `partial_out` and two entries of `split_info`, because it makes at most two pieces of row
     tiles that other clusters share: the end of one tile and the start of another. When batch_invariant, a row tile has
     its own slots and one entry; these entries follow one unused entry for each cluster. The kernel derives the number
-    of clusters from the number of entries. `partial_lse` has the base-2 log-sum-exp of a piece's rows, and the factors
-    for the first and the second half of their columns of `partial_out`.
+    of clusters from the number of entries. `partial_lse` has three numbers for each row of a piece: its base-2
+    log-sum-exp, and the factors for the first and the second half of its columns in `partial_out`.
     """
     num_clusters = max(1, num_sms // shape.cluster)
     if shape.batch_invariant:

@@ -24,15 +24,16 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks must leave no cluster idle
 MIN_SORTED_SHARE = 32  # requests are sorted only if a share has at least this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length, because their numbers are kept in bytes
-MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds their count and its number
+MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds how many, and its number
 ALL_KEYS = (1 << 31) - 1  # a length that no request exceeds
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
-# The words of a ScheduleState. A cluster's sorted requests, one byte each, start in its last word.
+# How many words the schedule's state has. The numbers of a cluster's sorted requests, one byte each, begin in the word
+# TRACKS.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
 
 
 class BatchShare:
-    """Shares a batch out to the clusters of the grid, by its lengths.
+    """Shares a batch out to the clusters of the grid, by its requests' lengths.
 
     Attributes:
       heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows, min_share: as in
@@ -71,8 +72,8 @@ class BatchShare:
         length, begin, end = numbers
         width, all_rows = schedule.block_tables.shape[1], schedule.all_rows
         # A wrong length must not lead outside the table, the row tiles or `out`. If the call's table is the first
-        # columns of a wider one, `width` is the wider one's. It is clamped first, because width * page_size may exceed
-        # 32 bits.
+        # columns of a wider one, `width` is the wider one's. `width` is clamped before it is multiplied, because
+        # width * page_size may exceed 32 bits.
         keys = cutlass.min(cutlass.max(length, 0), cutlass.min(width, MOST_KEYS // self.page_size) * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
@@ -94,7 +95,7 @@ class BatchShare:
 
     @cute.jit
     def track_of(self, tracks: Int32, schedule: Schedule) -> Track:
-        """This cluster's track among `tracks`."""
+        """This cluster's track if there are `tracks` tracks."""
         clusters, index = schedule.num_clusters, Int32(0)
         if const_expr(self.may_use_tracks):
             if tracks > 1:
@@ -143,8 +144,8 @@ class BatchShare:
     @cute.jit
     def cut(self, longer: Int32, shorter: Int32):
         """The key block at which the longer of two requests is cut. One cluster takes the blocks before it; another one
-        takes the rest and the shorter request. If the rest costs less than a merge, there is no cut and the result is
-        `longer`."""
+        takes the rest and the shorter request. If the rest has at most OVERHEAD blocks, there is no cut and the result
+        is `longer`."""
         cut_at = cutlass.min(quotient(longer + shorter + OVERHEAD + 1, 2), longer)
         if longer - cut_at <= OVERHEAD:
             cut_at = longer
@@ -161,7 +162,7 @@ class BatchShare:
         """Whether row tiles lie side by side, on tracks of `total` blocks each.
 
         Clusters that walk the same keys at the same time read them from memory once. For that, up to a sixteenth of the
-        clusters may be left idle, except in a long run, whose limit is arithmetic.
+        clusters may be left idle. In a long run no cluster is left idle, because arithmetic limits such a run.
         """
         fit = cutlass.Boolean(True)
         if const_expr(self.may_use_tracks):
@@ -178,7 +179,8 @@ class BatchShare:
         requests have several row tiles, the first, second, ... tile of every request may lie on a line of its own, a
         track. A ScheduleKind says which part of its line a cluster takes:
         - LINE: an interval; all clusters' intervals have the same length.
-        The other kinds leave fewer pieces to merge. They are chosen if they balance within a sixteenth of LINE:
+        The other kinds leave fewer pieces to merge. One is chosen if its longest share is at most about a sixteenth
+        longer than LINE's:
         - WHOLE: whole tiles, the same number for each cluster.
         - CUT: one piece for each cluster; all pieces of a tile but the last have the same length.
         - PACKED: whole requests, sorted by length and dealt out to the clusters forwards, then backwards, and so on. If
@@ -338,7 +340,8 @@ class BatchShare:
 
     @cute.jit
     def greatest_packed(self, batch: Int32, clusters: Int32, order: cute.Tensor):
-        """The greatest share of a cluster, in blocks with OVERHEAD, if requests are dealt out by length."""
+        """The greatest share of a cluster, in key blocks plus OVERHEAD for each piece, if requests are dealt out by
+        length."""
         lane = cute.arch.lane_idx()
         worst = Int32(0)
         if batch <= clusters:

@@ -49,7 +49,7 @@ def any_of_warps(holds: Int32) -> Int32:
     )
 
 
-RESCALE_BITS = 8.0  # a row's maximum (base 2) may exceed the running maximum by this much before that is updated
+RESCALE_BITS = 8.0  # the running maximum (base 2) is updated if a row's maximum exceeds it by more than this
 
 
 class RowResults:

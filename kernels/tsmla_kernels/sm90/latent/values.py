@@ -1,7 +1,7 @@
 """O^T += V^T P^T with V^T widened to f16 in registers: the walk of the value warpgroups, widening, and the epilogue.
 
 ldmatrix transposes V into registers, where V^T is widened; f16 WGMMA takes it from there. P stays f16, because rounding
-P to fp8 would add a great part of the output's error.
+P to fp8 would add much to the output's error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Held(NamedTuple):
     """A value warpgroup's registers from piece to piece.
 
     Attributes:
-      mma_pv: the MMA of V^T P^T. acc: its accumulators, O^T. o: the same as (query row, latent, eight rows, tile).
+      mma_pv: the MMA of V^T P^T. acc: its accumulators, O^T.
+      o: `acc` with the modes (query row of two, latent of two, eight query rows, tile of latents).
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8. Both are None if V^T is not read into registers.
       offset: the offset of the lane's first values in a stage.
       thread, lane: the thread's number in its warpgroup and in its warp.
@@ -59,7 +60,7 @@ class Held(NamedTuple):
 
 class Reading(NamedTuple):
     """The places from which values are read: the addresses in this block's and in the next block's stage, whether to
-    wait for the next block's keys, and that stage's barrier and parity."""
+    wait for the next block's keys, and the barrier and parity of the next block's stage."""
 
     here: Int32
     next_here: Int32
@@ -133,7 +134,7 @@ class Values(Protocol):
         """The offset in a stage of this lane's first values."""
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The column in the results of a tile's first latent."""
+        """The column of out and partial_out that holds the first latent of tile `first_tile`."""
 
     def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until the next piece has been described; `index` is its first stage."""
@@ -176,7 +177,7 @@ class ValueWalk:
         """Run warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue. One of their warps also schedules.
 
         A warp has a quarter of the half's latents, in tiles of 16 (with fp8, 16 bytes of a key, which ldmatrix takes as
-        one row). A lane has two latents of a tile: rows g and g + 8 of the product.
+        one row). A lane has two latents of a tile: rows g and g + 8 of the product, where g is lane // 4.
         """
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -305,7 +306,7 @@ class WideValues:
         """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out, by `store_rows`."""
         lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
-        # The neighbouring latents of eight lanes fill a sector of memory.
+        # The neighbouring latents of eight lanes fill whole sectors of memory.
         row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * self.neighbours
         if slot < 0:
             target = element(
@@ -323,7 +324,8 @@ class WideValues:
     def store_pairs(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
-        """Store a lane's part of O from `target` on: two latents side by side of each tile, two rows of each eight."""
+        """Store a lane's part of O from `target` on: for two of every eight query rows, two neighbouring latents of
+        each tile of 16."""
         lines = cute.make_tensor(
             target,
             cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)),

@@ -26,8 +26,8 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
 class TileOnLine(NamedTuple):
-    """A row tile on its line: how many tiles its request has on the line, its key blocks, its length, and the part of
-    that length before its blocks."""
+    """A row tile on its line: how many tiles its request has on the line, the tile's key blocks, its length, and the
+    part of this length that comes before the key blocks."""
 
     tiles: Int32
     blocks: Int32
@@ -36,7 +36,7 @@ class TileOnLine(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """The rows of a row tile: the first one in its request and in out, and how many."""
+    """The rows of a row tile: the first row, counted in the request and counted in out, and how many rows."""
 
     in_request: Int32
     row: Int32
@@ -210,7 +210,7 @@ class PieceWalk:
                     r += 1
                 if const_expr(self.batch.may_sort_requests):
                     if kind == ScheduleKind.PACKED:
-                        r = Int32(0)  # `requests` names the request
+                        r = Int32(0)  # any number that lets the walk go on: `requests` has the request's number
         if lane == 0:
             if found == 0:
                 pieces[Piece.BLOCK_BEGIN, place] = 0
@@ -295,7 +295,8 @@ class PieceWalk:
 
     @cute.jit
     def note_cut(self, slot: Int32, rows: TileRows, share: Share, line: TileOnLine, track: Track, schedule: Schedule):
-        """Write the SplitEntry of the current row tile. Each cluster from `owner` on has one piece of it."""
+        """Write the SplitEntry of the current row tile. Of its `count` pieces the clusters from `owner` on have one
+        each."""
         split_info = schedule.split_info
         owner = divide(share.tile_start + line.lead, share.length)
         count = divide(share.tile_start + line.lead + line.blocks - 1, share.length) - owner + 1
