@@ -34,9 +34,10 @@ class DecodeConfig:
       latent_dim: L. rope_dim: R. page_size: Z.
       ragged: whether query rows are found through cu_seqlens_q.
       causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.
-      batch_invariant: cut requests at fixed keys, so that a row's bits do not depend on the rest of the batch.
-      cluster: CTAs (1 or 2) that walk the same keys with different rows; each loads half of the keys and multicasts
-        them.
+      batch_invariant: whether requests are cut at fixed keys, so that a row's bits do not depend on the rest of the
+        batch.
+      cluster: CTAs of a cluster, 1 or 2. Two CTAs walk the same keys with different rows; each loads half of the keys
+        and multicasts them.
       split_q: whether the rope columns of q are a separate array, whose rows may be wider.
       heads_first: whether the latent columns of a split q are [H, T, L], the order in which a product over heads writes
         them.
@@ -88,7 +89,7 @@ class DecodeConfig:
 
     @property
     def p_rows(self) -> int:
-        """Query rows of P V: the fewest of 16, 32 and 64 that a row tile needs."""
+        """Query rows of P V: the least of 16, 32 and 64 that is enough for a CTA's rows."""
         rows = min(self.max_q_len * self.num_heads, ROWS)
         return next(n for n in (16, 32, ROWS) if n >= rows)
 

@@ -45,9 +45,10 @@ class Copier:
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # column tiles of the array q
         self.stage_bytes = layout.block * layout.depth * self.ring.itemsize
         self.warp = 12 if config.transposed_out else 4
-        # Whether P lies in keys' rope columns. The next copy then overwrites P, which ordinary stores have written.
+        # Whether P lies in the keys' rope columns (if R is not 0). The next copy then overwrites P, which ordinary
+        # stores have written.
         self.p_in_keys = not config.fp8_cache
-        # If so, the Q of a batch of one request is one stage, whatever the request's length.
+        # If true, the Q of a batch of one request takes one stage, whatever the request's length.
         self.q_known_early = not config.ragged and config.p_rows < ROWS
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor, q_rope: cute.Tensor | None = None) -> Tma:
@@ -296,7 +297,8 @@ class Copier:
 
     @cute.jit
     def copy_keys(self, index: Int32, b: Int32, first_page: Int32, copies: Copies):
-        """Copy block b of the request into stage `index`. In a cluster each CTA copies every other block, for both."""
+        """Copy block b of the request into stage `index`. In a cluster of two each CTA copies every other block, into
+        the rings of both CTAs."""
         tma, pages, full = copies.tma, copies.pages, copies.full
         boxes = self.layout.boxes(copies.keys, self.box)
         tiles = self.column_tiles if const_expr(self.box == self.block) else 1

@@ -1,7 +1,7 @@
 """Absorbed MLA decode over a paged latent cache, for Hopper: launch, shared memory, set-up and the warps' roles.
 
-DESIGN.md in this folder gives the reasons. Warpgroups of a CTA share 64 query rows (token * H + head) and a ring of
-stages of 32 or 64 keys:
+DESIGN.md in this folder gives the reasons. Warpgroups of a CTA share up to 64 query rows (token * H + head) and a ring
+of stages of 32 or 64 keys:
 
   warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
   1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
@@ -85,7 +85,7 @@ class MlaDecode:
         else:
             kv_cache, *rest = others
             tma = self.copier.tensor_maps(q, kv_cache)
-        # If there is visible_lens, it is the fourth operand and the last field.
+        # visible_lens, if given, is the fourth of these operands and the last field.
         fields = (*rest[:3], *rest[4:], rest[3]) if const_expr(self.config.visible_lens) else rest
         arrays = Arrays(*fields)
         score_mma, value_mma = self.scores.mma(), self.values.mma()

@@ -1,4 +1,5 @@
-"""S = Q K^T, softmax and P of decode for queries and cache of 16 bits. Q is in registers."""
+"""S = Q K^T, softmax and P of decode for queries and cache of 16 bits. Q is in registers, in some kernels without its
+rope columns."""
 
 from __future__ import annotations
 

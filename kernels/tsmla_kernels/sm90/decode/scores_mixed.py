@@ -50,13 +50,13 @@ KEYS_WIDE = 4  # halves of fragments (16 keys, 16 columns) that a warp has in re
 
 
 def key_row(lane, warp):
-    """The offset in a stage of the row (16 fp8 columns of a key) that a lane passes to ldmatrix for fragment 0."""
+    """The byte offset in a stage of the row (16 fp8 columns of a key) that a lane passes to ldmatrix for fragment 0."""
     key = warp * 16 + lane % 16
     return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
 
 
 def key_fragment(first, g, block):
-    """The offset of a lane's row for fragment g of 32 columns; `first` is the result of key_row."""
+    """The byte offset of a lane's row for fragment g of 32 columns; `first` is the result of key_row."""
     return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
 
 
@@ -268,7 +268,8 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
-        """Widen half n of the fragments of K to f16: 16 columns of two keys, as WGMMA's first operand."""
+        """Widen half n of the fragments of K to f16, as WGMMA's first operand. A half is 16 columns of 16 keys; a lane
+        has four columns of two keys."""
         words = cute.make_rmem_tensor((2,), Int32)
         for i in cutlass.range_constexpr(2):
             words[i] = narrow[2 * (n % 2) + i, n // 2 % KEYS_AHEAD]

@@ -33,12 +33,13 @@ class Softmax:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
         self.visible_lens, self.results = config.visible_lens, RowResults(config.shape, inverses_kept)
         if config.fp8_cache:
-            # f16 holds P of up to 2**RESCALE_BITS, with no greater relative error. With few rows the value warpgroups
-            # wait for the scores, so P is computed early; with 64 rows registers and instructions are scarce.
+            # f16 holds P of up to 2**RESCALE_BITS with the same relative error as P of up to 1. With few rows the value
+            # warpgroups wait for the scores, so P is computed before the maximum is known. With 64 rows P is computed
+            # after it, because registers and instructions are scarce.
             self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
         else:
             # Updating the maximum in every block costs 2 % of the time where memory is the limit (up to 64 rows), but
-            # more than 10 % where arithmetic is: see LOG.md.
+            # more than 10 % where arithmetic is the limit: see LOG.md.
             self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
             self.speculates = self.rescale_bits > 0.0
 
@@ -85,10 +86,10 @@ class Softmax:
 
     @cute.jit
     def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):
-        """Turn S into P, against the running maximum m (base 2, scaled). Add the row sums to l.
+        """Turn S into P, relative to the running maximum m (base 2, scaled). Add the row sums to l.
 
         The running maximum m is updated only if P could exceed 2**rescale_bits, which becomes rare after the first
-        blocks. `moved` then tells the value warps of the same rows to multiply O by `rescale`. With `speculates` P is
+        blocks. `moved` then tells the value warps to multiply the same rows of O by `rescale`. With `speculates` P is
         first computed with the old m. If a sum of P exceeds 2**rescale_bits, m is updated and P is computed again from
         S, so p and s must not share registers.
         """

@@ -23,7 +23,8 @@ def decode_ring(config: DecodeConfig) -> Ring:
         p_offset = config.block * config.head_dim
     else:
         p_dtype, p_swizzle = dtype, SmemLayoutAtomKind.K_SW64
-        # P overwrites the rope columns of its own keys, which nothing reads once S exists.
+        # P overwrites the rope columns of its own keys, which nothing reads once S exists. If R is 0, P has bytes of
+        # its own behind the keys.
         p_offset = config.block * config.latent_dim * 2
     layout = RingLayout(
         stages=config.stages,

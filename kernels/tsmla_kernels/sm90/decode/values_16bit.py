@@ -41,7 +41,7 @@ class Values16bit:
         self.partial_needs_scale = config.shape.partial_needs_scale
 
     def mma(self) -> cute.TiledMma:
-        """The MMA of P V: a block of keys, half of the columns."""
+        """The MMA of P V: 64 query rows by half of the latents."""
         dtype = self.ring.dtype
         return sm90.make_trivial_tiled_mma(
             dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS, self.half)
@@ -190,8 +190,8 @@ class Values16bit:
     def fit(self, o: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32):
         """Return (factor / scale, scale) such that row i of O times factor / scale is in f16's range.
 
-        The scale is a power of 2, so scaling loses no bits. f16 then keeps 11 bits of a number if it is at least 2^-14
-        of the row's greatest; bf16 would keep 8.
+        The scale is a power of 2, so scaling loses no bits. f16 then keeps 11 bits of a number that is at least 2^-14
+        of the greatest in the row's half; bf16 would keep 8.
         """
         tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
         # factor / scale must also be finite for a row of zeros.

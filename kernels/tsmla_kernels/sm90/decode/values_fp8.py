@@ -54,7 +54,7 @@ class ValuesFp8:
         schedule: Schedule,
         copies: Copies,
     ):
-        """Warpgroups 1 and 2: see latent.values.ValueWalk. The copying warp is in another warpgroup."""
+        """Run warpgroups 1 and 2: see latent.values.ValueWalk. The copying warp is in another warpgroup."""
         ValueWalk(self).run(arrays, shared, mma_pv, half, warp_idx, schedule)
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
@@ -70,7 +70,7 @@ class ValuesFp8:
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The column in the results of a tile's first latent."""
+        """The column of out and partial_out that holds the first latent of tile `first_tile`."""
         return first_tile * 16
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
@@ -178,12 +178,13 @@ class ValuesFp8:
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
         """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
-        # The swizzle permutes four tiles of 16 bytes. If a warp has only two tiles, two warps share them.
+        # The swizzle permutes four tiles of 16 bytes. If a warp has only two tiles, two warps share such a group of
+        # four.
         return here ^ (tile << 4)
 
     @cute.jit
     def clear(self, here: Int32, first: Int32, lane: Int32):
-        """Zero the columns that this warp reads of the keys from `first` on."""
+        """Zero this warp's columns of the keys from `first` on."""
         zeros = cute.make_rmem_tensor((16,), self.ring.dtype)
         cute.recast_tensor(zeros, Int32).fill(0)
         for h in cutlass.range_constexpr(self.block // 32):
