@@ -1,7 +1,7 @@
 """Which Hopper kernel of sparse_mla serves a call: the static configuration and its workspaces. Imports no cutlass.
 
-The numbers of tokens, of columns of the indices, of pages and all lengths are dynamic. Queries are rows token * H +
-head. For the common parts of the latent attention kernels, a token is a request with one query token.
+The numbers of tokens, of columns of the indices, of pages and all lengths are dynamic. Query rows are numbered
+token * H + head. For the common parts of the latent attention kernels, a token is a request with one query token.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class SparseConfig:
       sinks: whether heads have sinks.
       tile_rows: heads that one CTA works on at once: 64, or 32 if more CTAs are faster, or if rows have 1,152 bytes and
         leave no room for 64.
-      batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
-      dealt: deal row tiles out in turn, if every CTA gets several.
-      early_q: request a piece's Q as soon as the products with the previous piece's Q are done.
+      batch_invariant: whether tokens are cut at fixed columns, so that a row's bits do not depend on the rest of the
+        batch.
+      dealt: whether row tiles are dealt out in turn if every CTA gets several.
+      early_q: whether a piece's Q is requested as soon as the products with the previous piece's Q are done.
     """
 
     dtype: str
@@ -190,7 +191,7 @@ class SparseConfig:
         """A piece is described this many pieces before the value warpgroups reach it.
 
         When piece n is done and piece n + 1 not released, gathering warps may have filled all stages with pieces n + 1
-        to n + stages of one block each, and read the description of the next. This needs stages + 2 at most.
+        to n + stages of one block each, and then read the description of piece n + stages + 1. So stages + 2 is enough.
         """
         return max(self.stages, 4) + 2
 

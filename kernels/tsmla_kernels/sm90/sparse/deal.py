@@ -13,7 +13,7 @@ from tsmla_kernels.sm90.latent.walk import KeyBlocks, PieceWalk, TileRows
 from tsmla_kernels.sm90.warp import divide, remainder
 
 MIN_ROUNDS = 3  # with fewer tiles for each CTA, shares of one length balance as well
-# Words of the schedule's state, after those of decode's schedule: how many rounds there are, and how many are done.
+# Further words of the schedule's state: how many rounds there are, and how many are done.
 ROUNDS, ROUND = STATE_WORDS, STATE_WORDS + 1
 DEALT_STATE_WORDS = STATE_WORDS + 2
 
@@ -84,8 +84,8 @@ class DealtWalk:
         return (i + odd) * ctas + (cta ^ -odd)
 
     def rest(self, rounds: Int32, schedule: Schedule) -> Schedule:
-        """The schedule of the rest. A request with only some of its tiles in the rounds belongs to the rest whole:
-        next_piece skips these tiles in the rounds."""
+        """The schedule of the rest. If only some of a request's tiles are in the rounds, all of its tiles belong to the
+        rest: next_piece skips them in the rounds."""
         first = rounds * schedule.num_clusters // self.max_tiles
         lens = schedule.seq_lens
         return schedule._replace(

@@ -157,7 +157,8 @@ class Gatherer:
 
     @cute.jit
     def scales_of(self, slot: Int32, column: Int32, gather: Gather):
-        """The eight bytes of scales of a V4 row, as two words; (0, 0) for other rows."""
+        """The eight bytes of scales of a V4 row, as two words; (0, 0) if rows are not V4's or the row does not
+        exist."""
         eight = cute.make_rmem_tensor((2,), Int32)
         eight.fill(0)
         if const_expr(self.scales_apart):
@@ -224,7 +225,8 @@ class Gatherer:
 
 
 def copy_row(target: Int32, source: Int64, size: int, barrier: Int32) -> None:
-    """Copy `size` bytes of global to shared memory; `barrier` counts the bytes. Addresses are multiples of 16."""
+    """Copy `size` bytes from global to shared memory; `barrier` counts them. Addresses and `size` are multiples of
+    16."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, Int32(size), barrier],

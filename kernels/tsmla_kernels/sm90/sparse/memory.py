@@ -81,8 +81,8 @@ class Gather(NamedTuple):
 
 
 class Step(NamedTuple):
-    """16 columns of K Q^T: their fragment, which half of the fragment they are (None: all of it, because they have 16
-    bits each), and the group of their scale (None: no scale)."""
+    """A step of K Q^T: 16 columns of K. Their fragment; which half of the fragment they are (None: all of it, because
+    the columns have 16 bits); and the number of the group of columns with which they share a scale (None: no scale)."""
 
     fragment: int
     half: int | None
@@ -113,8 +113,9 @@ class Held(NamedTuple):
     Attributes:
       mma_qk: the MMA of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: the copy
         of Q.
-      acc: S^T of a block. part: S^T of a group of columns, if queries are e4m3 and rows have scales. narrow, wide:
-        fragments of K in the cache's dtype, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
+      acc: S^T of a block. part: the part of S^T that a group of columns adds, if queries are e4m3 and rows have scales.
+      narrow: fragments of K in the cache's dtype. wide: the same as f16, if queries have 16 bits.
+      factors: scales of the lane's two keys.
       k_offset, scales_offset, p_offset: the offsets in a stage of the lane's row of K, its first key's scales, and its
         row of P.
       p_words: P, packed into the words that are stored. exchanged: shared-memory scratch. running: the lane's maxima

@@ -18,8 +18,8 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SparseQuery:
-    """Copies Q to its place in shared memory, and converts it there. If bf16 numbers exceed f16's range, Q is read once
-    more from global memory.
+    """Copies Q to its place in shared memory, and converts it there. If bf16 numbers are too large or too small for
+    f16, Q is read again from global memory.
 
     Attributes:
       copy: converts Q to f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
@@ -97,8 +97,8 @@ class SparseQuery:
 
 
 def chunk_64(row, chunk):
-    """The offset of the 16 bytes with number `chunk` of a row, in a tile of 64 columns of e4m3 with a swizzle of 64
-    bytes."""
+    """The byte offset, in a tile of 64 columns of e4m3 with a swizzle of 64 bytes, of the 16 bytes with number `chunk`
+    of a row."""
     return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
 
 

@@ -2,7 +2,7 @@
 
 K is widened to f16 in registers and multiplied by its scales there. K's bf16 columns in packed rows keep their dtype if
 queries are bf16, and otherwise become f16. The gathering warps say which keys of a block exist; the scores of the other
-keys are replaced by -inf, never added to.
+keys are replaced by -inf.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SCALES_EARLY = 2  # steps between reading a group's scales and their use
 
 
 def key_row(lane: Int32, warp: Int32, pitch: int) -> Int32:
-    """The offset in a stage of the row that a lane passes to ldmatrix: 16 of the first 32 bytes of a key."""
+    """The byte offset in a stage of the row that a lane passes to ldmatrix: 16 of the first 32 bytes of a key."""
     return (warp * 16 + lane % 16) * pitch + lane // 16 * 16
 
 
@@ -66,7 +66,7 @@ class SparseScores:
 
     Attributes:
       k_dtype: the dtype in which columns that are e4m3 in the cache are multiplied.
-      fragments: offsets of 32-byte fragments in a row. steps: Steps in order.
+      fragments: the offsets of the 32-byte fragments in a row. steps: the Steps of K Q^T, in order.
     """
 
     def __init__(self, config: SparseConfig, stages: Stages) -> None:
@@ -101,7 +101,7 @@ class SparseScores:
 
     @cute.jit
     def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma):
-        """Warpgroup 0: see latent.scores.ScoreWalk."""
+        """Run warpgroup 0: see latent.scores.ScoreWalk."""
         ScoreWalk(self).run(self.begin(arrays, shared, scratch, mma), shared)
 
     @cute.jit
@@ -190,8 +190,9 @@ class SparseScores:
 
     @cute.jit
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Wait until piece `number` has been described. Only the first two pieces need a wait, for their first stage:
-        see DESIGN.md, Prefill. The rows of a later piece may arrive while Q is taken."""
+        """Wait until piece `number` has been described. For the first two pieces this means to wait until their first
+        stage is full; later ones have been described (see DESIGN.md, Prefill), and their rows may arrive while Q is
+        taken."""
         if number < 2:
             cute.arch.mbarrier_wait(shared.full + index, phase)
 
@@ -272,7 +273,7 @@ class SparseScores:
 
     @cute.jit
     def further_scale(self, i: cutlass.Constexpr[int], b: Int32, held: Held) -> Float32:
-        """The scale of the lane's i-th key of block b, divided by the scale of the first cache."""
+        """The scale of the cache that has the lane's i-th key of block b, divided by the first cache's scale."""
         scale = Float32(1.0)
         if b * self.block + held.place.warp * 16 + held.place.lane // 4 + 8 * i >= self.config.window:
             scale = held.scales[2] / held.scales[1]
@@ -280,7 +281,7 @@ class SparseScores:
 
     @cute.jit
     def scale_keys(self, s: cute.Tensor, b: Int32, held: Held):
-        """Multiply the scores of the second cache's keys by their cache's scale."""
+        """Multiply the scores of the second cache's keys by its scale divided by the first cache's."""
         for i in cutlass.range_constexpr(2):
             scale = self.further_scale(i, b, held)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -289,7 +290,7 @@ class SparseScores:
 
     @cute.jit
     def scale_p(self, b: Int32, held: Held):
-        """Multiply the P of the second cache's keys by their cache's scale."""
+        """Multiply the P of the second cache's keys by its scale divided by the first cache's."""
         for i in cutlass.range_constexpr(2):
             scale = self.further_scale(i, b, held)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -363,7 +364,7 @@ class SparseScores:
         if const_expr(self.config.sinks):
             sinks = cute.make_rmem_tensor((2,), Float32)
             for e in cutlass.range_constexpr(2):
-                # Rows behind the last head also have sums.
+                # Rows past the last head also have sums; they read the last head's sink.
                 head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.config.num_heads - 1)
                 sinks[e] = held.results.sinks[head]
         return sinks
@@ -393,7 +394,7 @@ class SparseScores:
             factors[i] = number.bitcast(Int32) if const_expr(self.config.layout == "v32") else Int32(number)
 
     def make_pairs(self, factors: cute.Tensor) -> None:
-        """Convert the scales that read_factors has read to pairs of f16."""
+        """Convert each scale that read_factors has read to a pair of equal f16."""
         for i in range(2):
             if self.config.layout == "v32":
                 number = factors[i].bitcast(Float32)
@@ -403,7 +404,8 @@ class SparseScores:
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
-        """Convert step n of K to f16: 16 columns of two keys, as WGMMA's first operand."""
+        """Convert step n of K to f16, as WGMMA's first operand. A step is 16 columns of the warp's 16 keys; a lane has
+        four columns of two keys."""
         fragment, half, group = self.steps[n]
         if const_expr(half is None and self.config.bf16_columns):
             pass  # WGMMA takes these in the dtype in which they were read

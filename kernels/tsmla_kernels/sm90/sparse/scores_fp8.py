@@ -50,7 +50,7 @@ class SparseScoresFp8(SparseScores):
 
     Attributes:
       columns: the result of columns_of.
-      scaled: whether rows have scales. Then all columns but the last ones have separate sums.
+      scaled: whether rows have scales. Then each entry of `columns` but the last has a sum of its own.
       buffers: how many sets of fragments fit into registers. With two, WGMMA reads one set while the other is loaded.
     """
 
@@ -105,18 +105,18 @@ class SparseScoresFp8(SparseScores):
 
     @cute.jit
     def read_columns(self, here: Int32, n: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Read this warp's keys, of them the columns numbered n (entry n of `columns`)."""
+        """Read entry n of `columns` of this warp's keys."""
         for i in cutlass.range_constexpr(len(self.columns[n].fragments)):
             fragment = narrow[None, self.buffer(n, i)]
             fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(here + self.columns[n].fragments[i])
 
     def buffer(self, n: int, i: int) -> int:
-        """The place in `narrow` of fragment i of columns n."""
+        """The place in `narrow` of fragment i of entry n of `columns`."""
         return n % self.buffers * FRAGMENTS + i
 
     @cute.jit
     def issue(self, n: cutlass.Constexpr[int], held: Held):
-        """Issue the products of the columns numbered n (entry n of `columns`)."""
+        """Issue the products of entry n of `columns`."""
         columns, first, last = self.columns[n], n == 0, n + 1 == len(self.columns)
         into = held.part if const_expr(self.scaled and not last) else held.acc
         if const_expr(columns.bf16):
@@ -135,7 +135,7 @@ class SparseScoresFp8(SparseScores):
 
     @cute.jit
     def add(self, n: cutlass.Constexpr[int], held: Held):
-        """Add the sum of columns n, times its keys' scales."""
+        """Add the sum of entry n of `columns`, multiplied by its keys' scales, to S^T."""
         by_rows = cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4))
         s, part = (cute.make_tensor(x.iterator, by_rows) for x in (held.acc, held.part))
         for i in cutlass.range_constexpr(2):

@@ -15,7 +15,8 @@ from tsmla_kernels.sm90.warp import DTYPES
 
 
 def sparse_ring(config: SparseConfig) -> Ring:
-    """The ring of the sparse kernel, in bytes. Q has a place outside the ring."""
+    """The ring of the sparse kernel. Its elements are bytes, because a stage mixes dtypes. Q has a place outside the
+    ring."""
     layout = RingLayout(
         stages=config.stages,
         block=config.shape.block,
@@ -50,7 +51,7 @@ class Stages:
         return cute.make_tensor(ring, cute.make_layout((self.ring.stage_elements, self.ring.stages)))
 
     def scale_place(self, key: Int32 | int) -> Int32 | int:
-        """The offset of a key's scale in a group's part of V4's table of scales.
+        """The byte offset of a key's scale in a group's part of V4's table of scales.
 
         The order is [q, eight, key of two], because a value lane has keys 2 q and 2 q + 1 of every eight, and reads
         several of these pairs at once."""

@@ -22,7 +22,8 @@ LAST_TILE = 3  # the number of a warp's last tile of 16 latents, which is bf16 i
 
 
 def last_row(lane: Int32, pitch: int, chunk: Int32, chunks: int) -> Int32:
-    """The offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix; the key is one of the first 16.
+    """The byte offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix; the key is one of the first
+    16.
 
     The first eight keys are matrices 0 and 1. Matrix 0 has the 16 bytes with number `chunk` of each key; matrix 1 has
     those `chunks` further on, or the same ones if `chunks` is 0.
@@ -63,7 +64,7 @@ class SparseValues:
     def accumulate(
         self, arrays: Arrays, shared: Shared, mma_pv: cute.TiledMma, half: Int32, warp_idx: Int32, schedule: Schedule
     ):  # fmt: skip
-        """Warpgroups 1 and 2: see latent.values.ValueWalk."""
+        """Run warpgroups 1 and 2: see latent.values.ValueWalk."""
         ValueWalk(self).run(arrays, shared, mma_pv, half, warp_idx, schedule)
 
     def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
