@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 BLOCK = 64  # keys of a product: M of one WGMMA
 Q_STAGES = 2
-MAX_COLUMNS = 128  # columns of an accumulator: it and its weights take 96 registers
-MAX_TOKENS = 4  # query tokens of an accumulator: each takes two sums per lane
+MAX_COLUMNS = 128  # most columns of an accumulator: the accumulator and its weights then take 96 registers
+MAX_TOKENS = 4  # most query tokens of an accumulator: each takes two sums per lane
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
 FIXED_BYTES = 2048  # shared memory for barriers, descriptions of pieces, and alignment
@@ -125,7 +125,7 @@ def logits_config(spec: IndexerLogitsSpec, num_sms: int = 132) -> LogitsConfig:
         mean = most * 4
     tokens = min(most, 1 << (mean - 1).bit_length())
     if mean > tokens == MAX_TOKENS and tokens * heads > MAX_COLUMNS - MAX_TOKENS * 8:
-        tokens //= 2  # with four warpgroups, a thread has no room for eight sums next to 96 registers
+        tokens //= 2  # with four warpgroups, eight sums do not fit next to the accumulator and its weights
     q_groups = 1 if mean <= tokens else 2 if mean <= 2 * tokens else 4
     return LogitsConfig(
         num_heads=heads,

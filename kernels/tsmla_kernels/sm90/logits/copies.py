@@ -41,7 +41,7 @@ def bulk_copy(target: cute.Pointer, source: Int64, size: Int32, barrier: cute.Po
 
 
 class Producer:
-    """Device functions of the producer warp. box: keys of one TMA copy. It is less than a block if a page is."""
+    """Device functions of the producer warp. box: keys of one TMA copy, fewer than a block's if a page has fewer."""
 
     def __init__(self, config: LogitsConfig) -> None:
         self.config, self.line = config, Line(config)
@@ -75,7 +75,7 @@ class Producer:
         q_stage, stage = Stage(Int32(0), Int32(1)), Stage(Int32(0), Int32(1))
         while left > 0:
             count = cutlass.min(left, self.line.blocks(request, position.tile) - position.block)
-            # Load the pages first: the table's latency hides behind issuing the copies of the queries.
+            # Load the pages first: the copies of the queries are issued while the table is read.
             pages = self.read_table(arrays, position.request, self.first_entry(position.block), request.keys)
             self.begin_piece(tma, arrays, shared, q_stage, position, request, count)
             q_stage = Stage(*advance(q_stage.index, q_stage.phase, Q_STAGES))

@@ -1,4 +1,4 @@
-"""The three warps in the producer's warpgroup of indexer_logits. They write -inf into the columns that a token does not
+"""The three warps next to the producer warp of indexer_logits. They write -inf into the columns that a token does not
 see. With config.writes_rows they also write each row's request and how many keys the row sees."""
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class IndexerLogits:
 
     Operands of the launcher: q [T, Hi, 128] e4m3, weights [T, Hi] f32, k_cache u8 [P, Z, 132] or e4m3 [P, Z, 128],
     block_tables [B, M] i32, seq_lens [B] i32, cu_seqlens_q [B + 1] i32 (with config.ragged; otherwise B is T), logits
-    [T, M * Z] f32. With config.writes_rows these T rows may be a chunk of a call's rows. Then row_lens and row_requests
-    [first + T] i32 follow: the keys and the request of each row of the call up to the chunk's last one. The launch
-    writes the entries of the chunk.
+    [T, M * Z] f32. With config.writes_rows these T rows may be a chunk of a call's rows, whose first row is row `first`
+    of the call. Then row_lens and row_requests [first + T] i32 follow: how many keys each row of the call up to the
+    chunk's last one sees, and its request. The launch writes the entries of the chunk.
     """
 
     def __init__(self, config: LogitsConfig) -> None:
@@ -101,7 +101,8 @@ class IndexerLogits:
     @cute.jit
     def run_beside_producer(self, arrays: Arrays, warp: Int32):
         """Run the three warps next to the producer."""
-        # A top-k of these logits may start as soon as it has room. It waits for this kernel's end before it reads.
+        # A top-k of these logits may start as soon as its CTAs have room. It waits for this kernel's end before it
+        # reads the logits.
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.config.writes_rows):
             self.fill.write_rows(arrays, warp)

@@ -29,7 +29,7 @@ class Line:
     def __init__(self, config: LogitsConfig) -> None:
         self.config = config
         self.tile_tokens = config.tile_tokens
-        self.tiles_of_block = BLOCK // config.tile_tokens  # a tile so many tiles earlier has one block less
+        self.tiles_of_block = BLOCK // config.tile_tokens  # a tile this many tiles before another has one block less
 
     @cute.jit
     def request(self, arrays: Arrays, r: Int32):
