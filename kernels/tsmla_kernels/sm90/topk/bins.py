@@ -39,7 +39,7 @@ class BinSearch:
                 histogram.groups[group] = total
         self.cluster.meet()
         if place.warp == 0:
-            # Lane 0 takes the greatest keys, lane 31 the least.
+            # Lane 0 takes the group of the greatest keys, lane 31 that of the least.
             count = Int32(0)
             for rank in cutlass.range_constexpr(self.cluster.size):
                 count += self.cluster.remote(histogram.groups, 31 - lane, Int32(rank))[0]

@@ -17,8 +17,8 @@ from tsmla_kernels.sm90.warp import sum_before
 
 
 class BinCounts(NamedTuple):
-    """How many of a thread's columns are above the deciding bin and in it, and the least and the greatest key of those
-    in it."""
+    """How many of a thread's columns are above the deciding bin, and how many are in it; the least and the greatest key
+    of the columns in it."""
 
     above: Int32
     inside: Int32
@@ -57,8 +57,8 @@ class Candidates:
 
     @cute.jit
     def total_above(self, shared: Shared, place: Place, above: Int32):
-        """Add `above`, how many of the thread's columns are above the bin, to the CTA's total, which only clusters of
-        several CTAs need."""
+        """Add `above`, the number of the thread's columns above the bin, to the CTA's total. Only clusters of several
+        CTAs need this total."""
         if const_expr(self.config.cluster > 1):
             above = cute.arch.warp_redux_sync(above, "add")
             if place.lane == 0:

@@ -36,9 +36,10 @@ class TopkConfig:
       cluster: CTAs that share a row. warps: warps of a CTA.
       stages, stage_units: each warp's shared memory in ExactSearch: how many copies may be in flight, and how many
         UNITs a copy has. If a warp's part of the row fits, it is copied once; otherwise every walk copies it again.
-      held: most chunks of a row in a CTA's shared memory; a chunk has 16 bytes for each thread. most_chunks: the
-        largest share of a row that FilteredSearch takes. If a share has more than `held` chunks, the CTA first holds a
-        sample, and then reads its share once. depth: chunks that a thread reads at once.
+      held: most chunks of a row in a CTA's shared memory or registers; a chunk has 16 bytes for each thread.
+      most_chunks: most chunks of a CTA's share of a row: rows with more are left to ExactSearch. If a share has more
+        than `held` chunks, the CTA first holds a sample, and then reads its share once.
+      depth: chunks that a thread reads at once.
       in_registers: whether RegisterSearch takes the row, which one CTA holds as a whole.
       most_listed: most keys of one bin that are ranked against each other instead of being counted in finer bins.
       eager: whether copies begin before the row's length is known, so that all columns of the array are copied; for few
@@ -144,7 +145,7 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     elif columns <= 1 << 17:
         shape = (2, 32, 2, 16) if rows <= 66 else (1, 32, 4, 32)
         if rows <= 16:
-            # Slots of pages of any size need more registers than 32 warps leave.
+            # Writing slots takes more registers than 32 warps leave, whatever the size of a page.
             shape = (8, 16, 8, 8) if spec.page_size else (8, 32, 4, 4)
     else:
         shape = (8, 16, 8, 64)

@@ -202,7 +202,7 @@ class ExactSearch:
     def count_keys(
         self, row: Row, context: KeyCounts, unit: Int32, values: cute.Tensor, first: Int32, second: Int32
     ):  # fmt: skip
-        """Walk callback: count a unit's keys in the range by their distance from its least key."""
+        """Walk callback: count a unit's keys in the range by their distance from the range's least key."""
         least, greatest = context.keys
         base = context.bins.iterator.toint()
         for i in cutlass.range_constexpr(4):
@@ -268,7 +268,7 @@ class ExactSearch:
     @cute.jit
     def rank_candidates(self, shared: Shared, place: Place):
         """Rank the candidates. Returns (the k-th greatest key, the last position at which a key equal to it is
-        selected, where among the row's results the warp's first one goes)."""
+        selected, the index in the row's results of the warp's first result)."""
         count, needed = shared.results[Result.INSIDE], shared.results[Result.NEEDED]
         keys, mine, own, base = shared.candidates, Int32(0), count, Int32(0)
         if const_expr(self.cluster.size > 1):
@@ -323,8 +323,8 @@ class ExactSearch:
     @cute.jit
     def share_equals(self, row: Row, shared: Shared, place: Place, key: Uint32, copied: Int32):
         """Share out the columns of a bin whose columns all have the key `key`. Returns (the last position at which the
-        warp selects one, where among the row's results the warp's first one goes, how many chunks the warp has copied
-        so far)."""
+        warp selects such a column, the index in the row's results of the warp's first result, how many chunks the warp
+        has copied so far)."""
         lane, warp = place.lane, place.warp
         needed = shared.results[Result.NEEDED]
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, lane)

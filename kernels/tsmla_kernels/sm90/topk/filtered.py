@@ -4,7 +4,7 @@ A CTA holds all of its share of a short row in shared memory, but only a sample 
 a bound that about 1.3 k columns reach. Only these columns are kept when the row is read. The guess is checked: a row
 goes to `ExactSearch` if fewer than k columns reach the bound, or if a thread has no room for its kept columns. A row of
 any length goes there if the k-th largest is -inf or NaN, or if its bin has more columns than can be listed. But if the
-first histogram's bin has too many columns and all of them are equal, the first of them are selected.
+first histogram's bin has too many columns and all of them are equal, the first of them are selected here.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ class FilteredSearch:
 
     @cute.jit
     def split_held(self, span: Span, shared: Shared, place: Place, index: Int32):
-        """Mark the held columns above the bin, and list those in it. Returns how many of the thread's are above."""
+        """Mark the held columns above the bin, and list the held columns in it. Returns how many of the thread's
+        columns are above the bin."""
         low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
         values = cute.make_rmem_tensor((4,), Float32)
         above, local = Int32(0), place.thread
@@ -205,7 +206,8 @@ class FilteredSearch:
 
     @cute.jit
     def split_kept(self, span: Span, shared: Shared, place: Place, index: Int32):
-        """Mark the kept columns above the bin, and list those in it. Returns how many of the thread's are above."""
+        """Mark the kept columns above the bin, and list the kept columns in it. Returns how many of the thread's
+        columns are above the bin."""
         above = Int32(0)
         at = Int32(shared.columns.iterator.toint()) + place.thread * 4
         count = shared.kept_counts[place.thread]
@@ -303,8 +305,8 @@ class FilteredSearch:
 
     @cute.jit
     def write_marked(self, span: Span, shared: Shared, place: Place, output: Output):
-        """Write the positions of the columns marked as above the bin and of the first equals, as many as are needed, in
-        order. If results are sorted by value, sort them first."""
+        """Write, in order, the positions of the columns that are marked as above the bin, and of as many of the first
+        equal columns as are needed. If results are sorted by value, sort them first."""
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_arrive()  # from here on this CTA reads no other CTA's shared memory
         cute.arch.sync_threads()
@@ -361,8 +363,8 @@ class FilteredSearch:
 
 
 def mark_of(shared: Shared, vector: Int32) -> Int32:
-    """The address of the word of marks with the byte of one of the CTA's vectors. Words are permuted, so that threads
-    that each read several neighbouring words use different banks."""
+    """The address of the word of marks that has the byte of the CTA's vector number `vector`. Words are permuted, so
+    that threads that each read several neighbouring words use different banks."""
     word = quotient(vector, 4)
     return Int32(shared.marks.iterator.toint()) + (word ^ (quotient(word, 16) & 31)) * 4
 

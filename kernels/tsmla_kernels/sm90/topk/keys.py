@@ -37,7 +37,7 @@ def least_float(key: Uint32) -> Float32:
 
 
 def pair_bins(low: Float32, high: Float32):
-    """The byte offsets in a histogram of the bins of two floats. A bin is the upper 12 bits of the float's f16, rounded
+    """The bins of two floats, as byte offsets in a histogram. A bin is the upper 12 bits of the float's f16, rounded
     towards zero and mapped so that bins ascend with the floats. NaN falls into -inf's bin; -0.0, and every float that
     rounds to it, falls into 0.0's."""
     return cute.arch.inline_ptx(

@@ -63,7 +63,8 @@ class Shared(NamedTuple):
         config.histograms is 1.
       results: words of Result. totals: words of Total.
       warp_above, warp_inside: for each warp, how many of its columns are above the deciding bin and in it.
-      candidates: entries of the CTA's columns in the deciding bin. candidate_warps: for each, the warp that found it.
+      candidates: entries of the CTA's columns in the deciding bin. candidate_warps: for each entry, the warp that
+        found it.
       cluster_candidates: the candidates of all CTAs of the cluster. candidate_ranks: for each of them, how many
         others are greater.
       entries: the selected columns as entries, to be sorted.
