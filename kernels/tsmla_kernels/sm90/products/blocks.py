@@ -1,7 +1,7 @@
 """The products of a stage's block of terms, in three forms.
 
-WeightBlocks and TokenBlocks multiply e4m3 by e4m3; the weights' rows or the tokens are M of the WGMMA. WideBlocks
-multiplies activations of 16 bits by weights that are widened in registers, which is exact.
+WeightBlocks and TokenBlocks multiply e4m3 by e4m3: M of the WGMMA are weight rows in WeightBlocks and tokens in
+TokenBlocks. WideBlocks multiplies activations of 16 bits by weights that are widened in registers, which is exact.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tsmla_kernels.sm90.products.memory import Mma, Shared, layout_atom
 from tsmla_kernels.sm90.warp import DTYPES, quotient, uniform
 
 EARLY_TOKENS = 64
-"""Tokens whose scales are read while their product runs."""
+"""Most tokens whose scales are read while the product runs. Other tokens' scales are read after it."""
 AHEAD = 2
 """Steps of 16 terms whose weights a lane holds as e4m3."""
 WIDE = 4
-"""Steps of 16 terms whose weights a lane holds in 16 bits: as many products are in flight."""
+"""Steps of 16 terms whose weights a lane holds in 16 bits; as many steps are in flight."""
 
 
 class Held(NamedTuple):
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
     Attributes:
       group: its math warpgroup.
-      wave: which of the warpgroup's config.waves products of the block it is.
+      wave: the product's number among the warpgroup's config.waves products of the block.
       thread: its number in the warpgroup.
     """
 
@@ -54,18 +54,19 @@ class Part(NamedTuple):
 
 
 class Quantized:
-    """The part that both forms of e4m3 by e4m3 have in common. A scale of the stage is a token's times a weight's."""
+    """The common part of WeightBlocks and TokenBlocks. Each scale in a stage is a token's scale times the scale of a
+    block of weights."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config = config
 
     def mma(self) -> cute.TiledMma:
-        """A tiled MMA of a block."""
+        """A tiled MMA for the product of a block."""
         k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.columns)
         return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), shape)
 
     def held(self) -> Held | None:
-        """Nothing: the WGMMAs read both operands from shared memory."""
+        """None: the WGMMAs read both operands from shared memory."""
         return None
 
     @cute.jit
@@ -82,7 +83,8 @@ class Quantized:
 
 
 class WeightBlocks:
-    """Device functions where M are weight rows: few tokens cost little. wave_scales: bytes from wave to wave."""
+    """Device functions for products whose M are weight rows, so that few tokens cost little. wave_scales: bytes from a
+    wave's scales to the next wave's."""
 
     wave_scales = 0
 
@@ -91,7 +93,7 @@ class WeightBlocks:
         self.mma, self.held = self.products.mma, self.products.held
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
-        """Where the lane's scales lie in those of a stage, in bytes: of two tokens of every eight."""
+        """The byte offset, in a stage's scales, of the lane's scales, which are those of two tokens of every eight."""
         block = scale_block(self.config, column, group)
         return block * (self.config.block_scales * 4) + thread % 4 * 8
 
@@ -106,10 +108,10 @@ class WeightBlocks:
 
     @cute.jit
     def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
-        """Wait for the product, and add it to a wave's `sums` times the lane's scales, which lie at `scales`. Then
-        arrive on `empty`, if that is not None: the warp does not read the stage any more."""
+        """Wait for the product, multiply it by the lane's scales, which lie at the address `scales`, and add it to a
+        wave's `sums`. Then arrive on `empty`, unless it is None: the warp does not read the stage any more."""
         config = self.config
-        # Of many tokens the scales of the first ones alone: registers are scarce while a product runs.
+        # If there are many tokens, only the first ones' scales are read now: registers are scarce while a product runs.
         early = min(config.tokens, EARLY_TOKENS)
         factors = self.factors(scales, range(early))
         warpgroup.wait_group(0)
@@ -120,7 +122,7 @@ class WeightBlocks:
         release(empty)
 
     def factors(self, scales: Int32, tokens: range) -> cute.Tensor:
-        """The scales of the lane's tokens among these."""
+        """The scales of the lane's tokens among `tokens`."""
         found = cute.make_rmem_tensor((len(tokens) // 4,), Float32)
         for i in range(len(tokens) // 8):
             address = scales + 4 * tokens.start + 32 * i
@@ -136,7 +138,8 @@ class WeightBlocks:
 
 
 class TokenBlocks:
-    """Device functions where M are tokens: a lane has two scales. wave_scales: bytes from wave to wave."""
+    """Device functions for products whose M are tokens, so that a lane has two scales. wave_scales: bytes from a wave's
+    scales to the next wave's."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config, self.products = config, Quantized(config)
@@ -144,7 +147,8 @@ class TokenBlocks:
         self.wave_scales = config.block_scales * 4
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
-        """Where the lane's scales lie in those of a stage, in bytes: of a token, and eight further of another."""
+        """The byte offset, in a stage's scales, of the scale of the lane's first token. The lane's second token is
+        eight further."""
         return (group * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4) * 4
 
     @cute.jit
@@ -168,7 +172,7 @@ class TokenBlocks:
 
 class WideBlocks:
     """Device functions for x of 16 bits: weights are WGMMA's operand in registers, widened there. wave_scales: bytes
-    from wave to wave."""
+    from a wave's scale to the next wave's."""
 
     wave_scales = 0
 
@@ -177,14 +181,14 @@ class WideBlocks:
         self.dtype = DTYPES[config.x_dtype]
 
     def mma(self) -> cute.TiledMma:
-        """A tiled MMA of a block."""
+        """A tiled MMA for the product of a block."""
         k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.tokens)
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM
         )
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
-        """Where the weights' scale lies in those of a stage, in bytes."""
+        """The byte offset of the weights' scale in a stage's scales."""
         return scale_block(self.config, column, group) * 4
 
     def held(self) -> Held:
@@ -227,14 +231,15 @@ class WideBlocks:
             warpgroup.commit_group()
 
     def read(self, here: Int32, step: int, narrow: cute.Tensor) -> None:
-        """Read the lane's weights of step `step`: of terms 2q and 2q + 1, and eight further, of both rows."""
+        """Read the lane's weights of step `step`: terms 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of its two rows, where q is
+        lane % 4."""
         address = here ^ (step * 16)
         for i in range(4):
             narrow[i, step % AHEAD] = load_pair(address + (i % 2) * (8 * BLOCK) + (i // 2) * 8)
 
     @cute.jit
     def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
-        """Wait for the product, and add it to a wave's `sums` as in WeightBlocks, but all have the weights' scale."""
+        """Wait for the product, and add it to a wave's `sums` as in WeightBlocks, but with one scale, the weights'."""
         scale = load_scale(scales)
         warpgroup.wait_group(0)
         release(empty)
@@ -252,7 +257,7 @@ def release(barrier: cute.Pointer | None) -> None:
 
 
 def scale_block(config: ProductConfig, column: Int32, group: Int32) -> Int32:
-    """Which of the blocks of scales of tile `column` the weight rows of a warpgroup have."""
+    """The number, among tile `column`'s blocks of 128 weight rows, of the block that holds warpgroup `group`'s rows."""
     first = column * config.rows
     return quotient(first + group * (config.waves * GROUP_ROWS), BLOCK) - quotient(first, BLOCK)
 
@@ -264,7 +269,7 @@ def load_scale(address: Int32) -> Float32:
 
 
 def load_pair(address: Int32) -> Int32:
-    """Two bytes of shared memory."""
+    """Load two bytes of shared memory."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 h; ld.shared.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
         write_only_types=[Int32],
@@ -273,9 +278,9 @@ def load_pair(address: Int32) -> Int32:
 
 
 def widened(pair: Int32, dtype: str) -> Int32:
-    """Two numbers of e4m3 in 16 bits, exactly."""
+    """Convert two numbers of e4m3 to the 16-bit dtype `dtype`, exactly."""
     halves = "{ .reg .b16 h; cvt.u16.u32 h, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, h; }"
-    if dtype == "bfloat16":  # there is no such instruction: by way of float32
+    if dtype == "bfloat16":  # no instruction does this conversion: it goes by way of float32
         halves = (
             "{ .reg .b16 h, l, u; .reg .b32 p; .reg .f32 a, b; cvt.u16.u32 h, {$r0}; cvt.rn.f16x2.e4m3x2 p, h;"
             " mov.b32 {l, u}, p; cvt.f32.f16 a, l; cvt.f32.f16 b, u; cvt.rn.bf16x2.f32 {$w0}, b, a; }"

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 
 BLOCK = 128
-"""Terms and weight rows that share a scale; terms that are loaded at once."""
+"""A scale belongs to this many terms of this many weight rows. Also the terms that are loaded at once."""
 GROUP_ROWS = 64
-"""Weight rows of a WGMMA."""
+"""M of a WGMMA: weight rows or, with tokens_first, tokens."""
 PAIR_BYTES = 115_712
-"""Shared memory of each of two CTAs on a multiprocessor."""
+"""Shared memory of each CTA, in bytes, if a multiprocessor holds two."""
 FIXED_BLOCKS = 4
-"""Blocks of terms that could be summed in the time in which a CTA starts, and stores a tile."""
+"""A tile's start and end take as long as this many blocks of terms."""
 LEAST_CTAS, LEAST_WIDE_CTAS = 48, 100
-"""CTAs that read weights as fast as memory allows: with fewer tiles their sums are split. Widening takes more."""
+"""Fewest CTAs that read weights as fast as memory allows, for x of e4m3 and for x of 16 bits. If there are fewer tiles,
+each tile's sum is split among CTAs."""
 LARGE_MEAN = 128
-"""Rows of a group that a tile of 192 still holds where groups are of chance."""
+"""If groups have this many rows on average and their sizes are random, a tile of 192 rows holds nearly every group.
+Also taken for an unknown mean."""
 _TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
-"""Relative times of a block of terms in a tile, by (groups, waves), as measured."""
+"""Measured times of a block of terms of a tile, relative to (2, 1), by (groups, waves)."""
 X_DTYPES = (FP8, "bfloat16", "float16")
 _FIXED_BYTES = 2048
 """Bytes of shared memory for barriers and alignment."""
@@ -38,15 +40,15 @@ class ProductConfig:
     """The static choices of a compiled block_scaled_matmul or grouped_block_scaled_matmul. Everything else is dynamic.
 
     Attributes:
-      out_dtype: of the result.
-      x_dtype: of the activations: e4m3 with scales, or bfloat16 or float16 without.
+      out_dtype: the dtype of the result.
+      x_dtype: the dtype of the activations: e4m3 with scales, or bfloat16 or float16 without scales.
       grouped: whether rows of x belong to groups, each with a weight of its own.
       tokens: rows of x of a tile, a multiple of 8.
       groups: math warpgroups.
-      waves: WGMMAs that each of them makes of a step of terms, one after the other.
-      tokens_first: whether M of a WGMMA are 64 tokens of the warpgroup's, and N 128 weight rows; otherwise M are 64
-        weight rows of the warpgroup's, and N all tokens.
-      splits: CTAs of a cluster that each sum a part of the terms of one tile; the first adds up what they have.
+      waves: how many products of a block of terms each math warpgroup computes, one after the other.
+      tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows; otherwise M are 64 of
+        the tile's weight rows, and N are all of its tokens.
+      splits: CTAs of a cluster that each sum a part of the terms of one tile; the first CTA adds up their sums.
       ctas: CTAs that a multiprocessor holds at a time.
       num_sms: multiprocessors of the GPU.
     """
@@ -84,7 +86,7 @@ class ProductConfig:
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA computes several tiles: not where its cluster shares one tile's sum."""
+        """Whether a CTA may compute several tiles. CTAs that share the sum of a tile compute only that tile."""
         return self.splits == 1
 
     @property
@@ -101,12 +103,13 @@ class ProductConfig:
 
     @property
     def block_scales(self) -> int:
-        """Scales of a stage for each of them: of every token, or the weights' own."""
+        """Scales in a stage for each such block of weight rows: one for each token, or a single one if x has 16
+        bits."""
         return 1 if self.wide else self.tokens
 
     @property
     def scale_words(self) -> int:
-        """Scales of a stage, in whole 16 bytes."""
+        """Words for the scales of a stage, rounded up to whole 16 bytes."""
         return -(-self.scale_blocks * self.block_scales // 4) * 4
 
     @property
@@ -116,22 +119,22 @@ class ProductConfig:
 
     @property
     def pass_columns(self) -> int:
-        """Columns of 16 tokens that a warp stages at a time, if tokens are first."""
+        """Columns that a warp stages at a time, for 16 tokens, if tokens_first."""
         return 64 // (self.groups - 1)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens of 16 columns that a warp stages at a time, if weights are."""
+        """Tokens that a warp stages at a time, for 16 columns, unless tokens_first."""
         return min(max(self.tokens, 16), 64 // (self.groups - 1))
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of a warp's part of shared memory, for its results on their way to memory."""
+        """Bytes of shared memory in which a warp stages results before it stores them."""
         return 2 * 16 * (self.pass_columns if self.tokens_first else self.stored_tokens)
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of the sums that a CTA of a cluster hands to the first one."""
+        """Bytes of the sums that a CTA of a cluster hands to the first CTA."""
         return 4 * self.rows * self.tokens
 
     @property
@@ -152,8 +155,9 @@ class QuantizeConfig:
     """The static choices of a compiled quantize_blocks. Everything else is dynamic.
 
     Attributes:
-      in_dtype: of the activations. power_of_two: whether scales are rounded up to powers of two.
-      num_ctas: at most; each has several blocks where there are more.
+      in_dtype: the dtype of the activations. power_of_two: whether scales are rounded up to powers of two.
+      num_ctas: most CTAs of a launch. A CTA takes 16 blocks at a time. If there are more blocks than all CTAs take at
+        once, each CTA takes further blocks in turn.
     """
 
     in_dtype: str
@@ -186,8 +190,9 @@ def product_reasons(spec: ProductSpec) -> list[str]:
 
 
 def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
-    """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors; any of its dtypes serves every
-    call, and the best one depends on the rows. A symbolic number of rows or groups is taken to be large."""
+    """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors. Every configuration with these
+    dtypes serves any number of rows; this is the one that should be fastest. A symbolic number of rows or groups is
+    taken to be large."""
     rows, groups = spec.num_rows, spec.num_groups
     config = ProductConfig(spec.out_dtype, spec.x_dtype, groups is not None, num_sms=num_sms)
     if groups is not None:
@@ -197,8 +202,8 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
 
 
 def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
-    """For `mean` rows a group on average. Reading the weights takes most of the time, so that a tile holds all rows of
-    most groups: those of a second one are read again, from L2."""
+    """The configuration for groups of `mean` rows on average. Reading the weights takes most of the time, so a tile
+    holds all rows of most groups. A second tile of a group reads the group's weights again, from L2."""
     if mean <= 2:
         return replace(config, tokens=16, waves=1, ctas=2)
     if mean <= 40:

@@ -1,4 +1,4 @@
-"""The warps that fill the stages: one has TMA copy weights and x, the others load their scales."""
+"""The warps that fill the stages: one warp has TMA copy weights and x, the others load the scales."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EVICT_FIRST, EVICT_NORMAL, EVICT_LAST = 0x12F0000000000000, 0x1000000000000000, 
 
 
 class Copies:
-    """Device functions of these warps. scales_of_lane: of x, in one block."""
+    """Device functions of these warps. scales_of_lane: how many of x's scales of a block a lane loads."""
 
     def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
         self.config, self.tiles = config, tiles
         self.x_dtype = DTYPES[config.x_dtype]
-        self.x_boxes = 1 + config.wide  # of 128 bytes of terms
+        self.x_boxes = 1 + config.wide  # boxes of a block of x; a box has 128 bytes of a row
         self.scales_of_lane = 0 if config.wide else -(-config.tokens // 32)
         read_once = config.grouped or config.tokens < 128
         self.weight_policy = EVICT_FIRST if read_once else EVICT_NORMAL
@@ -31,7 +31,7 @@ class Copies:
     def tensor_maps(self, arrays: Arrays) -> Tma:
         """The TMA loads: weights as (row, term, group), x as (row, term). Terms past the last one are read as 0."""
         config, weight, x = self.config, arrays.weight, arrays.x
-        # TMA wants pitches of 16 bytes, which the host has checked.
+        # TMA needs rows at multiples of 16 bytes. The host has checked this.
         pitch = cute.assume(x.stride[0], divby=16)
         groups, stride = 1, pitch
         if const_expr(config.grouped):
@@ -56,7 +56,7 @@ class Copies:
 
     @cute.jit
     def run(self, tma: Tma, arrays: Arrays, shared: Shared, place: Place) -> None:
-        """The producer warp: copy the blocks of all tiles of this CTA."""
+        """Run the producer warp: copy the blocks of all tiles of this CTA."""
         index, phase = Int32(0), Int32(1)
         item = place.cluster
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
@@ -73,7 +73,8 @@ class Copies:
 
     @cute.jit
     def copy_x(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
-        """Copy block `b` of the tile's rows of x. Rows of the next group come with them, and rows past the end as 0."""
+        """Copy block `b` of `config.tokens` rows of x, from the tile's first row on. Some of these rows may belong to
+        the next group; rows past x's end become 0."""
         rows, terms = self.config.tokens, BLOCK // self.x_boxes
         boxes = self.boxes_at(shared.x, self.x_dtype, rows, self.x_boxes)
         for i in cutlass.range_constexpr(self.x_boxes):
@@ -102,7 +103,7 @@ class Copies:
         )
 
     def boxes_at(self, memory: cute.Pointer, dtype: type[cutlass.Numeric], rows: int, boxes: int) -> cute.Tensor:
-        """The boxes of all stages, of rows of 128 bytes: (row, term, box, stage)."""
+        """The boxes of all stages as (row, term, box, stage). A row of a box has 128 bytes."""
         terms = BLOCK * 8 // dtype.width
         return cute.make_tensor(
             cute.recast_ptr(memory, layout_atom(dtype).inner, dtype=dtype),
@@ -116,10 +117,10 @@ class Copies:
 
     @cute.jit
     def run_scales(self, arrays: Arrays, shared: Shared, place: Place, turn: Int32) -> None:
-        """Scale warp `turn`: load the scales of each SCALE_WARPS-th block of all tiles of this CTA, its next one while
-        it waits. A block takes less time than a load."""
+        """Run scale warp `turn`: load the scales of every SCALE_WARPS-th block of all tiles of this CTA. The warp loads
+        its next block's scales before it waits for a stage, because a load takes longer than a block."""
         config = self.config
-        index, phase, ahead = turn, Int32(1), turn  # blocks of other warps before this one's next
+        index, phase, ahead = turn, Int32(1), turn  # ahead: how many other warps' blocks come before this warp's next
         item = place.cluster
         values = cute.make_rmem_tensor((self.scales_of_lane + config.scale_blocks,), Float32)
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
@@ -146,8 +147,8 @@ class Copies:
 
     @cute.jit
     def load_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor) -> None:
-        """A lane's scales of block `b`: of each 32nd token, then of the tile's weight rows, 128 by 128. Rows of other
-        groups get 0."""
+        """Load a lane's scales of block `b` into `values`: first the scales of every 32nd token, then a scale for each
+        block of 128 weight rows of the tile. Rows of x that belong to other groups get 0."""
         config = self.config
         lane = cute.arch.lane_idx()
         for i in cutlass.range_constexpr(self.scales_of_lane):
@@ -165,7 +166,8 @@ class Copies:
 
     @cute.jit
     def store_scales(self, shared: Shared, index: Int32, values: cute.Tensor) -> None:
-        """Put the scales of a block into stage `index`: of each block of weight rows, the products with the tokens'."""
+        """Store the scales of a block into stage `index`: for each block of weight rows, the products of its scale and
+        the tokens' scales, or its scale alone if x has 16 bits."""
         config = self.config
         lane = cute.arch.lane_idx()
         first = shared.scales + index * config.scale_words

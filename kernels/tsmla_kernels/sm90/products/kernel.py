@@ -1,7 +1,7 @@
 """Products of e4m3 activations and weights with block scales in one launch, dense or grouped, for Hopper.
 
-DESIGN.md beside this says why it looks as it does. out = x W^T is computed as W x^T: the weights' rows are M of the
-WGMMAs, x's rows are N. Warpgroups of a CTA:
+DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, where M of the WGMMAs are weight rows, or,
+with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:
 
   0 to groups - 1   math: products (blocks.py), their float32 sums every 128 terms, and the results (sums.py)
   the last          first warp: TMA copies of weights and x; the others: their scales (copies.py)
@@ -27,9 +27,9 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 class BlockScaledMatmul:
     """block_scaled_matmul, or grouped_block_scaled_matmul: `config` is static, all sizes are dynamic.
 
-    Operands of the launcher: x [R, K] in config.x_dtype, weight [N, K] or [E, N, K] e4m3, x_scales [R, K / 128] f32 (of
-    e4m3), weight_scales [N / 128, K / 128] or [E, N / 128, K / 128] f32, cu_rows [E + 1] i32 (with config.grouped),
-    out [R, N].
+    Operands of the launcher: x [R, K] in config.x_dtype, weight [N, K] or [E, N, K] e4m3, x_scales [R, K / 128] f32 (if
+    x is e4m3), weight_scales [N / 128, K / 128] or [E, N / 128, K / 128] f32, cu_rows [E + 1] i32 (with
+    config.grouped), out [R, N].
     """
 
     def __init__(self, config: ProductConfig) -> None:
@@ -59,12 +59,12 @@ class BlockScaledMatmul:
             cluster=[config.splits, 1, 1],
             stream=stream,
             min_blocks_per_mp=config.ctas,
-            preferred_smem_carveout=100,  # in percent; the DSL would ask a GPU for it
+            preferred_smem_carveout=100,  # in percent; without this number the DSL would ask a GPU for it
         )
 
     @cute.kernel
     def multiply(self, tma: Tma, arrays: Arrays, mma: Mma):
-        """One CTA: set up the barriers, then give each warp its role."""
+        """Run one CTA: set up the barriers, then give each warp its role."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -96,7 +96,7 @@ class BlockScaledMatmul:
 
     @cute.jit
     def init_barriers(self, shared: Shared):
-        """Initialise the barriers, a stage a lane, with the number of arrivals that complete a phase."""
+        """Initialise the barriers, one stage per lane, with the number of arrivals that complete a phase."""
         lane = cute.arch.lane_idx()
         if lane < self.config.stages:
             cute.arch.mbarrier_init(shared.full + lane, 2)

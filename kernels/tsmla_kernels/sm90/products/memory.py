@@ -1,4 +1,4 @@
-"""Records of the block-scaled products' kernel, by name, and its shared memory."""
+"""Records of the kernel of block-scaled products, and its shared memory."""
 
 # Annotations are not postponed, because cute.struct reads the sizes of Storage from them.
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Tma(NamedTuple):
 
 
 class Mma(NamedTuple):
-    """The tiled MMAs of a block: its first step, and those that add to it."""
+    """The tiled MMAs of a block's product: for its first step, and for the steps that add to it."""
 
     first: cute.TiledMma
     more: cute.TiledMma
@@ -61,7 +61,7 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a CTA stands: its cluster's number, its rank in it, and the number of clusters."""
+    """A CTA's place: its cluster's number, its rank in the cluster, and the number of clusters."""
 
     cluster: Int32
     rank: Int32
@@ -72,8 +72,8 @@ class Tile(NamedTuple):
     """A tile of the result.
 
     Attributes:
-      group: whose rows of x these are: its weight. -1: there are no more tiles.
-      row: the first row of x. rows: up to the group's last one.
+      group: the group whose rows of x and weight the tile multiplies. -1: there are no more tiles.
+      row: the tile's first row of x. rows: how many rows the group has from that row on.
       column: the tile's number along the weight's rows.
       begin, end: blocks of terms that this CTA sums.
     """
@@ -87,7 +87,8 @@ class Tile(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How far a warp has looked through the groups: the first one of 32, and the tiles of those before it."""
+    """How far a warp has searched the groups, 32 at a time: the first of the current 32, and how many tiles the groups
+    before it have."""
 
     group: Int32
     tiles: Int32
@@ -112,7 +113,7 @@ def make_storage(config: ProductConfig) -> Any:
         empty: cute.struct.MemRange[Int64, stages]
         scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * config.scale_words], 128]
         staging: cute.struct.Align[cute.struct.MemRange[Int32, config.threads // 32 * config.staging_bytes // 4], 128]
-        # The stages lie together: a split sum's parts take their place.
+        # The stages lie together, because the parts of a split sum take their place.
         weight: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, stages * config.rows * 128], 1024]
         x: cute.struct.Align[cute.struct.MemRange[x_dtype, stages * config.tokens * 128], 1024]
 

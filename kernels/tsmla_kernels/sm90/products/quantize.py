@@ -1,5 +1,5 @@
 """quantize_blocks in one launch: e4m3 activations with a scale for 128 columns. Half a warp has a block, eight columns
-a lane, so that a maximum is found by shuffles and nothing waits for another warp."""
+per lane, so shuffles find the block's maximum and no warp waits for another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class QuantizeBlocks:
         first = cute.arch.block_idx()[0] * CTA_BLOCKS + thread // 32 * 2
         wide = cute.make_rmem_tensor((LANE_VALUES,), Float32)
         for pair in cutlass.range(first, blocks, cute.arch.grid_dim()[0] * CTA_BLOCKS, unroll=1):
-            # Behind the last block the other half of the warp has the last one once more, and writes the same.
+            # If no block is left for the warp's second half, it takes the last block once more, and writes the same.
             block = cutlass.min(pair + thread // BLOCK_LANES % 2, blocks - 1)
             row = divide(block, of_row)
             column = (block - row * of_row) * BLOCK + lane * LANE_VALUES
@@ -62,7 +62,7 @@ class QuantizeBlocks:
 
     @cute.jit
     def scale(self, wide: cute.Tensor) -> Float32:
-        """The scale of the block that half a warp has; divides the lane's values by it."""
+        """Return the scale of the half warp's block. Divide the lane's values by it."""
         bits = greatest_bits(wide, LANE_VALUES)
         for offset in cutlass.range_constexpr(BLOCK_LANES.bit_length() - 1):
             bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << offset))

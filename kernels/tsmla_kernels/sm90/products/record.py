@@ -18,7 +18,7 @@ from tsmla_kernels.sm90.products.config import (
 
 
 def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
-    """All sizes are read at the launch; K is a multiple of 16 and N of 8."""
+    """The operands. All sizes are read at the launch; K is a multiple of 16, and N a multiple of 8."""
     stack = (None,) if config.grouped else ()
     x_scales = () if config.wide else (Operand("x_scales", "float32", (None, None), align=4),)
     offsets = (Operand("cu_rows", "int32", (None,), align=4),) if config.grouped else ()
@@ -50,7 +50,7 @@ GROUPED_BLOCK_SCALED_MATMUL = dataclasses.replace(
 
 
 def quantize_operands(config: QuantizeConfig) -> tuple[Operand, ...]:
-    """All sizes are read at the launch; K is a multiple of 8."""
+    """The operands. All sizes are read at the launch; K is a multiple of 8."""
     return (
         Operand("x", config.in_dtype, (None, None)),
         Operand("values", FP8, (None, None), output=True),

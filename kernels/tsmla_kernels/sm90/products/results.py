@@ -1,4 +1,5 @@
-"""Storing a tile's sums, by way of the warp's part of shared memory: so that lanes write 16 bytes of a row."""
+"""Stores a tile's sums. Results of 16 bits go through the warp's part of shared memory, so that a lane writes 16 bytes
+of a row; results of 32 bits do not."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Lane(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A warp's rows where tokens are first: the first one of the tile's tokens, the address of the warp's part of
-    shared memory, and the lane."""
+    """A warp's rows if tokens are first: the number of its first row among the tile's tokens, the address of the warp's
+    part of shared memory, and the lane."""
 
     first: Int32
     staging: Int32
@@ -31,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Results:
-    """Device functions that store what a lane has, as `Sums` says."""
+    """Device functions that store a lane's sums, whose order `Sums` gives."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config = config
@@ -60,7 +61,7 @@ class Results:
 
     @cute.jit
     def store_words(self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, lane: Int32) -> None:
-        """Store 32-bit results of weights first: of a token, eight lanes have neighbouring columns."""
+        """Store 32-bit results if weights are first. Eight lanes have neighbouring columns of a token."""
         columns = Int32(out.shape[1])
         for i in cutlass.range_constexpr(self.values):
             token, mine = 8 * (i // 4) + (lane % 4) * 2 + i % 2, column + lane // 4 + 8 * (i // 2 % 2)
@@ -73,8 +74,8 @@ class Results:
     def store_halves(
         self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, staging: Int32, lane: Int32
     ) -> None:  # fmt: skip
-        """Store 16-bit results of weights first, transposed in the warp's part of shared memory: 16 columns of a token
-        are 32 bytes."""
+        """Store 16-bit results if weights are first. They are transposed in the warp's part of shared memory, where 16
+        columns of a token are 32 bytes."""
         config = self.config
         columns = Int32(out.shape[1])
         mine = column + lane % 2 * 8
@@ -94,7 +95,7 @@ class Results:
     @cute.jit
     def packed(self, sums: cute.Tensor, first: cutlass.Constexpr[int]) -> cute.Tensor:
         """The lane's values of 16 tokens from value `first` on, as words of two tokens: [row of two, eight tokens].
-        Of a tile with eight tokens the others are 0."""
+        If the tile has eight tokens, the values of the other eight are 0."""
         halves = cute.make_rmem_tensor((8,), self.out_dtype)
         for i in cutlass.range_constexpr(8):
             value = Float32(0.0)
@@ -107,7 +108,7 @@ class Results:
     def store_word_rows(
         self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, first: Int32, lane: Int32
     ) -> None:  # fmt: skip
-        """Store 32-bit results of tokens first. `first` is the warp's first token."""
+        """Store 32-bit results if tokens are first. `first` is the warp's first token."""
         columns = Int32(out.shape[1])
         for i in cutlass.range_constexpr(0, self.values, 2):
             token, mine = first + lane // 4 + 8 * (i // 2 % 2), column + 8 * (i // 4) + lane % 4 * 2
@@ -124,11 +125,11 @@ class Results:
     def store_half_rows(
         self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, warp_rows: Rows
     ) -> None:  # fmt: skip
-        """Store 16-bit results of tokens first."""
+        """Store 16-bit results if tokens are first."""
         first, staging, lane = warp_rows
         columns = Int32(out.shape[1])
         width = self.config.pass_columns
-        chunks = width // 8  # of 16 bytes, of a row; they lie in an order that differs from row to row
+        chunks = width // 8  # chunks of 16 bytes in a row; their order differs from row to row
         for done in cutlass.range_constexpr(0, BLOCK, width):
             for i in cutlass.range_constexpr(width // 16):
                 words = self.packed(sums, (done + 16 * i) // 2)
@@ -144,11 +145,12 @@ class Results:
             cute.arch.sync_warp()
 
     def chunk_place(self, row: Int32, chunk: Int32, chunks: int) -> Int32:
-        """Where 16 bytes of a row lie in the warp's staging: eight rows' are in different banks."""
+        """The byte offset of a row's chunk in the warp's part of shared memory. Chunks of the same number of eight rows
+        lie in different banks."""
         return (row * chunks + (chunk ^ (row // (8 // chunks) % chunks))) * 16
 
     def take(self, address: Int32) -> cute.Tensor:
-        """Four words of shared memory."""
+        """Load four words of shared memory."""
         four = cute.make_rmem_tensor((4,), Int32)
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)

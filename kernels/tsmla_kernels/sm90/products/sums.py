@@ -1,4 +1,5 @@
-"""The math warpgroups: their products (blocks.py), summed in float32 every 128 terms, and stored (results.py)."""
+"""The math warpgroups: they add their products (blocks.py) to float32 sums every 128 terms, and store the sums
+(results.py)."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from tsmla_kernels.sm90.warp import advance, kept, uniform
 class Sums:
     """Device functions of the math warpgroups.
 
-    A lane has two rows, r and r + 8, of the 64 that a warpgroup multiplies, and of every eight columns two: values in
-    the order [column of two, row of two, eight columns]. Rows are the weight's and columns tokens, or the other way.
+    A product has 64 rows. A lane has rows r and r + 8 of them, and two of every eight columns, in the order [column of
+    two, row of two, eight columns]. Rows are weight rows and columns are tokens or, with tokens_first, the reverse.
     """
 
     def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
         self.config, self.tiles = config, tiles
-        self.values = config.columns // 2  # of a lane, of each wave
+        self.values = config.columns // 2  # sums of a lane in each wave
         self.results = Results(config)
         kind = WideBlocks if config.wide else TokenBlocks if config.tokens_first else WeightBlocks
         self.blocks: WideBlocks | TokenBlocks | WeightBlocks = kind(config)
 
     def mma(self) -> Mma:
-        """The tiled MMAs of a block."""
+        """The tiled MMAs of a block's product."""
         return Mma(self.blocks.mma(), self.blocks.mma())
 
     @cute.jit
     def run(self, arrays: Arrays, shared: Shared, mma: Mma, place: Place, group: Int32) -> None:
-        """Math warpgroup `group`'s rows of all tiles of this CTA."""
+        """Run math warpgroup `group`: compute its rows of all tiles of this CTA."""
         config = self.config
         thread = cute.arch.thread_idx()[0] % 128
         lane = kept(thread % 32)
@@ -71,8 +72,8 @@ class Sums:
 
     @cute.jit
     def meet(self, shared: Shared, sums: cute.Tensor, place: Place, thread: Int32) -> None:
-        """Hand this CTA's sums to the cluster's first one, which adds them in the CTAs' order. They take the place of
-        its stages, once no CTA of the cluster needs these."""
+        """Hand this CTA's sums to the cluster's first CTA, which adds the sums in the order of the CTAs. They take the
+        place of that CTA's stages, once no CTA of the cluster needs its stages."""
         config = self.config
         partial = shared.weight.toint() + thread * 16
         meet_cluster()

@@ -13,8 +13,8 @@ from tsmla_kernels.sm90.products.memory import Arrays, Place, Tile, Walk
 from tsmla_kernels.sm90.warp import divide, quotient
 
 SECTION = 16
-"""Tiles below each other that are computed before the next ones: with as many beside each other in flight, what they
-read of x and of the weights is about the same, and both stay in L2."""
+"""Tiles of rows in a section. The tiles in flight at a time are a section's tiles of rows times some tiles of columns.
+They read about as many bytes of x as of the weights, and both stay in L2."""
 
 
 class Found(NamedTuple):
@@ -33,22 +33,22 @@ class Found(NamedTuple):
 
 
 class Tiles:
-    """Device functions that number the tiles: those of a group come together, sections of rows within it, columns
-    within a section. Rows behind the last group make a group of their own, without terms."""
+    """Device functions that number the tiles group by group; in a group by sections of SECTION tiles of rows; in a
+    section by columns. Rows past the last group form a group of their own, without terms."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config = config
 
     def below(self, rows: Int32) -> Int32:
-        """Tiles below each other that hold so many rows."""
+        """How many tiles of rows hold `rows` rows."""
         return (rows + (self.config.tokens - 1)) // self.config.tokens
 
     def columns(self, arrays: Arrays) -> Int32:
-        """Tiles along the weight's rows."""
+        """How many tiles of columns there are; the columns of the result are the weight's rows."""
         return (Int32(arrays.out.shape[1]) + (self.config.rows - 1)) // self.config.rows
 
     def blocks(self, arrays: Arrays) -> Int32:
-        """Blocks of terms."""
+        """How many blocks of terms there are."""
         return quotient(Int32(arrays.x.shape[1]) + (BLOCK - 1), BLOCK)
 
     def start(self) -> Walk:
@@ -87,7 +87,7 @@ class Tiles:
 
     @cute.jit
     def find_group(self, item: Int32, walk: Walk, arrays: Arrays, columns: Int32) -> tuple[Found, Walk]:
-        """The group of tile number `item`, and how far it was looked for."""
+        """Find the group of tile number `item`. Returns the group, and how far the groups have been searched."""
         total, last = Int32(arrays.x.shape[0]), Int32(arrays.cu_rows.shape[0]) - 1
         lane = cute.arch.lane_idx()
         first, before = walk.group, walk.tiles
