@@ -137,10 +137,9 @@ class Combine:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` described its pieces in split_info. Here the CTAs that have the numbers of the
-        cluster's CTAs merge a slice of these pieces' row tiles (of two tiles if the cluster has pieces of two), so
-        neither a search nor a schedule is needed. When batch_invariant a thread group merges a row tile, or a slice of
-        it if there are more groups than tiles.
+        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the same numbers merge slices of
+        these pieces' row tiles, so neither a search nor a schedule is needed. When batch_invariant a thread group
+        merges a row tile, or a slice of it if there are more groups than tiles.
         """
         # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
         # CTAs of this kernel end.
@@ -206,8 +205,7 @@ class Combine:
             if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
                     entry[word] = start_entry[word]
-            # If a cluster of this row tile has a second tile, slices are half as large: that cluster takes one slice,
-            # and the others take two.
+            # If one of the tile's clusters has a second tile, slices are halves: it takes one, the others take two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)

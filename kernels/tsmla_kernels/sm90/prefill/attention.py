@@ -186,8 +186,8 @@ class Attention:
     def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
         """Compute S of the tile's next block while O += P V of the block before runs, and release K.
 
-        fp8 also releases Q after block 0, the tile's last one: without turns, the next tile's scores would otherwise
-        wait for the next Q.
+        fp8 also releases Q after block 0, the tile's last one. It has no turns, so the next tile's scores would
+        otherwise wait for the next Q.
         """
         shared, group = wg.shared, wg.thread.group
         self.gemms.issue(shared, wg.products, cursor.k, cursor.v, group)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.rules import Dim
 
 GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
-PLAN_WORDS = 8  # int32 of one row of the plan
+PLAN_WORDS = 8  # int32 words of one row of the plan
 PROGRESS_WORDS = 2  # words of memory.Progress. `progress` has one word per CTA, so a grid has at least 2 CTAs
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
 FP8_HEAD_DIMS = ((192, 128),)

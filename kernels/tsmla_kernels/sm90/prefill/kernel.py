@@ -1,4 +1,4 @@
-"""Expanded MLA prefill (keys wider than values) over ragged batches, bf16, f16 and fp8, for Hopper.
+"""Expanded MLA prefill over ragged batches, bf16, f16 and fp8, for Hopper.
 
 DESIGN.md in this folder gives the reasons. Two kernels run one after the other:
 

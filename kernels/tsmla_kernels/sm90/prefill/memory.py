@@ -16,7 +16,7 @@ from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-TILE_SLOTS = 8  # ring of tile descriptors: the producer is at most three tiles ahead of an epilogue
+TILE_SLOTS = 8  # places in the ring of tile descriptors: the producer is at most three tiles ahead of an epilogue
 TILE_WORDS = 8
 WARPGROUP_THREADS = 128
 TURN_THREADS = 2 * WARPGROUP_THREADS

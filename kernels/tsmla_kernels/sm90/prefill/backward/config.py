@@ -20,7 +20,7 @@ KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compu
 STAGES = 2  # pipeline stages of Q, and of dS
 ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to number h % 16
 BLOCK_ROWS = 8  # query rows of a block of dq's sums
-PLAN_WORDS = 8  # int32 of one row of the plan
+PLAN_WORDS = 8  # int32 words of one row of the plan
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = ((192, 128),)
 

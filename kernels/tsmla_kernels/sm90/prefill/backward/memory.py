@@ -18,7 +18,7 @@ from tsmla_kernels.sm90.warp import DTYPES
 GROUPS = 2  # compute warpgroups, each with half of a tile's keys and half of dq's columns
 GROUP_KEYS = KEY_ROWS // GROUPS
 COMPUTE_WARPS = 4 * GROUPS
-TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
+TILE_SLOTS = 4  # places in the ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
 TILE_WORDS = 12
 BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # shared-memory buffers of each array
 NO_HEAD = -1  # Tile.HEAD at the end of the sequence of tiles

@@ -1,4 +1,5 @@
-"""The kernels before and after the main kernel of prefill's gradient: terms of query rows and zeroed sums; dq."""
+"""Device code of the kernels before and after the main kernel of prefill's gradient. The first writes the terms of
+query rows and zeroes the sums; the last writes dq and dk_rope from their sums."""
 
 from __future__ import annotations
 
