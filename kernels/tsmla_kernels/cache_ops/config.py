@@ -19,7 +19,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
 STORE_BYTES = 16  # the widest store of a thread
-THREADS = 288  # the most threads of a CTA, unless one row needs more: 4 rows of 576 16-bit values, or 8 of fp8
+THREADS = 288  # most threads of a CTA, unless one row needs more: enough for 4 rows of 576 16-bit values, or 8 of fp8
 MAX_THREADS = 1024
 
 
@@ -43,7 +43,7 @@ class Tiling:
 
 
 def tiling(columns: int, *dtypes: str) -> Tiling:
-    """The tiling of rows of `columns` values, which are stored in each of `dtypes`, by one launch."""
+    """The tiling of rows of `columns` values, for a launch that stores rows in each of `dtypes`."""
     vector = STORE_BYTES // max(ITEMSIZE[dtype] for dtype in dtypes)
     chunks = columns // vector
     return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # the reasons refuse rows narrower than a chunk

@@ -58,14 +58,14 @@ def widened(values, factor):
 
 
 def row_address(array, row, column_bytes):
-    """The address of a row of an array [rows, pitch], plus some bytes. The pitch is read from the array, because a
+    """The address of a row of an array [rows, pitch], plus `column_bytes`. The pitch is read from the array, because a
     launch may pass wider rows; only their first columns are read."""
     pitch = Int64(array.shape[1]) * (array.element_type.width // 8)
     return array.iterator.toint() + Int64(row) * pitch + Int64(column_bytes)
 
 
 def slot_address(cache, slot, column_bytes):
-    """The address of a slot's row in a cache [P, Z, D], plus some bytes."""
+    """The address of a slot's row in a cache [P, Z, D], plus `column_bytes`."""
     row_bytes = cache.shape[2] * cache.element_type.width // 8
     return cache.iterator.toint() + Int64(slot) * row_bytes + Int64(column_bytes)
 

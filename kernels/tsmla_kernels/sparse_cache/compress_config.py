@@ -15,7 +15,7 @@ WEIGHTS = ("bfloat16", "float16", "float32")
 LANE_CHANNELS = 4
 """Neighbouring channels that a thread pools: 16 bytes of a row."""
 MAX_THREADS = 256
-MOST_KEPT = 1 << 32  # values that a call may write to a ring: a thread copies four at once and counts in int32
+MOST_KEPT = 1 << 32  # most values that a call may write to a ring: a thread copies four at once and counts in int32
 MAX_CLUSTER = 4
 ROWS_AT_ONCE = 4
 """Rows of a window that a thread has in flight."""
@@ -50,7 +50,7 @@ class CompressWriteConfig:
 
     @property
     def window(self) -> int:
-        """Tokens pooled into one entry."""
+        """How many tokens are pooled into one entry."""
         return self.ratio * self.series
 
     @property

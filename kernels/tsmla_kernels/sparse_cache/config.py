@@ -1,7 +1,7 @@
 """Which kernel of the packed caches serves a call: static configurations. Imports no cutlass.
 
 A compiled object serves every number of tokens and pages, and every page size. Only the choice of indexer_quantize's
-configuration depends on the number of tokens, because few rows are faster with other CTAs.
+configuration depends on the number of tokens, because few rows are faster with larger CTAs.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def ask(dtype: str, address: Int64) -> Float32:
 
 
 def rotated_pair(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
-    """(a cos - b sin, b cos + a sin). The second product of each is rounded, and then the sum; the first is exact."""
+    """(a cos - b sin, b cos + a sin). In both, the first product is exact; the second product is rounded, and so is the
+    sum."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 s, t; mul.rn.f32 s, {$r1}, {$r3}; neg.f32 s, s; mul.rn.f32 t, {$r0}, {$r3};"
         " fma.rn.f32 {$w0}, {$r0}, {$r2}, s; fma.rn.f32 {$w1}, {$r1}, {$r2}, t; }",
