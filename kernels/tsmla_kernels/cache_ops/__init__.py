@@ -1,1 +1,2 @@
-"""The kernels that write and read the paged latent cache, and their configurations, for any architecture."""
+"""The kernels that write and read the paged latent cache, and their configurations, for Hopper and newer
+architectures."""

@@ -1,4 +1,4 @@
-"""The kernels of the paged cache, for any architecture: their operands and their records."""
+"""The kernels of the paged cache, for Hopper and newer architectures: their operands and their records."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""The kernel that merges partial attention results by their log-sum-exps, and its configurations, for any
-architecture."""
+"""The kernel that merges partial attention results by their log-sum-exps, and its configurations, for Hopper and newer
+architectures."""

@@ -1,4 +1,4 @@
-"""merge_attention_states, for any architecture: its operands and its record."""
+"""merge_attention_states, for Hopper and newer architectures: its operands and its record."""
 
 from __future__ import annotations
 

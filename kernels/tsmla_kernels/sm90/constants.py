@@ -8,5 +8,5 @@ LN_2 = math.log(2.0)
 # without keys needs no case of its own.
 LOWEST = -(2.0**128 - 2.0**104)
 FP8 = "float8_e4m3fn"
-SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
+SMEM_BYTES = 232_448  # most shared memory of one CTA on sm_90, in bytes
 MOST_KEYS = (1 << 31) - (1 << 13)  # most keys of a request: positions a few blocks or pages past them still fit int32

@@ -164,7 +164,7 @@ class CompressWriteKvCache:
         for chunk in cutlass.range(rows // at_once, unroll=1):
             held = []
             position = begin + chunk * at_once
-            # The ring is at least as long as the window, so adding it once makes a negative position positive.
+            # The ring is at least as long as the window, so a position below 0 plus the ring's length is not negative.
             ring_row = cutlass.select_(position < 0, position + source.ring, position) % source.ring
             for u in cutlass.range_constexpr(at_once):
                 row = first + chunk * at_once + u

@@ -302,7 +302,8 @@ class Copier:
         tma, pages, full = copies.tma, copies.pages, copies.full
         boxes = self.layout.boxes(copies.keys, self.box)
         tiles = self.column_tiles if const_expr(self.box == self.block) else 1
-        g_k = cute.local_tile(tma.keys, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
+        # Modes of g_k: three modes of a box, the box in its page, the column tile, the page.
+        g_k = cute.local_tile(tma.keys, (self.box, 64, tiles), (None, 0, None, None))
         t_ks, t_kg = cpasync.tma_partition(
             tma.keys_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_k, 0, 3)
         )

@@ -1,5 +1,5 @@
-"""S = Q K^T, softmax and P of decode for queries and cache of 16 bits. Q is in registers, in some kernels without its
-rope columns."""
+"""S = Q K^T, softmax and P of decode for queries and cache of 16 bits. Q is in registers; in some kernels its rope
+columns are in shared memory instead."""
 
 from __future__ import annotations
 

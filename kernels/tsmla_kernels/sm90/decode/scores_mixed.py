@@ -195,7 +195,7 @@ class ScoresMixed(Scores):
         """Do Q K^T, softmax and P for a piece's key blocks."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         place, running = held.place, held.running
-        # (query row of two, key of two, eight query rows)
+        # Modes: query row of two, key of two, eight query rows.
         s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
         a_shape = mma_qk.get_slice(place.thread).partition_shape_A((self.block, 16))
         steps = self.depth // 16

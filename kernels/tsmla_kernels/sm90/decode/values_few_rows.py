@@ -77,7 +77,8 @@ class ValuesFewRows(ValuesFp8):
             flag = Int32(0)
             if lane < self.ring.releasing_lanes and b > blocks.begin:
                 flag = shared.moved[lane, index]
-            cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P and of zeros, as in Values16bit
+            # Order the writes of P and of zeros before WGMMA's reads, as in Values16bit.
+            cute.arch.fence_proxy("async.shared", space="cta")
             self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
             warpgroup.fence()
             # The first block's product replaces the old O.

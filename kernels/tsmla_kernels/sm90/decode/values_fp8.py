@@ -146,7 +146,8 @@ class ValuesFp8:
                 adds = b > blocks.begin
             if lane < self.ring.releasing_lanes and adds:
                 flag = moved[lane, index]
-            cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit
+            # Order the softmax warps' writes of P before WGMMA's reads, as in Values16bit.
+            cute.arch.fence_proxy("async.shared", space="cta")
             # The softmax warpgroup started the next block before it signalled this one, so the next block has usually
             # arrived. The poll's answer is used later, because polling is slow.
             awaited = begun

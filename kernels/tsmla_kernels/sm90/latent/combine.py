@@ -205,7 +205,7 @@ class Combine:
             if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
                     entry[word] = start_entry[word]
-            # If one of the tile's clusters has a second tile, slices are halves: it takes one, the others take two.
+            # If one of the tile's clusters has a second tile, slices are halves: it takes one slice, others take two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
@@ -281,7 +281,7 @@ class Combine:
         count = entry[SplitEntry.PIECES]
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % GROUP_THREADS
-        # The group's threads cover 2 ** bits octets, octets_at_once times.
+        # At a time the group works on 2 ** bits octets, or on octets_at_once times as many.
         bits = Int32((GROUP_THREADS // INVARIANT_SHARERS).bit_length() - 1)
         if const_expr(octets_at_once > 1):
             bits = Int32(GROUP_THREADS.bit_length() - 1)

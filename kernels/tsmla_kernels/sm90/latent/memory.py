@@ -21,10 +21,10 @@ class Piece(IntEnum):
     BLOCK_END = 1  # if equal to BLOCK_BEGIN, there is no piece, and the cluster's work ends
     KEYS = 2  # the request's length
     FIRST_TOKEN_KEYS = 3  # keys that the request's first query token sees, if causal
-    FEWEST_KEYS = 3  # the same word, if visible_lens: the fewest keys that a token of the row tile sees
+    FEWEST_KEYS = 3  # with visible_lens, in place of FIRST_TOKEN_KEYS: fewest keys that a token of the row tile sees
     ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
-    ROW = 5  # the same row, counted in q and out
-    VALID_ROWS = 6  # how many of this CTA's 64 rows exist; 0 or less if none does
+    ROW = 5  # this CTA's first query row, counted in q and out
+    VALID_ROWS = 6  # how many of this CTA's 64 rows exist; may be negative
     SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
     Q_STAGES = 9  # stages of the ring that Q takes
@@ -50,8 +50,8 @@ class ScheduleState(IntEnum):
     """Words in which the scheduling warp keeps the cluster's share of the batch and its place in the share."""
 
     REQUEST = 0
-    TILE = 1  # row tile of the request
-    TILE_START = 2  # where the tile begins on its line; PACKED: its number among the cluster's requests
+    TILE = 1  # the row tile's number in its request
+    TILE_START = 2  # where the tile begins on its line; PACKED: the number of its request among the cluster's requests
     BEGIN = 3  # where the share begins on the line
     END = 4
     KIND = 5  # a ScheduleKind
@@ -75,8 +75,8 @@ class Barrier(IntEnum):
     SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
     FIRST_PIECES = 2  # the copying warp waits until the scheduling warp has described the first pieces
     Q_READ = 3  # 3 + piece % PIECE_BARRIERS: value warpgroups wait until the softmax warpgroup has read Q
-    KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: the same, until that warpgroup has read the piece's last keys
-    SUMS = 11  # 11 + piece % PIECE_BARRIERS: the same, until that warpgroup has written the piece's row sums
+    KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have read the last keys
+    SUMS = 11  # 11 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have written the row sums
 
 
 PIECE_BARRIERS = 4  # more than the pieces by which the softmax warpgroup may be ahead of the value warpgroups

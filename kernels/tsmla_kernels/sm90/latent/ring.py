@@ -155,7 +155,7 @@ class Ring:
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(shared.full + i, self.filling_warps)
                 cute.arch.mbarrier_init(shared.empty + i, 8 * self.releasing_lanes * self.cluster)
-                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # eight lanes of each softmax warp call `signal`
+                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # eight lanes of each softmax warp arrive in `signal`
 
     @cute.jit
     def look_ahead(self, index: Int32, phase: Int32, shared: Shared) -> Ahead:

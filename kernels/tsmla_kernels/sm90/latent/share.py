@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks must leave no cluster idle
 MIN_SORTED_SHARE = 32  # requests are sorted only if a share has at least this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length, because their numbers are kept in bytes
-MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds how many, and its number
+MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds this count and the request's number
 ALL_KEYS = (1 << 31) - 1  # a length that no request exceeds
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 # How many words the schedule's state has. The numbers of a cluster's sorted requests, one byte each, begin in the word
@@ -285,7 +285,7 @@ class BatchShare:
                                 least = middle + 1
                         kind, length = Int32(ScheduleKind.CUT), most
                 if const_expr(self.may_sort_requests):
-                    # Little work is not sorted, because sorting takes one or two microseconds.
+                    # If shares are short, requests are not sorted: sorting takes one or two microseconds.
                     sortable = batch <= cutlass.min(MAX_REQUESTS * clusters, MAX_SORTED) and 2 * batch > clusters
                     if (
                         kind == ScheduleKind.LINE

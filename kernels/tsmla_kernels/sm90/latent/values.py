@@ -185,7 +185,7 @@ class ValueWalk:
         rows = self.steps.wide.p_rows
         acc = cute.make_rmem_tensor(mma_pv.get_slice(t).partition_shape_C((self.steps.wide.half, rows)), Float32)
         mma_pv.set(Field.ACCUMULATE, True)
-        # (query row of two, latent of two, eight query rows, tile)
+        # Modes: query row of two, latent of two, eight query rows, tile of latents.
         layout = cute.make_layout((2, 2, rows // 8, self.steps.wide.m_tiles), stride=(1, 2, 4, rows // 2))
         o = cute.make_tensor(acc.iterator, layout)
         wide, narrow, factors = self.steps.fragments()
@@ -204,7 +204,7 @@ class ValueWalk:
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == SCHEDULE_WARP:
-            # The next pieces are described only now, so that the first copies do not wait for that.
+            # The next pieces are described only now, so that the first copies do not wait for their descriptions.
             for i in cutlass.range(1, self.steps.lookahead, unroll=1):
                 self.steps.walk.next_piece(i, schedule)
             self.steps.copier.meet_for_first_pieces()

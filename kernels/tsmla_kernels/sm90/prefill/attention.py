@@ -50,7 +50,7 @@ class Cursor(NamedTuple):
 
     v_keys: Int32  # the request's keys from block `v`'s first key on; V's rows after these must be zeroed
     v: Stage  # the block whose P is ready; its P V comes next
-    k: Stage  # the block after it
+    k: Stage  # the block after block `v`
     q_phase: Int32
     blocks: Int32  # key blocks of the tile; 0 after the last tile
     keys: Int32  # keys of the tile's request

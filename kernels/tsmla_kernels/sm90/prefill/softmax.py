@@ -17,7 +17,7 @@ from tsmla_kernels.sm90.warp import store_matrices
 P_SCALE_BITS = 5
 E4M3_MAX = 448.0
 # fp8: a lane has 16 values of P for 32 keys (8 keys of each of its two rows) and packs them into 4 words.
-WORD_OFFSETS = (0, 2, 8, 10)  # index among the 16 of each word's first value
+WORD_OFFSETS = (0, 2, 8, 10)  # index, among the 16 values, of the first value of each word
 VALUE_OFFSETS = (0, 1, 4, 5)  # offsets of a word's four values from its first value
 
 

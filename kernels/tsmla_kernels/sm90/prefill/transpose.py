@@ -11,7 +11,7 @@ from cutlass import Int32
 from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
 from tsmla_kernels.sm90.warp import advance, load_transposed, store_matrices
 
-EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors of a column's bytes in two registers of pairs
+EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors of one column's bytes in two registers of column pairs
 
 
 class TransposeAddresses(NamedTuple):

@@ -1,1 +1,1 @@
-"""Products of e4m3 activations and weights with scales for blocks, for Hopper."""
+"""Products of activations with e4m3 weights that have a scale for each block, for Hopper."""

@@ -1,4 +1,4 @@
-"""Products of e4m3 activations and weights with block scales in one launch, dense or grouped, for Hopper.
+"""Products of activations (e4m3 or 16 bits) with block-scaled e4m3 weights in one launch, dense or grouped, for Hopper.
 
 DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, where M of the WGMMAs are weight rows, or,
 with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:

@@ -223,7 +223,7 @@ class SparseScores:
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """Compute K Q^T, softmax and P of a piece's blocks."""
         place, running = held.place, held.running
-        # (query row of two, key of two, eight query rows)
+        # Modes: query row of two, key of two, eight query rows.
         s = cute.make_tensor(held.acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
@@ -438,9 +438,9 @@ class SparseScores:
 
     @cute.jit
     def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
-        """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. First reduce within each
-        warp, where an exchange halves the number of values per lane as long as a lane has several. Then reduce over the
-        warps."""
+        """Reduce the lanes' `values` of each row over all keys by `combine`: see key_softmax.OverKeys. First reduce
+        within each warp, where an exchange halves the number of values per lane as long as a lane has several rows.
+        Then reduce over the warps."""
         lane, rows = t % 32, self.p_rows // 8
         mine = cute.make_rmem_tensor((2, rows), Float32)
         for i in cutlass.range_constexpr(2 * rows):

@@ -139,7 +139,8 @@ class SparseValues:
             flag = Int32(0)
             if lane < self.ring.releasing_lanes:
                 flag = shared.moved[lane, index]
-            cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit
+            # Order the softmax warps' writes of P before WGMMA's reads, as in Values16bit.
+            cute.arch.fence_proxy("async.shared", space="cta")
             awaited = begun
             if cute.arch.mbarrier_test_wait(full + following, phase_following):
                 awaited = Int32(0)

@@ -57,7 +57,7 @@ class BinSearch:
             if lane == first:
                 index, inside, passed = Int32(0), sums[0], sums[1] + sums[2] + sums[3]
                 for i in cutlass.range_constexpr(3):
-                    # Find the lane's bin in which the count from its greatest bin on reaches `needed`.
+                    # Find which of the lane's four bins holds its `needed`-th greatest key.
                     above = sum([sums[j] for j in range(4 - i, 4)], Int32(0))
                     if above < needed and above + sums[3 - i] >= needed:
                         index, inside, passed = Int32(3 - i), sums[3 - i], above

@@ -18,7 +18,7 @@ MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in
 MANY_ROWS = 1 << 20  # takes the place of a symbolic number of rows
 UNIT = 128  # columns that a warp reads at once: 16 bytes per lane
 BINS = 4096  # bins of a histogram
-FEW_ROWS = 264  # two for each multiprocessor
+FEW_ROWS = 264  # two rows for each of 132 multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)

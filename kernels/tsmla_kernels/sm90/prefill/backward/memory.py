@@ -32,7 +32,7 @@ class Tile(IntEnum):
     KEYS = 2
     STEPS = 3  # how many steps the tile takes; a step has Q_ROWS queries
     FIRST_ROW = 4  # the first row of the first step's queries
-    ROWS = 5  # rows from there to the request's end
+    ROWS = 5  # rows from FIRST_ROW to the request's end
     FIRST_TERMS = 6  # the first step's tile in row_terms
     DIAGONAL = 7  # causal: query FIRST_ROW + x sees key j of the tile if x >= j + DIAGONAL
     FIRST_BLOCK = 8  # the first step's first block in dq_sum
