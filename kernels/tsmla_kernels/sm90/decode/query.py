@@ -11,7 +11,7 @@ from tsmla_kernels.sm90.warp import remainder
 
 
 class StagedQuery:
-    """Q in stages of `q_rows` rows."""
+    """Reads Q from stages of the ring that hold `q_rows` rows each."""
 
     def __init__(self, q_rows: int) -> None:
         self.q_rows = q_rows

@@ -27,7 +27,7 @@ class Piece(IntEnum):
     VALID_ROWS = 6  # how many of this CTA's 64 rows exist; may be negative
     SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
-    Q_STAGES = 9  # stages of the ring that Q takes
+    Q_STAGES = 9  # stages of the ring that Q takes, if Q goes through the ring
 
 
 class SplitEntry(IntEnum):

@@ -33,7 +33,7 @@ class LatentShape:
       latent_dim: L. head_dim: D, the width of a key. page_size: Z.
       block: keys of a stage of the ring.
       tile_rows: query rows of a row tile, which a cluster handles at once.
-      q_rows: query rows that a stage of the ring holds. p_rows: query rows of P V.
+      q_rows: query rows that a stage of the ring holds, if Q goes through the ring. p_rows: query rows of P V.
       few_rows: whether a row tile is so small that instructions, not bytes, limit the merging of its pieces.
       min_share: fewest key blocks of a cluster's share.
       out_dtype: the dtype of out.
