@@ -140,7 +140,8 @@ class Copier:
     def fill(self, copies: Copies):
         """Fill the stages that `begin` has not filled."""
         state = copies.state
-        # The first copies need only the first piece's description. The next pieces are described before the barrier.
+        # The first copies need only the first piece's description. The next pieces have been described when the warps
+        # meet at the barrier.
         waiting = Int32(1)
         for i in cutlass.range(state[CopyState.FILLED], self.stages, unroll=1):
             if (

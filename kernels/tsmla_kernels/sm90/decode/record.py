@@ -28,7 +28,7 @@ def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
         *visible_lens,
         Operand("scales", "float32", (2,), align=4),
         Operand("out", config.out_dtype, (None, config.latent_dim), output=True),
-        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put it into the middle of another array
+        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put lse into the middle of another array
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()

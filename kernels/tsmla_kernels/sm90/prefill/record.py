@@ -68,7 +68,7 @@ MLA_PREFILL = Kernel(
 def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
     """The operands of mla_prefill (with rope_dim: of mla_prefill_kv), its results, their cotangents, the
     gradients, and the workspaces."""
-    # The leading sizes of workspaces, where None means read at the launch. For workspaces not listed: (None, None).
+    # The leading sizes of workspaces; None is read at the launch. All other workspaces have (None, None).
     dynamic = {"dq_sum": (None, 2, None), "plan": (None,), "progress": (None,)}
     leading = {
         name: (dynamic.get(name, (None, None)), shape, dtype)

@@ -38,7 +38,7 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
         *sinks,
         Operand("scales", "float32", (NUM_SCALES,), align=4),
         Operand("out", config.shape.out_dtype, (None, config.shape.latent_dim), output=True),
-        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put it into the middle of another array
+        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put lse into the middle of another array
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()
