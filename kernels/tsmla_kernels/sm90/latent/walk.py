@@ -295,8 +295,8 @@ class PieceWalk:
 
     @cute.jit
     def note_cut(self, slot: Int32, rows: TileRows, share: Share, line: TileOnLine, track: Track, schedule: Schedule):
-        """Write the SplitEntry of the current row tile. Of its `count` pieces the clusters from `owner` on have one
-        each."""
+        """Write the SplitEntry of the current row tile. The tile has `count` pieces; each of the `count` clusters from
+        `owner` on has one of them."""
         split_info = schedule.split_info
         owner = divide(share.tile_start + line.lead, share.length)
         count = divide(share.tile_start + line.lead + line.blocks - 1, share.length) - owner + 1

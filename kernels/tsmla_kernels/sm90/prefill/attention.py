@@ -1,4 +1,5 @@
-"""A compute warpgroup: attention of its 64 rows of every tile, in one sequence of key blocks without a break."""
+"""A compute warpgroup: it computes attention for its 64 rows of every tile, and goes through the key blocks of all tiles
+without a break."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class ProductConfig:
 
     @property
     def columns(self) -> int:
-        """N of a WGMMA."""
+        """N of a WGMMA: all tokens of the tile or, with tokens_first, 128 weight rows."""
         return BLOCK if self.tokens_first else self.tokens
 
     @property

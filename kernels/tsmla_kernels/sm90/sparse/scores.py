@@ -439,7 +439,7 @@ class SparseScores:
     @cute.jit
     def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
         """Reduce the lanes' `values` of each row over all keys by `combine`: see key_softmax.OverKeys. First reduce
-        within each warp, where an exchange halves the number of values per lane as long as a lane has several rows.
+        within each warp, where an exchange halves the number of values per lane as long as a lane has more than two.
         Then reduce over the warps."""
         lane, rows = t % 32, self.p_rows // 8
         mine = cute.make_rmem_tensor((2, rows), Float32)

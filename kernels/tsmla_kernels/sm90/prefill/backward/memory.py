@@ -33,9 +33,9 @@ class Tile(IntEnum):
     STEPS = 3  # how many steps the tile takes; a step has Q_ROWS queries
     FIRST_ROW = 4  # the first row of the first step's queries
     ROWS = 5  # rows from FIRST_ROW to the request's end
-    FIRST_TERMS = 6  # the first step's tile in row_terms
+    FIRST_TERMS = 6  # the index in row_terms of the first step's tile of queries
     DIAGONAL = 7  # causal: query FIRST_ROW + x sees key j of the tile if x >= j + DIAGONAL
-    FIRST_BLOCK = 8  # the first step's first block in dq_sum
+    FIRST_BLOCK = 8  # the index in dq_sum of the first step's first block
     ORDER = 9  # the tile's number among the request's key tiles: sums for dq are added in this order
     ROPE_TURN = 10  # the index of the key tile's counters in rope_turns
 
