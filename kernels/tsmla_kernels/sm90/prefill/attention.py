@@ -1,5 +1,5 @@
-"""A compute warpgroup: it computes attention for its 64 rows of every tile, and goes through the key blocks of all tiles
-without a break."""
+"""A compute warpgroup: it computes attention for its 64 rows of every tile, and goes without a break through the key
+blocks of all tiles."""
 
 from __future__ import annotations
 

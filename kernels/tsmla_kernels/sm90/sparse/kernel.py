@@ -66,8 +66,8 @@ class SparseMla:
         of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
         self.values = of_rows(config, stages, self.walk, self.gatherer)
         self.combine = Combine(config.shape, config.sinks)
-        # With tiles of 64 rows value warps need more registers than with smaller tiles, and gathering warps need more
-        # for V4's rows, whose scales they keep, than for other rows.
+        # With tiles of 64 rows value warps need more registers, and leave fewer to gathering warps. V4's gathering
+        # warps get some of them back, because they keep the rows' scales.
         if config.shape.p_rows < ROWS:
             self.registers = Registers(128, 136, 168, 40)
         elif config.layout == "v4":
