@@ -16,21 +16,28 @@ from tests.bridge.inputs import BF16, Inputs, assert_close, inputs
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tsmla_bridge.engines import flash_mla
+from tsmla_bridge.engines.flash_mla import warming
+from tsmla_bridge.ops import mla_decode
 
 HEADS, SCALE = 4, 192**-0.5
 
-# flash_mla 1.0.0: names, and defaults where there are some.
+# flash_mla 1.0.0 and sgl-flash-mla 1.0.0: names, and defaults where there are some.
 SIGNATURES: dict[str, dict[str, Any]] = {
     "get_mla_metadata": {"args": ..., "kwargs": ...},
     "flash_mla_with_kvcache": {
         "q": ..., "k_cache": ..., "block_table": ..., "cache_seqlens": ..., "head_dim_v": ...,
         "tile_scheduler_metadata": ..., "num_splits": None, "softmax_scale": None, "causal": False,
-        "is_fp8_kvcache": False, "indices": None, "attn_sink": None, "extra_k_cache": None,
+        "is_fp8_kvcache": None, "indices": None, "attn_sink": None, "extra_k_cache": None,
         "extra_indices_in_kvcache": None, "topk_length": None, "extra_topk_length": None,
+        "enable_batch_invariant": False, "use_legacy": False, "kv_format": None, "descale_q": None, "descale_k": None,
+    },
+    "get_mla_decoding_metadata": {
+        "seqlens_k": ..., "num_q_tokens_per_head_k": ..., "h_k": ..., "h_q": None, "is_fp8_kvcache": False,
+        "topk": None, "use_legacy": False,
     },
     "flash_mla_sparse_fwd": {
         "q": ..., "kv": ..., "indices": ..., "sm_scale": ..., "d_v": 512, "attn_sink": None, "topk_length": None,
-        "indexer_topk": 0,
+        "indexer_topk": 0, "use_legacy": False, "return_log2_lse": None,
     },
 }  # fmt: skip
 
@@ -200,7 +207,11 @@ def test_sparse_prefill(device: str, width: int, lengths: bool) -> None:
             r"k_cache: got torch.bfloat16 of shape \[.*\]; with indices legal: \[P, Z, 1, 656\]",
         ),
         ({"extra_k_cache": torch.zeros(1)}, ValueError, "extra_k_cache: got tensors; they go with indices alone"),
-        ({"indices": torch.zeros(2, 1, 64, dtype=torch.int32)}, ValueError, "causal, is_fp8_kvcache: got False, False"),
+        (
+            {"indices": torch.zeros(2, 1, 64, dtype=torch.int32), "is_fp8_kvcache": False},
+            ValueError,
+            "causal, is_fp8_kvcache: got False, False",
+        ),
         ({"attn_sink": torch.zeros(HEADS)}, ValueError, "attn_sink: got tensors; they go with indices alone"),
         ({"is_fp8_kvcache": True}, ValueError, "is_fp8_kvcache: got True for a cache of torch.bfloat16"),
     ],
@@ -331,12 +342,123 @@ def test_shapes_of_sparse_prefill(argument: str, shape: tuple[int, ...], said: s
         flash_mla.flash_mla_sparse_fwd(**given, sm_scale=1.0)
 
 
+def test_schedule_tensors_can_be_sliced_and_copied() -> None:
+    schedule, splits = flash_mla.get_mla_decoding_metadata(torch.ones(5, dtype=torch.int32), 16, 1, 16, True, 2048)
+    assert (schedule.shape, schedule.dtype, splits.shape, splits.dtype) == ((1, 8), torch.int32, (6,), torch.int32)
+    meta = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=schedule, num_splits=splits)
+    assert meta.tile_scheduler_metadata is schedule and meta.num_splits is splits
+
+
+def test_scales_of_a_dense_fp8_cache() -> None:
+    given = case([70, 3, 129])
+    q, cache, tables, lens = given.arrays
+    q_scale, k_scale = torch.tensor([0.5]), torch.tensor([0.25])
+    fp8 = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in ((q, q_scale), (cache, k_scale))]
+    meta = flash_mla.FlashMLASchedMeta()
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        fp8[0], fp8[1].unsqueeze(2), tables, lens, 512, meta, causal=True, is_fp8_kvcache=True, use_legacy=True,
+        descale_q=q_scale, descale_k=k_scale, softmax_scale=SCALE,
+    )  # fmt: skip
+    plain = [x.float() * scale for x, scale in zip(fp8, (q_scale, k_scale), strict=True)]
+    expected, expected_lse = flash_mla.flash_mla_with_kvcache(
+        plain[0], plain[1].unsqueeze(2), tables, lens, 512, meta, causal=True, softmax_scale=SCALE
+    )
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, atol=BF16, rtol=BF16)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["descale_q", "descale_k"])
+def test_a_scale_of_several_elements(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: got torch.float32 of shape \[2\]; legal: float32 \[1\]"):
+        attend(case([3]), "cpu", **{name: torch.ones(2)})
+
+
+def test_batch_invariance_reaches_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    run = mla_decode.mla_decode
+    monkeypatch.setattr(mla_decode, "mla_decode", lambda *a, **k: (seen.append(k["batch_invariant"]), run(*a, **k))[1])
+    attend(case([3]), "cpu", enable_batch_invariant=True)
+    attend(case([3]), "cpu")
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("kv_format", ["V32_NO_ROPE", "V41_NEW"])
+def test_formats_that_no_kernel_reads(kv_format: str) -> None:
+    q = torch.zeros(2, 1, HEADS, 576, dtype=torch.bfloat16)
+    with pytest.raises(
+        NotImplementedError, match=f"kv_format: got '{kv_format}' and V3.2's rows; legal: None, or 'V32'"
+    ):
+        flash_mla.flash_mla_with_kvcache(
+            q, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None, kv_format=kv_format,
+            **SPARSE,
+        )  # fmt: skip
+
+
+def test_the_format_goes_with_indices() -> None:
+    with pytest.raises(ValueError, match="kv_format: got 'V32'; without indices legal: None"):
+        attend(case([3]), "cpu", kv_format="V32")
+
+
+def test_packed_rows_take_no_scale() -> None:
+    q = torch.zeros(2, 1, HEADS, 576, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="descale_k: got tensors; with indices legal: None"):
+        flash_mla.flash_mla_with_kvcache(
+            q, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None,
+            descale_k=torch.ones(1), **SPARSE,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [None, True, False])
+def test_the_base_of_a_prompts_lse(base: bool | None) -> None:
+    torch.manual_seed(0)
+    q, kv = torch.randn(3, HEADS, 576).bfloat16(), torch.randn(9, 1, 576).bfloat16()
+    indices = torch.tensor([[[0, 3, -1]], [[1, 8, 2]], [[-1, -1, -1]]], dtype=torch.int32)
+    _, _, natural = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE)
+    _, none, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, use_legacy=True, return_log2_lse=base)
+    assert none is None and natural is not None
+    if base is False:
+        assert lse is None
+    else:
+        assert lse is not None and torch.isposinf(lse[2]).all()
+        torch.testing.assert_close(lse, natural * (1 if base is None else np.log2(np.e)))
+
+
+def test_fused_attention_is_refused_by_name() -> None:
+    fused = flash_mla.fused_norm_rope_attn_rope_cast
+    for name in ("prefill", "decode"):
+        with pytest.raises(NotImplementedError, match=f"fused_norm_rope_attn_rope_cast.{name}: no kernel"):
+            getattr(fused, name)(q=None)
+
+
+def test_the_first_call_loads_the_kernels_of_other_sizes(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "_loaded", set())
+    loaded: list[Any] = []
+    monkeypatch.setattr(warming.op, "warm", lambda spec, index, **given: loaded.append((spec, given)))
+    gpu.runs = False
+    for tokens in (5, 7):
+        q, kv = torch.zeros(tokens, 64, 576, dtype=torch.bfloat16), torch.zeros(90, 1, 576, dtype=torch.bfloat16)
+        flash_mla.flash_mla_sparse_fwd(
+            q,
+            kv,
+            torch.zeros(tokens, 1, 64, dtype=torch.int32),
+            SCALE,
+            topk_length=torch.ones(tokens, dtype=torch.int32),
+        )
+    assert [spec.num_tokens for spec, _ in loaded] == list(warming.op.WARM_TOKENS)
+    assert {(spec.num_heads, spec.q_dtype, given["lengths"], given["sinks"]) for spec, given in loaded} == {
+        (64, "bfloat16", True, False)
+    }
+
+
 INSTALL = """
 import tsmla_bridge
 ours = tsmla_bridge.install_as_flash_mla()
 import flash_mla
 from flash_mla.flash_mla_interface import FlashMLASchedMeta, get_mla_metadata
 assert flash_mla is ours is tsmla_bridge.install_as_flash_mla()
+from flash_mla import fused_norm_rope_attn_rope_cast
+from flash_mla.fused_norm_rope_attn_rope_cast import prefill
 assert isinstance(get_mla_metadata()[0], FlashMLASchedMeta) and FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
 """
 

@@ -54,7 +54,8 @@ def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) ->
 def _sparse(q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, lengths: Any = None, **given: Any) -> None:
     _dense(q=q, indices=indices, lengths=lengths, sinks=given.get("sinks"))
     _aligned("kv_cache", kv_cache)
-    tensors.page_step(kv_cache)
+    if kv_cache.dim() == 3:  # V4's pages are bytes [P, bytes]
+        tensors.page_step(kv_cache)
 
 
 def demand() -> None:

@@ -40,6 +40,41 @@ def test_a_variable_that_is_not_understood(
     assert said in caplog.text
 
 
+def test_sglangs_variable_that_is_not_understood(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TSMLA_SGLANG", "flashmla")
+    sglang.register()
+    assert "TSMLA_SGLANG: got 'flashmla', which is taken as if it were not set; legal: '', 'flash_mla'" in caplog.text
+
+
+SGLANG_IMPORTS = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+from tsmla_bridge.engines.sglang import register
+register()
+register()
+import flash_mla
+from flash_mla import fused_norm_rope_attn_rope_cast
+from flash_mla.flash_mla_interface import FlashMLASchedMeta
+print(flash_mla.__name__)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import types; sys.modules['flash_mla'] = types.ModuleType('flash_mla')"])
+def test_sglangs_variable_gives_flash_mla(before: str, child_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {before}\n{SGLANG_IMPORTS}"],
+        env=child_environment | {"TSMLA_SGLANG": "flash_mla"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if before:
+        assert done.returncode and "SGLang's FlashMLA backends run on their own kernels" in done.stderr
+    else:
+        assert done.stdout == "tsmla_bridge.engines.flash_mla\n", done.stderr
+        assert done.stderr.count("FlashMLA's backends run on these kernels") == 1
+
+
 @pytest.mark.parametrize("engine", versions.ENGINES)
 def test_a_backend_that_serves_says_so_once(engine: versions.Engine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=engine.distribution):
@@ -72,9 +107,7 @@ def test_registering_imports_neither_torch_nor_jax(plugin: ModuleType, child_env
         (versions.SGLANG, "dev", "untested; tested: 0.5.23"),
     ],
 )
-def test_versions(
-    engine: versions.Engine, version: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_versions(engine: versions.Engine, version: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     assert versions.status_of(engine, version) == said
     versions.warn_if_untested(engine, version)
     assert bool(caplog.records) == said.startswith("untested")

@@ -318,7 +318,7 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
     monkeypatch.setattr(sparse.op, "warm", lambda spec, index, lengths: specs.append((spec, lengths)))
     layer.builder._compile(0)
     assert [(spec.num_tokens, spec.num_heads, lengths) for spec, lengths in specs] == [
-        (tokens, HEADS, True) for tokens in sparse.TOKENS
+        (tokens, HEADS, True) for tokens in sparse.op.WARM_TOKENS
     ]
     for heads, rows in itertools.product((HEADS, 64, 128), ("auto", "fp8_ds_mla")):
         given = [
@@ -326,7 +326,8 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
         ]
         served = {sm90_sparse.sparse_config(spec) for spec in given}
         assert served == {
-            sm90_sparse.sparse_config(dataclasses.replace(given[0], num_tokens=tokens)) for tokens in sparse.TOKENS
+            sm90_sparse.sparse_config(dataclasses.replace(given[0], num_tokens=tokens))
+            for tokens in sparse.op.WARM_TOKENS
         }
 
 

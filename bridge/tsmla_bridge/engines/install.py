@@ -55,5 +55,6 @@ def install_as_flash_mla() -> ModuleType:
     if imported is not None and imported is not flash_mla:
         raise RuntimeError("flash_mla was imported already; call install_as_flash_mla() before the engine does")
     sys.modules["flash_mla"] = flash_mla
-    sys.modules["flash_mla.flash_mla_interface"] = flash_mla.flash_mla_interface
+    for submodule in ("flash_mla_interface", "fused_norm_rope_attn_rope_cast"):
+        sys.modules[f"flash_mla.{submodule}"] = getattr(flash_mla, submodule)
     return flash_mla

@@ -40,7 +40,14 @@ VLLM = Engine(
     """--attention-backend CUSTOM --attention-config '{"mla_prefill_backend": "CUSTOM"}'""",
     "TSMLA_VLLM=sparse in the environment, and --attention-backend CUSTOM",
 )
-SGLANG = Engine("sglang", ("0.5.23",), 3, "--attention-backend tsmla --page-size 64")
+SGLANG = Engine(
+    "sglang",
+    ("0.5.23",),
+    3,
+    "--attention-backend tsmla --page-size 64",
+    "TSMLA_SGLANG=flash_mla in the environment, and --dsa-prefill-backend flashmla_sparse --dsa-decode-backend"
+    " flashmla_kv --kv-cache-dtype fp8_e4m3",
+)
 ENGINES = (VLLM, SGLANG)
 
 

@@ -126,6 +126,10 @@ def sparse_mla(
     return result if result_lse is None else (result, result_lse)
 
 
+WARM_TOKENS = (1, 32, 1 << 14)
+"""Few, more and many tokens: which kernel serves a call depends on that."""
+
+
 def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
     """Load the kernel that serves `spec` on device `index`; lengths, sinks: for calls with these arguments."""
     loaded_kernels.launcher(SPARSE_MLA, sm90_sparse.sparse_config(spec, lengths=lengths, sinks=sinks), index)

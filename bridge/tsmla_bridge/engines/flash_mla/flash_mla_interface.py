@@ -1,9 +1,10 @@
-"""flash_mla_with_kvcache, get_mla_metadata and flash_mla_sparse_fwd: absorbed attention, as package flash_mla
-(github.com/deepseek-ai/FlashMLA) defines them."""
+"""flash_mla_with_kvcache, its metadata and flash_mla_sparse_fwd: absorbed attention, as package flash_mla
+(github.com/deepseek-ai/FlashMLA) and SGLang's build of it (sgl-flash-mla) define them."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -16,13 +17,41 @@ from tsmla_kernels.contract.rules import show
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What get_mla_metadata returns. Empty: the kernels make their schedule on the device at every call."""
+    """What get_mla_metadata returns. It says nothing: the kernels make their schedule on the device at every call.
+
+    Attributes:
+      tile_scheduler_metadata, num_splits: a schedule of get_mla_decoding_metadata, kept and never read.
+    """
+
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """The metadata that flash_mla_with_kvcache takes. The arguments of all the package's versions are accepted, and
     ignored: one result serves any number of calls of any lengths."""
     return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A schedule as tensors [1, 8] and [B + 1] int32, which engines slice, and copy to where a CUDA graph reads it.
+
+    The kernels make their own schedule on the device, so these hold zeros, and all arguments but seqlens_k [B], which
+    gives their device, are ignored.
+    """
+    batch, device = seqlens_k.shape[0], seqlens_k.device
+    return (
+        torch.zeros((1, 8), dtype=torch.int32, device=device),
+        torch.zeros(batch + 1, dtype=torch.int32, device=device),
+    )
 
 
 def flash_mla_with_kvcache(
@@ -35,25 +64,31 @@ def flash_mla_with_kvcache(
     num_splits: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last S query tokens of each request over its latent cache.
 
     Args:
-      q: [B, S, H, D], float16 or bfloat16. One with gaps between tokens is copied first; the cache never is.
-      k_cache: [P, Z, 1, D] in q's dtype, or float8_e4m3fn of scale 1, which the package doesn't take.
+      q: [B, S, H, D], float16 or bfloat16, or float8_e4m3fn over a dense cache of that dtype. One with gaps between
+        tokens is copied first; the cache never is.
+      k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn.
       block_table: [B, M] int32, pages of each request in order. cache_seqlens: [B] int32; 0 is legal.
       head_dim_v: L, the leading columns that are values.
       tile_scheduler_metadata, num_splits: what get_mla_metadata returned; ignored.
       softmax_scale: factor of the logits, 1 / sqrt(D) by default.
       causal: query i of S sees keys j < cache_seqlens - (S - 1) + i, else all j < cache_seqlens.
-      is_fp8_kvcache: whether k_cache is fp8.
+      is_fp8_kvcache: whether k_cache is fp8; None for what k_cache and indices say.
       indices: [B, S, K] int32, the slots of k_cache that each query token sees, page * Z + offset, -1 for none; then
         k_cache is [P, Z, 1, 656], DeepSeek-V3.2's packed rows, or [P, Z, 1, 584], V4's packed pages, each padded to a
         multiple of 576 bytes; causal is False, and block_table, cache_seqlens are ignored. topk_length: [B] int32, how
@@ -61,10 +96,14 @@ def flash_mla_with_kvcache(
         lse is without it.
       extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of V4's pages, with pages of a size of
         their own, that is attended to as well.
+      enable_batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
+      use_legacy: which of sgl-flash-mla's two sets of kernels; ignored.
+      kv_format: with indices, None or "V32" for V3.2's rows of 656 bytes.
+      descale_q, descale_k: without indices, float32 of one element: q and k_cache hold values / descale.
 
     Returns:
-      out [B, S, H, L] in q's dtype and lse [B, H, S] float32, natural logarithm. Rows that see no key give 0 and +inf,
-      which merge_attention_states takes as such.
+      out [B, S, H, L] in q's dtype, bfloat16 for float8_e4m3fn, and lse [B, H, S] float32, natural logarithm. Rows that
+      see no key give 0 and +inf, which merge_attention_states takes as such.
 
     Raises:
       ValueError, TypeError: an argument is not legal.
@@ -72,12 +111,18 @@ def flash_mla_with_kvcache(
     """
     extra = dict(zip(FAR, (extra_k_cache, extra_indices_in_kvcache, extra_topk_length), strict=True))
     selecting = {"attn_sink": attn_sink, "topk_length": topk_length}
-    optional = {"block_table": block_table, "cache_seqlens": cache_seqlens, "indices": indices} | selecting | extra
+    descaling = {"descale_q": descale_q, "descale_k": descale_k}
+    optional = {"block_table": block_table, "cache_seqlens": cache_seqlens, "indices": indices}
+    optional |= selecting | extra | descaling
     present = naming.given_tensors({"q": q, "k_cache": k_cache}, optional)
     if q.dim() != 4:
         raise ValueError(f"q: got shape {show(tuple(q.shape))}; legal: [B, S, H, D]")
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if is_fp8_kvcache is None:
+        is_fp8_kvcache = indices is not None or k_cache.dtype == torch.float8_e4m3fn
     if indices is not None:
+        if given := [name for name in descaling if name in present]:
+            raise ValueError(f"{', '.join(given)}: got tensors; with indices legal: None, as packed rows hold scales")
         if causal or not is_fp8_kvcache:
             raise ValueError(
                 f"causal, is_fp8_kvcache: got {causal}, {is_fp8_kvcache}; with indices they must be False and True"
@@ -90,12 +135,20 @@ def flash_mla_with_kvcache(
                 f"{', '.join(given)}: got tensors; extra_k_cache and extra_indices_in_kvcache go together, "
                 "extra_topk_length with both"
             )
+        if kv_format is not None and (kv_format != "V32" or near.is_v4):
+            held = "V4's rows" if near.is_v4 else "V3.2's rows"
+            raise NotImplementedError(
+                f"kv_format: got {kv_format!r} and {held}; legal: None, or 'V32' with V3.2's rows"
+            )
         out, lse = selected.attend(
-            q, near, far, head_dim_v=head_dim_v, softmax_scale=softmax_scale, attn_sink=attn_sink
-        )
+            q, near, far, head_dim_v=head_dim_v, softmax_scale=softmax_scale, attn_sink=attn_sink,
+            batch_invariant=enable_batch_invariant,
+        )  # fmt: skip
         return out, selected.as_the_packages(lse).transpose(1, 2)
     if given := [name for name in selecting | extra if name in present]:
         raise ValueError(f"{', '.join(given)}: got tensors; they go with indices alone")
+    if kv_format is not None:
+        raise ValueError(f"kv_format: got {kv_format!r}; without indices legal: None")
     if block_table is None or cache_seqlens is None:
         raise ValueError("block_table, cache_seqlens: got None; without indices both are needed")
     if k_cache.dim() != 4 or k_cache.shape[2] != 1:
@@ -112,9 +165,21 @@ def flash_mla_with_kvcache(
         softmax_scale=softmax_scale,
         latent_dim=head_dim_v,
         causal=causal,
+        q_scale=_one("descale_q", descale_q),
+        kv_scale=_one("descale_k", descale_k),
+        batch_invariant=enable_batch_invariant,
         return_lse=True,
     )
     return out, selected.as_the_packages(lse).transpose(1, 2)
+
+
+def _one(name: str, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor of one element as a scalar; None for None."""
+    if scale is None:
+        return None
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"{name}: got {scale.dtype} of shape {show(tuple(scale.shape))}; legal: float32 [1]")
+    return scale.reshape(())
 
 
 def flash_mla_sparse_fwd(
@@ -126,7 +191,10 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     indexer_topk: int = 0,
-) -> tuple[torch.Tensor, None, torch.Tensor]:
+    *,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[torch.Tensor, None, torch.Tensor | None]:
     """Attention of each query token over the rows selected for it: a prompt's tokens, over keys that lie in order.
 
     Args:
@@ -137,11 +205,12 @@ def flash_mla_sparse_fwd(
       d_v: the leading columns that are values.
       attn_sink: [h_q] float32, a logit a head that takes weight and has no value; lse is without it.
       topk_length: [s_q] int32, how many columns of indices count.
-      indexer_topk: ignored.
+      indexer_topk, use_legacy: ignored.
+      return_log2_lse: True for lse in base 2, False for none, None for the natural logarithm.
 
     Returns:
       out [s_q, h_q, d_v] in q's dtype; None in place of the package's max_logits, which no kernel here writes; lse
-      [s_q, h_q] float32, natural logarithm. Rows that see no key give 0 and +inf, which merge_attention_states takes as
+      [s_q, h_q] float32, or None. Rows that see no key give 0 and +inf, which merge_attention_states takes as
       such.
 
     Raises:
@@ -151,4 +220,6 @@ def flash_mla_sparse_fwd(
     optional = {"attn_sink": attn_sink, "topk_length": topk_length}
     naming.given_tensors({"q": q, "kv": kv, "indices": indices}, optional)
     out, lse = selected.attend_rows(q, kv, indices, topk_length, d_v=d_v, sm_scale=sm_scale, attn_sink=attn_sink)
-    return out, None, selected.as_the_packages(lse)
+    if return_log2_lse is False:
+        return out, None, None
+    return out, None, selected.as_the_packages(lse / math.log(2) if return_log2_lse else lse)

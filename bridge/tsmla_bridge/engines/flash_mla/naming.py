@@ -19,6 +19,9 @@ DECODE = {
     "seq_lens": "cache_seqlens",
     "lengths": "topk_length",
     "sinks": "attn_sink",
+    "q_scale": "descale_q",
+    "kv_scale": "descale_k",
+    "batch_invariant": "enable_batch_invariant",
 }
 PREFILL = {
     "latent_dim": "d_v",
@@ -28,7 +31,8 @@ PREFILL = {
     "sinks": "attn_sink",
 }
 _ARGUMENT = re.compile(
-    r"^(lengths|sinks)(?=:)|\b(latent_dim|kv_cache|compressed_kv_cache|block_tables|seq_lens|softmax_scale)\b"
+    r"^(lengths|sinks)(?=:)"
+    r"|\b(latent_dim|kv_cache|compressed_kv_cache|block_tables|seq_lens|softmax_scale|q_scale|kv_scale|batch_invariant)\b"
 )
 """An argument of this project's operations in an error's text. Two of the names are words, too."""
 

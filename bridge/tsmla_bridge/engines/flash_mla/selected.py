@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge.engines.flash_mla import naming
-from tsmla_bridge.ops import sparse_mla
+from tsmla_bridge.engines.flash_mla import naming, warming
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 from tsmla_kernels.contract.rules import show
@@ -99,6 +98,7 @@ def attend(
     head_dim_v: int,
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, S, H, L] and lse [B, S, H] of queries [B, S, H, D] over the slots of one or two caches, as `sparse_mla`
     returns them.
@@ -120,7 +120,7 @@ def attend(
         lengths = None if far.lengths is None else far.lengths + window
         options |= {"compressed_kv_cache": far.pages(), "window": window, "compressed_page_size": far.page_size}
     out, lse = naming.call(
-        sparse_mla.sparse_mla,
+        warming.sparse_mla,
         naming.DECODE,
         q.reshape(batch * q_len, heads, head_dim),
         near.pages(),
@@ -129,7 +129,7 @@ def attend(
         softmax_scale=softmax_scale,
         latent_dim=head_dim_v,
         sinks=attn_sink,
-        return_lse=True,
+        batch_invariant=batch_invariant,
         **options,
     )
     return out.view(batch, q_len, heads, head_dim_v), lse.view(batch, q_len, heads)
@@ -155,7 +155,7 @@ def attend_rows(
         raise ValueError(f"topk_length: got shape {show(tuple(lengths.shape))}; legal: [{q.shape[0]}], s_q from q")
     chosen = indices.select(1, 0)
     out, lse = naming.call(
-        sparse_mla.sparse_mla,
+        warming.sparse_mla,
         naming.PREFILL,
         q,
         kv,
@@ -164,7 +164,6 @@ def attend_rows(
         softmax_scale=sm_scale,
         latent_dim=d_v,
         sinks=attn_sink,
-        return_lse=True,
     )
     return out, lse
 

@@ -2,13 +2,21 @@
 
 SGLang loads it before it parses arguments and in every process, chosen or not. So it imports nothing but the
 registries, touches no GPU, and raises nothing. `--attention-backend tsmla --page-size 64` chooses the backend.
+
+Variables of the environment:
+
+  TSMLA_SGLANG=flash_mla: `import flash_mla` gives these kernels, so SGLang's own backends of FlashMLA run on them:
+    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. That needs torch in the process, which SGLang has.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 from typing import Any
+
+from tsmla_bridge.engines import versions
 
 NAME = "tsmla"
 
@@ -17,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Name the backend in SGLang's registries; SGLang's entry point. May be called again."""
+    _install(os.environ.get("TSMLA_SGLANG", ""))
     try:
         registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
         choices = importlib.import_module("sglang.srt.arg_groups.choices")
@@ -28,6 +37,20 @@ def register() -> None:
     except Exception as error:
         # No SGLang, or a version with other registries. The engine must start all the same.
         logger.warning("%s: not registered with this version of SGLang: %s", NAME, error)
+
+
+def _install(value: str) -> None:
+    """Do what TSMLA_SGLANG asks for."""
+    if value not in ("", "flash_mla"):
+        said = "%s: got %r, which is taken as if it were not set; legal: '', 'flash_mla'"
+        logger.warning(said, "TSMLA_SGLANG", value)
+    if value != "flash_mla":
+        return
+    try:
+        importlib.import_module("tsmla_bridge.engines.install").install_as_flash_mla()
+        versions.say_active(versions.SGLANG, "FlashMLA's backends run on these kernels")
+    except Exception as error:
+        logger.error("TSMLA_SGLANG=flash_mla: SGLang's FlashMLA backends run on their own kernels: %s", error)
 
 
 def create_backend(runner: Any) -> Any:

@@ -42,7 +42,6 @@ from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
-TOKENS = (1, 32, 1 << 14)  # few, more and many: which kernel serves a call depends on that
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -201,7 +200,7 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         request waits for the compiler."""
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
         for asked in asked_by(self.layers.values()):
-            for num_tokens in TOKENS:
+            for num_tokens in op.WARM_TOKENS:
                 spec = describe(
                     head_size, asked.dtype, asked.kv_cache_dtype, num_heads=asked.num_heads * self.dcp_world_size,
                     num_tokens=num_tokens, batch_invariant=self.batch_invariant,

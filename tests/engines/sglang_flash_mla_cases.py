@@ -1,0 +1,135 @@
+"""SGLang's own backends of FlashMLA (flashmla, dsa, dsv4) over the flash_mla that TSMLA_SGLANG=flash_mla gives them.
+
+Run by test_sglang.py in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bridge.inputs import BF16, assert_close, inputs
+from tests.engines import sglang_model as sglang_model  # defines what importing SGLang needs
+from tests.gpu.small_grid import numbers
+from tests.oracles import sparse_inputs
+from tsmla_bridge.engines.install import install_as_flash_mla
+
+install_as_flash_mla()
+wrapper = importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
+dense = importlib.import_module("sglang.srt.layers.attention.flashmla_backend")
+dsa = importlib.import_module("sglang.srt.layers.attention.dsa_backend")
+dsv4 = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_backend")
+
+HEADS, SCALE = 4, 192**-0.5
+
+
+def dsa_self(**changed: Any) -> Any:
+    """The attributes of SGLang's dsa backend that its calls of FlashMLA read."""
+    fields = dict(
+        flashmla_kv_num_q_heads=64, physical_page_size=64, kv_cache_dim=656, dsa_kv_cache_store_fp8=True,
+        flashmla_kv_format="V32", dsa_index_topk=64, device_sm_major=9, _sink_pad_cache={},
+    )  # fmt: skip
+    return SimpleNamespace(**fields | changed)
+
+
+def v32_call() -> tuple[sparse_inputs.Call, dict[str, torch.Tensor]]:
+    """A call over pages of 64 V3.2 rows, 64 slots a token."""
+    given = sparse_inputs.call(layout="v32", page_size=64, selected=64, lengths=False)
+    return given, {name: numbers(array) for name, array in given.arrays.items()}
+
+
+def test_dsa_decode() -> None:
+    given, arrays = v32_call()
+    tokens, heads, _ = arrays["q"].shape
+    self = dsa_self()
+    schedule = dsa.DeepseekSparseAttnBackend._compute_flashmla_metadata(self, torch.full((tokens,), 64), 1)
+    metadata = SimpleNamespace(
+        flashmla_metadata=schedule.slice(slice(0, tokens + 1)),
+        dsa_cache_seqlens_int32=torch.full((tokens,), 64, dtype=torch.int32),
+    )
+    schedule.copy_(schedule)
+    out = dsa.DeepseekSparseAttnBackend._forward_flashmla_kv(
+        self, arrays["q"], arrays["kv_cache"], 512, given.options["softmax_scale"],
+        SimpleNamespace(tp_q_head_num=heads, head_dim=576), metadata, arrays["indices"],
+    )  # fmt: skip
+    assert_close(out[:, 0], given.want()[0], BF16)
+
+
+def test_dsa_decode_without_rope_is_refused() -> None:
+    _, arrays = v32_call()
+    tokens, heads, _ = arrays["q"].shape
+    self = dsa_self(flashmla_kv_format="V32_NO_ROPE")
+    schedule = dsa.DeepseekSparseAttnBackend._compute_flashmla_metadata(self, torch.full((tokens,), 64), 1)
+    metadata = SimpleNamespace(
+        flashmla_metadata=schedule, dsa_cache_seqlens_int32=torch.full((tokens,), 64, dtype=torch.int32)
+    )
+    with pytest.raises(NotImplementedError, match="kv_format: got 'V32_NO_ROPE'"):
+        dsa.DeepseekSparseAttnBackend._forward_flashmla_kv(
+            self, arrays["q"], arrays["kv_cache"], 512, 1.0,
+            SimpleNamespace(tp_q_head_num=heads, head_dim=576), metadata, arrays["indices"],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_dsa_prefill(sinks: bool) -> None:
+    given = sparse_inputs.call(layout="plain", kv_dtype="bfloat16", lengths=True, sinks=sinks)
+    arrays = {name: numbers(array) for name, array in given.arrays.items()}
+    rows = arrays["kv_cache"].reshape(-1, 1, 576)
+    scale = given.options["kv_scale"]  # SGLang's rows have none, so the logits and the result bear it
+    out = scale * dsa.DeepseekSparseAttnBackend._forward_flashmla_sparse(
+        dsa_self(), arrays["q"], rows, 512, arrays["indices"], scale * given.options["softmax_scale"],
+        topk_length=arrays["lengths"], attn_sink=arrays.get("sinks"),
+    )  # fmt: skip
+    assert_close(out, given.want()[0], BF16)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_dsv4_decode(window: int | None) -> None:
+    """The arguments of DeepseekV4AttnBackend.forward, over one cache and two."""
+    given = sparse_inputs.call(layout="v4", window=window, selected=11, lengths=False, sinks=True)
+    arrays = {name: numbers(array) for name, array in given.arrays.items()}
+    cut = window or 11
+    near, far = (x.contiguous() for x in arrays["indices"][:, None].split([cut, 11 - cut], dim=2))
+
+    def pages(name: str, size: int) -> torch.Tensor:
+        return arrays[name].as_strided((len(arrays[name]), size, 1, 584), (arrays[name].stride(0), 584, 584, 1))
+
+    extra: dict[str, Any] = {"extra_k_cache": None, "extra_indices_in_kvcache": None, "extra_topk_length": None}
+    if window:
+        extra |= {"extra_k_cache": pages("compressed_kv_cache", 6), "extra_indices_in_kvcache": far}
+    out = wrapper.flash_mla_with_kvcache(
+        q=arrays["q"][:, None], k_cache=pages("kv_cache", 8), head_dim_v=512, block_table=None, cache_seqlens=None,
+        tile_scheduler_metadata=dsv4._create_flashmla_metadata(), softmax_scale=given.options["softmax_scale"],
+        is_fp8_kvcache=True, indices=near, topk_length=None, attn_sink=arrays["sinks"], use_legacy=True, **extra,
+    )[0]  # fmt: skip
+    assert_close(out[:, 0], given.want()[0], BF16)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+def test_flashmla_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLABackend.forward_decode with its own schedule tensors."""
+    kv_dtype = getattr(torch, name)
+    given = inputs([70, 3, 129], latent_dim=512, rope_dim=64, heads=HEADS, page_size=64, q_dtype=name, kv_dtype=name)
+    q, cache, tables, lens = given.arrays
+    q = q.to(torch.bfloat16)  # SGLang's queries before it quantises them, by a scale of 1
+    schedule, splits = wrapper.get_mla_metadata(lens, HEADS, 1, is_fp8_kvcache=kv_dtype != torch.bfloat16)
+    pool = SimpleNamespace(get_key_buffer=lambda layer: cache.reshape(-1, 1, 576))
+    self = SimpleNamespace(
+        forward_metadata=dense.FlashMLADecodeMetadata(schedule, splits, tables), data_type=kv_dtype,
+        is_fp8_kvcache=kv_dtype != torch.bfloat16, kv_lora_rank=512, kv_cache_dim=576, page_size=64,
+        token_to_kv_pool=pool, dcp_world_size=1,
+    )  # fmt: skip
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=HEADS, head_dim=576, v_head_dim=512, scaling=SCALE, k_scale=None, k_scale_float=None
+    )
+    batch = SimpleNamespace(batch_size=3, seq_lens=lens, out_cache_loc=None, token_to_kv_pool=pool)
+    monkeypatch.setattr(dense, "get_token_to_kv_pool", lambda: pool, raising=False)
+    if kv_dtype != torch.bfloat16:
+        monkeypatch.setattr(
+            dense, "scaled_fp8_quant", lambda x, scale: (x.to(torch.float8_e4m3fn), scale), raising=False
+        )
+    out = dense.FlashMLABackend.forward_decode(self, q, None, None, layer, batch, save_kv_cache=False)
+    assert_close(out.view(3, 1, HEADS, 512), given.want(scale=SCALE)[0], BF16)
