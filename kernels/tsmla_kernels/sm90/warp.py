@@ -66,7 +66,10 @@ def uniform(value: Int32):
 
 @cute.jit
 def kept(value: Int32):
-    """Keep a value in its register. Otherwise the compiler computes it again at every use, from the thread's index."""
+    """Pass a value through a shuffle, which hides from the compiler how it was computed.
+
+    So the compiler keeps the value in a register. Otherwise it computes it again at every use, from the thread's index.
+    """
     return cute.arch.shuffle_sync_bfly(value, offset=0)
 
 

@@ -225,7 +225,7 @@ class MlaDecode:
 
     @cute.jit
     def sync_barriers(self):
-        """Wait until every CTA sees the barriers that it uses."""
+        """Make the barriers visible to the CTAs of the cluster, and wait until each CTA has done so."""
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()

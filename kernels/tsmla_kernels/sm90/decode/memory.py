@@ -19,7 +19,7 @@ class CopyState(IntEnum):
 
     BLOCK = 0  # next key block of the current piece
     BLOCK_END = 1
-    FIRST_PAGE = 2  # index in the block table of pages[0]
+    FIRST_PAGE = 2  # index, in the block table, of the page in pages[0]
     NEXT_PIECE = 3
     Q_STAGES = 4  # stages of the next piece's Q that have been requested
     ENDED = 5  # 1 after the last piece

@@ -24,7 +24,7 @@ class Queries(Protocol):
 
 
 class Held(NamedTuple):
-    """The softmax warpgroup's registers from piece to piece, if its scores are S (query rows by keys), not S^T.
+    """The values that a softmax thread keeps from piece to piece, if its scores are S (query rows by keys), not S^T.
 
     Attributes:
       mma: the MMAs of Q K^T. q: Q in the form that they take.

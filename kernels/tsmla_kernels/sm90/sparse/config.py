@@ -190,8 +190,9 @@ class SparseConfig:
     def lookahead(self) -> int:
         """A piece is described this many pieces before the value warpgroups reach it.
 
-        When piece n is done and piece n + 1 not released, gathering warps may have filled all stages with pieces n + 1
-        to n + stages of one block each, and then read the description of piece n + stages + 1. So stages + 2 is enough.
+        After piece n the scheduling warp describes piece n + lookahead. Until then the last piece that it has described
+        is n + lookahead - 1. By then gathering warps may have filled all stages with pieces n + 1 to n + stages of one
+        block each, and read the description of piece n + stages + 1. So stages + 2 is enough.
         """
         return max(self.stages, 4) + 2
 

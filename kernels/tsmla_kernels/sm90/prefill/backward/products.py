@@ -138,7 +138,7 @@ class Consumer:
             head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
 
     def stage(self, count: Int32) -> Stage:
-        """The stage of the step that `count` steps precede. There are two stages."""
+        """The stage and its parity of step number `count`, counted from 0 over all tiles. There are two stages."""
         return Stage(count & 1, (count >> 1) & 1)
 
     def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
