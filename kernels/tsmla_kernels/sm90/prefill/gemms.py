@@ -116,8 +116,8 @@ class Gemms:
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
-        """Wait until the other warpgroup has issued its products. fp8 has no turns, because a warpgroup may skip a block
-        that the others compute."""
+        """Wait until the other warpgroup has issued its products. fp8 has no turns, because a warpgroup may skip a
+        block that the others compute."""
         if const_expr(not self.traits.fp8):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
 

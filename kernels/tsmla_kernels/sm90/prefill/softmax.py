@@ -12,8 +12,9 @@ from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, R
 from tsmla_kernels.sm90.warp import store_matrices
 
 # fp8: P is 2^5 for a score that equals the row's running maximum. Values of P from 2^-6 up are normal e4m3 numbers with
-# all mantissa bits, and 2^5 is exact. So P keeps these bits down to 2^-11 of its value at the maximum. The maximum is raised when a sum of four values of P exceeds
-# e4m3's greatest value, 448; until then no score is more than log2(448 / 2^5) = 3.8 bits above the maximum.
+# all mantissa bits, and 2^5 is exact. So P keeps these bits down to 2^-11 of its value at the maximum. The maximum is
+# raised when a sum of four values of P exceeds e4m3's greatest value, 448; until then no score is more than
+# log2(448 / 2^5) = 3.8 bits above the maximum.
 P_SCALE_BITS = 5
 E4M3_MAX = 448.0
 # fp8: a lane has 16 values of P for 32 keys (8 keys of each of its two rows) and packs them into 4 words.
