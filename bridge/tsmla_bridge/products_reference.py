@@ -41,7 +41,7 @@ def grouped_block_scaled_matmul(
     dense = dataclasses.replace(spec, num_groups=None)
     out = torch.zeros((x.shape[0], weight.shape[1]), dtype=DTYPES[spec.out_dtype], device=x.device)
     row = torch.arange(x.shape[0], device=x.device)
-    for group in range(weight.shape[0]):
+    for group in range(weight_scales.shape[0]):
         product = block_scaled_matmul(dense, x, weight[group], x_scales, weight_scales[group])
         own = (row >= cu_rows[group]) & (row < cu_rows[group + 1])
         out = torch.where(own[:, None], product, out)

@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fp8-products",
         choices=("quantized", "exact"),
         help="multiply block-scaled fp8 weights by block_scaled_matmul: with activations quantized to fp8 for each 128"
-        " columns, as DeepSeek's inference code does, or exact, as they are (default: widened in each step)",
+        " columns, as DeepSeek's inference code does, or exact, as they are (default: exact on Hopper, by the weights"
+        " widened in each step elsewhere)",
     )
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(

@@ -3,6 +3,7 @@ experts' products by their weights."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.model import Params
 from tsmla_jax.generate.moe import why_not_grouped
 from tsmla_jax.nn import MLAConfig
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.block_scaled import BlockScaled, products_of, why_not_by_kernel
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
 from tsmla_jax.ops.operation import Explanation
@@ -140,18 +141,26 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
     """
     found: dict[str, Choice] = {}
     for mlp in (layer["mlp"] for layer in params["layers"] if "router" in layer["mlp"]):
-        narrow, (_, hidden, width) = isinstance(mlp["down"], BlockScaled), mlp["down"].shape
-        choice = Choice("experts", "grouped", "the best there is")
-        if narrow and mlp["down"].products is not None:
-            form = "grouped_block_scaled_matmul"
-            choice = Choice("experts", form, f"{mlp['down'].products} products of fp8 weights, as asked for")
-        elif reasons := why_not_grouped(dtype, hidden, width, narrow):
-            form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
-            choice = Choice("experts", form, f"not grouped: {'; '.join(reasons)}")
-        found["fp8" if narrow else jnp.dtype(dtype).name] = choice
+        narrow = isinstance(mlp["down"], BlockScaled)
+        found["fp8" if narrow else jnp.dtype(dtype).name] = _of_experts(mlp["down"], dtype)
     if len(set(found.values())) <= 1:
         return list(found.values())[:1]
     return [replace(choice, op=f"experts ({weights} weights)") for weights, choice in found.items()]
+
+
+def _of_experts(down: jax.Array | BlockScaled, dtype: Any) -> Choice:
+    """The choice for the products of a layer's experts with this second stack of weights."""
+    (_, hidden, width), refused = down.shape, ""
+    if isinstance(down, BlockScaled):
+        if products := products_of(down, dtype):
+            why = "the best there is" if down.products is None else "as asked for"
+            return Choice("experts", "grouped_block_scaled_matmul", f"{products} products of fp8 weights, {why}")
+        reasons = (why_not_by_kernel(dtype, hidden, width), why_not_by_kernel(dtype, 2 * width, hidden))
+        refused = f"not grouped_block_scaled_matmul: {'; '.join(dict.fromkeys(itertools.chain(*reasons)))}"
+    if not (others := why_not_grouped(dtype, hidden, width, isinstance(down, BlockScaled))):
+        return Choice("experts", "grouped", refused or "the best there is")
+    form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
+    return Choice("experts", form, "; ".join(filter(None, (refused, f"not grouped: {'; '.join(others)}"))))
 
 
 def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ from jax import lax
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
 from tsmla_jax.generate.router import project, router_logits
-from tsmla_jax.nn.block_scaled import BlockScaled, quantized, widened
+from tsmla_jax.nn.block_scaled import BlockScaled, products_of, quantized, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.linear import linear
 from tsmla_jax.nn.row_blocks import make_blocks, sort_rows
@@ -170,7 +170,11 @@ def mix_experts(
     # A stack may have more weights than there are experts (block_scaled.stack_size).
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
-    if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled) and gate_up.products is not None:
+    if (
+        isinstance(gate_up, BlockScaled)
+        and isinstance(down, BlockScaled)
+        and by_scaled_products(x.dtype, gate_up, down)
+    ):
         per_pair = _scaled_experts(x, experts, gate_up, down, limit)
     elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
         given = x if rows is None else rows
@@ -181,6 +185,11 @@ def mix_experts(
         per_pair = _ragged_experts(x, experts, gate_up, down, limit)
     weighted = per_pair.astype(jnp.float32) * weights[:, :, None]
     return jnp.where((experts < num_experts)[:, :, None], weighted, 0).sum(axis=1)
+
+
+def by_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
+    """Whether experts' products with activations of this dtype are those of grouped_block_scaled_matmul."""
+    return all(isinstance(w, BlockScaled) and products_of(w, dtype) is not None for w in (gate_up, down))
 
 
 def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:
@@ -202,7 +211,7 @@ def takes_scaled_rows(dtype: Any, gate_up: Weight, down: Weight, load: int) -> b
     _, hidden, width = down.shape
     return (
         isinstance(down, BlockScaled)
-        and (not isinstance(gate_up, BlockScaled) or gate_up.products is None)
+        and not by_scaled_products(dtype, gate_up, down)
         and not why_not_grouped(dtype, hidden, width, True)
         and not _widened_first(gate_up, down, load)
     )
@@ -247,11 +256,7 @@ def _scaled_experts(
     rows, cu_rows, places = sort_rows(experts, num_experts)
 
     def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled) -> jax.Array:
-        # Weights behind the last expert (stack_size) have no rows, and may have no scales.
-        offsets = jnp.pad(cu_rows, (0, weight.shape[0] - num_experts), mode="edge")
-        unscaled = weight.shape[0] - weight.scales.shape[0]
-        weight_scales = jnp.pad(weight.scales, ((0, unscaled), (0, 0), (0, 0)))
-        arrays = (values, weight.values, scales, weight_scales, offsets)
+        arrays = (values, weight.values, scales, weight.scales, cu_rows)
         return grouped_block_scaled_matmul(*arrays, out_dtype=x.dtype.name)
 
     values, scales = quantized(x, gate_up)

@@ -1,8 +1,8 @@
 """Weights in e4m3 with a scale for every block of 128 x 128, as DeepSeek-V3's checkpoints hold them.
 
-They stay narrow on the device: a product reads one byte a weight and widens it on the way; one of many rows widens them
-first. Activations keep their dtype, unless the weight's `products` says otherwise: the model's own inference code
-quantises them. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
+They stay narrow on the device: a product reads one byte a weight and widens it on the way; a dense one of many rows
+widens them first. Activations keep their dtype, unless the weight's `products` says otherwise: the model's own
+inference code quantises them. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.block_scaled_matmul.api import OPERATION as BLOCK_SCALED_MATMUL
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
+from tsmla_kernels.contract.products import ProductSpec
 
 BLOCK = 128
 PRODUCTS = (None, "quantized", "exact")
@@ -40,7 +42,8 @@ class BlockScaled:
     Attributes:
       values, scales: those arrays; K is the axis that a product sums over.
       products: "quantized" for products with activations in e4m3 that have scales for 128 terms, "exact" for
-        activations as they are, both by block_scaled_matmul; None for the products of `grouped_matmul`.
+        activations as they are, both by block_scaled_matmul; None is "exact" where that has a kernel, and the products
+        of `grouped_matmul` or of XLA elsewhere (`products_of`).
     """
 
     values: jax.Array
@@ -62,6 +65,26 @@ class BlockScaled:
 def widened(weight: jax.Array | BlockScaled, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A block-scaled weight widened to `dtype`; another one as it is."""
     return weight.widened(dtype) if isinstance(weight, BlockScaled) else weight
+
+
+def why_not_by_kernel(dtype: Any, columns: int, depth: int) -> list[str]:
+    """Why the kernel of block_scaled_matmul can't run, or isn't chosen for, exact products on jax's default device;
+    empty if it is.
+
+    Args:
+      dtype: of the activations.
+      columns, depth: N and K.
+    """
+    name = jnp.dtype(dtype).name
+    return BLOCK_SCALED_MATMUL.why_not("cute", ProductSpec(1, depth, columns, None, name, name), named=False)
+
+
+def products_of(weight: BlockScaled, dtype: Any) -> str | None:
+    """How products of activations of this dtype with a weight are computed: its `products`; if that is None, "exact" by
+    the kernel of block_scaled_matmul where it can run, else None."""
+    if weight.products is None and not why_not_by_kernel(dtype, *weight.shape[-2:]):
+        return "exact"
+    return weight.products
 
 
 def quantized(x: jax.Array, weight: BlockScaled) -> tuple[jax.Array, jax.Array | None]:

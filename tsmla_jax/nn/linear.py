@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, quantized, widened
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.row_blocks import Blocks
 from tsmla_jax.nn.scaled_rows import scaled_rows
@@ -48,17 +48,19 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 
 
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
-    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype. More than MANY_ROWS rows are multiplied
-    with a block-scaled weight that is widened to x's dtype first, of exact products more than MANY_WIDENED_ROWS."""
+    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype. More than MANY_WIDENED_ROWS rows are
+    multiplied with a block-scaled weight that is widened to x's dtype first, without the kernel of block_scaled_matmul
+    more than MANY_ROWS."""
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
-    if weight.products == "quantized" or (weight.products == "exact" and rows <= MANY_WIDENED_ROWS):
+    products, summed = products_of(weight, x.dtype), rows == 1 and columns * depth <= _MOST_SUMMED
+    by_xla = rows > MANY_WIDENED_ROWS or (summed and weight.products is None)
+    if products == "quantized" or (products == "exact" and not by_xla):
         values, scales = quantized(x.reshape(rows, depth), weight)
         out = block_scaled_matmul(values, weight.values, scales, weight.scales, out_dtype=x.dtype.name)
         return out.reshape(*x.shape[:-1], -1)
-    summed = rows == 1 and columns * depth <= _MOST_SUMMED
-    if summed or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
+    if by_xla or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
     out = linear_by_kernel(x.reshape(rows, depth), weight)
     return out.reshape(*x.shape[:-1], columns)

@@ -78,7 +78,7 @@ def grouped_block_scaled_matmul(
 
     Args:
       x: [T, K], as of block_scaled_matmul; the rows of a group come together.
-      weight: [E, N, K] float8_e4m3fn.
+      weight: [E, N, K] float8_e4m3fn; more weights may follow, which are not read.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
       cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be

@@ -20,6 +20,7 @@ from tsmla_kernels.contract.rules import (
     check_rank,
     check_static_last,
     listed,
+    show,
     static_bool,
 )
 
@@ -90,8 +91,15 @@ def _spec(
     rows, terms = x.shape
     check_rank("weight", weight, f"{stack}N K")
     check_dtype("weight", weight, (FP8,))
-    groups: Dim = weight.shape[0] if stack else None
-    group_sizes = [(groups, "E, weight's groups")] if stack else []
+    groups: Dim = None
+    if stack:
+        check_rank("weight_scales", weight_scales, "E N/128 K/128")
+        groups = weight_scales.shape[0]
+        check_at_least_one("weight_scales", weight_scales.shape, 0, "E")
+        if isinstance(groups, int) and isinstance(weight.shape[0], int) and weight.shape[0] < groups:
+            got = f"weight: got shape {show(weight.shape)}"
+            raise ValueError(f"{got}; axis 0 must be at least {groups} (E, weight_scales' groups)")
+    group_sizes = [(weight.shape[0], "E, weight's groups")] if stack else []
     columns = weight.shape[-2]
     check_at_least_one("weight", weight.shape, len(weight.shape) - 2, "N")
     check_array("weight", weight, f"{stack}N K", (FP8,), *group_sizes, (columns, "N"), (terms, "K, x's terms"))
@@ -104,12 +112,11 @@ def _spec(
     else:
         check_array("x_scales", x_scales, "T K/128", ("float32",), (rows, "T, x's rows"), blocks)
     check_array(
-        "weight_scales", weight_scales, f"{stack}N/128 K/128", ("float32",), *group_sizes,
+        "weight_scales", weight_scales, f"{stack}N/128 K/128", ("float32",), *([(groups, "E")] if stack else []),
         (blocks_of(columns), "N / 128 rounded up"), blocks,
     )  # fmt: skip
     if cu_rows is not None:
-        check_at_least_one("weight", weight.shape, 0, "E")
-        check_array("cu_rows", cu_rows, "E + 1", ("int32",), (groups + 1, "E + 1, of weight's groups"))
+        check_array("cu_rows", cu_rows, "E + 1", ("int32",), (groups + 1, "E + 1, of weight_scales' groups"))
     if out_dtype not in QUANTIZED:
         raise ValueError(f"out_dtype: got {out_dtype!r}; legal: {listed([repr(name) for name in QUANTIZED])}")
     return ProductSpec(rows, terms, columns, groups, out_dtype, x.dtype)

@@ -12,6 +12,7 @@ from tsmla_jax.generate.config import MoEConfig, Routing
 from tsmla_jax.generate.explaining import Choice, explain_experts
 from tsmla_jax.nn import row_blocks
 from tsmla_jax.nn.block_scaled import BlockScaled, with_products
+from tsmla_jax.ops import device
 
 WIDTH, EXPERTS = 12, 8
 
@@ -187,8 +188,16 @@ def test_the_choice_of_the_experts_is_that_of_their_weights(
         (choice,) = choices("dense", kind, kind)
         assert choice.implementation == ("lax.ragged_dot" if reason else "grouped") and reason in choice.why
     assert choices("dense") == []
-    both = ["experts"] if why["fp8"] == why["wide"] else ["experts (fp8 weights)", f"experts ({dtype} weights)"]
+    both = ["experts (fp8 weights)", f"experts ({dtype} weights)"]
     assert [choice.op for choice in choices("fp8", "wide")] == both
+    assert choices("fp8")[0].why.startswith("not grouped_block_scaled_matmul: ")
+    with device.planned_for("sm_90a"):
+        (choice,) = choices("fp8")
+    if dtype != "float32":
+        assert choice.implementation == "grouped_block_scaled_matmul"
+        assert choice.why == "exact products of fp8 weights, the best there is"
+    else:
+        assert "x's dtype is float32; the sm_90 kernel of block-scaled products takes" in choice.why
     layers["fp8"] = with_products(narrow, "exact")
     (choice,) = choices("fp8")
     assert choice.implementation == "grouped_block_scaled_matmul" and choice.why.startswith("exact products")

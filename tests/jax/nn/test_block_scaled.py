@@ -16,6 +16,7 @@ from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel,
 from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks, sort_rows
 from tsmla_jax.nn.scaled_rows import scaled_rows
 from tsmla_jax.nn.tiles import Tile, linear_tile
+from tsmla_jax.ops import device
 
 
 def narrow(rng: np.random.Generator, *shape: int) -> BlockScaled:
@@ -144,6 +145,39 @@ def test_which_products_with_a_narrow_matrix_are_made_by_the_kernel(
     values = jax.ShapeDtypeStruct((columns, depth), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((-(-columns // 128), -(-depth // 128)), jnp.float32)
     assert ("pallas_call" in str(jax.make_jaxpr(linear)(x, BlockScaled(values, scales)))) is by_kernel
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "by_kernel"),
+    [(1, 3712, False), (1, 7168, True), (16, 3712, True), (1024, 3712, True), (1025, 3712, False)],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_hopper_multiplies_narrow_weights_by_their_kernel(
+    rows: int, columns: int, by_kernel: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Pallas: of one row and a smaller matrix, and of many rows, by XLA."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, values = jax.ShapeDtypeStruct((rows, 2048), dtype), jax.ShapeDtypeStruct((columns, 2048), jnp.float8_e4m3fn)
+    weight = BlockScaled(values, jax.ShapeDtypeStruct((columns // 128, 16), jnp.float32))  # type: ignore[arg-type]
+    with device.planned_for("sm_90a"):
+        traced = str(jax.make_jaxpr(lambda x, weight: linear(x, weight))(x, weight))
+    assert ("tsmla_kernel_call" in traced) is by_kernel and "pallas_call" not in traced
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 5000])
+def test_hopper_multiplies_narrow_experts_by_their_kernel(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def stack(*shape: int) -> Any:
+        scales = jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.float32)
+        return BlockScaled(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scales)  # type: ignore[arg-type]
+
+    x, shares = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16), jax.ShapeDtypeStruct((tokens, 2), jnp.float32)
+    experts, stacks = jax.ShapeDtypeStruct((tokens, 2), jnp.int32), (stack(8, 512, 256), stack(8, 256, 256))
+    with device.planned_for("sm_90a"):
+        assert not moe.takes_scaled_rows(jnp.bfloat16, *stacks, 2 * tokens)
+        traced = str(jax.make_jaxpr(lambda *arrays: moe.mix_experts(*arrays))(x, experts, shares, *stacks))
+    assert traced.count("tsmla_kernel_call") == 2 and "pallas_call" not in traced
 
 
 @pytest.mark.parametrize("rows", [1, 16, 20, 64, 65, 130])

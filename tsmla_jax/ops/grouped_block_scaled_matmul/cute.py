@@ -51,15 +51,15 @@ def _transformable(x_dtype: str, out_dtype: str, arch: str, num_sms: int) -> Cal
 
     def on_device(x: jax.Array, *others: jax.Array) -> jax.Array:
         *x_scales, cu_rows, weight, weight_scales = others
-        (rows, terms), (groups, columns, _) = x.shape, weight.shape
+        (rows, terms), columns, groups = x.shape, weight.shape[1], weight_scales.shape[0]
         config = product_config(ProductSpec(rows, terms, columns, groups, out_dtype, x_dtype), num_sms)
         arrays = (x, weight, *x_scales, weight_scales, cu_rows)
         return kernel_call(GROUPED_BLOCK_SCALED_MATMUL, config, arrays, ((rows, columns),), arch=arch)[0]
 
     return transforms.transformable(
         on_device,
-        rule=f"t k,{' t s,' * scaled} b, e n k, e m s -> t n",
-        fixed=("t", "k", "s", "b", "e"),
+        rule=f"t k,{' t s,' * scaled} b, w n k, e m s -> t n",
+        fixed=("t", "k", "s", "b", "w", "e"),
         partition=_partition,
         derivative=functools.partial(refuse, "grouped_block_scaled_matmul"),
     )

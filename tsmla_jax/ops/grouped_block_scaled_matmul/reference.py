@@ -33,6 +33,6 @@ def grouped_block_scaled_matmul(
         return jnp.where(own[:, None], product, out), None
 
     start = jnp.zeros((x.shape[0], weight.shape[1]), spec.out_dtype)
-    operands = (weight, weight_scales, cu_rows[:-1], cu_rows[1:])
+    operands = (weight[: weight_scales.shape[0]], weight_scales, cu_rows[:-1], cu_rows[1:])
     given = [array for array in (x, x_scales, *operands) if array is not None]
     return lax.scan(add, carry(start, *given), operands)[0]

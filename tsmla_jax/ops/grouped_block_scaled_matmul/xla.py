@@ -23,7 +23,7 @@ def grouped_block_scaled_matmul(
     spec: ProductSpec,
 ) -> jax.Array:
     """out [T, N] as the public grouped_block_scaled_matmul documents it."""
-    row = jnp.arange(x.shape[0], dtype=jnp.int32)
+    row, weight = jnp.arange(x.shape[0], dtype=jnp.int32), weight[: weight_scales.shape[0]]
     used = (row < cu_rows[-1])[:, None]
     group = jnp.clip(jnp.searchsorted(cu_rows, row, side="right") - 1, 0, weight.shape[0] - 1)
     rows, columns = whole_blocks(jnp.where(used, x, jnp.zeros((), x.dtype))), whole_blocks(weight)
