@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
     from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
     from tsmla_jax.ops.indexer_logits.api import indexer_logits
+    from tsmla_jax.ops.indexer_loss.api import indexer_loss
+    from tsmla_jax.ops.indexer_selected_logits.api import indexer_selected_logits
     from tsmla_jax.ops.indexer_topk.api import indexer_topk
     from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
     from tsmla_jax.ops.mla_decode.api import mla_decode
@@ -51,6 +53,8 @@ __all__ = [
     "gather_kv_cache",
     "grouped_block_scaled_matmul",
     "indexer_logits",
+    "indexer_loss",
+    "indexer_selected_logits",
     "indexer_topk",
     "merge_attention_states",
     "mla_decode",

@@ -31,6 +31,7 @@ def calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     cache, tables, lens, starts = of(BF16, 6, 16, 48), of(I32, 3, 2), of(I32, 3), of(I32, 4)
     rows, slots, angles = (of(BF16, 5, 32), of(BF16, 5, 16)), of(I32, 5), of(F32, 5, 8)
     lengths = {"max_q_len": 4, "max_kv_len": 4, "softmax_scale": 0.1}
+    index = of(BF16, 5, 2, 32), of(F32, 5, 2), of(BF16, 6, 16, 32)
     state = CompressorState(of(F32, 3, 8, 2, 64), of(I32, 3, 8))
     norm_and_rope = of(F32, 64), of(F32, 99, 16)
     ragged = {"latent_dim": 32, "max_q_len": 2, "softmax_scale": 0.1}
@@ -47,6 +48,11 @@ def calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "merge_attention_states": (([of(BF16, 5, 2, 16)] * 2, [of(F32, 5, 2)] * 2), {}),
         "sparse_mla": ((of(BF16, 5, 2, 48), cache, of(I32, 5, 8), slots), {"latent_dim": 32, "softmax_scale": 0.1}),
         "indexer_logits": ((of(F32, 5, 2, 32), of(F32, 5, 2), of(F32, 6, 16, 32), of(I32, 5, 2), slots), {}),
+        "indexer_selected_logits": ((of(BF16, 5, 2, 32), of(F32, 5, 2), of(BF16, 6, 16, 32), of(I32, 5, 8), slots), {}),
+        "indexer_loss": (
+            (*index, of(BF16, 5, 2, 48), cache, of(F32, 5, 2), tables, lens, starts),
+            {"softmax_scale": 0.1},
+        ),
         "select_topk": ((of(F32, 5, 32), slots), {"k": 4}),
         "indexer_topk": (
             (of(F32, 5, 2, 32), of(F32, 5, 2), of(F32, 6, 16, 32), tables, lens, starts),
@@ -74,6 +80,7 @@ NAMED = {
     "mla_prefill": ("cu_seqlens_q", "cu_seqlens_kv"),
     "mla_prefill_kv": ("cu_seqlens_q", "cu_seqlens_kv"),
     "indexer_topk": ("cu_seqlens_q",),
+    "indexer_loss": ("block_tables", "seq_lens", "cu_seqlens_q"),
     "compress_kv": ("state_slots", "seq_lens", "cu_seqlens_q"),
     "compress_write_kv_cache": ("state_slots", "seq_lens", "cu_seqlens_q"),
 }

@@ -127,6 +127,8 @@ def usual_calls() -> tuple[UsualCall, ...]:
     state = CompressorState(of((8, 8, 2, 1024), f32), of((8, 8), i32))
     tokens, packed = of((64,), i32), of((512, 64, 656), jnp.uint8)
     index = of((64, 64, 128), fp8), of((64, 64), f32), of((512, 64, 132), jnp.uint8), of((64, 64), i32), tokens
+    plain_index = of((64, 64, 128), bf16), of((64, 64), f32), of((512, 64, 128), bf16)
+    chosen = of((64, 2048), i32)
     product = of((64, 7168), fp8), of((2112, 7168), fp8), of((64, 56), f32), of((17, 56), f32)
     stack = of((256, 4096, 7168), fp8), of((512, 56), f32), of((256, 32, 56), f32)
     experts = of((512, 7168), fp8), *stack, of((257,), i32)
@@ -145,6 +147,9 @@ def usual_calls() -> tuple[UsualCall, ...]:
         usual("sparse_mla", "packed V3.2 cache", of((64, 128, 576), bf16), packed, of((64, 2048), i32), tokens,
               softmax_scale=0.135),
         usual("indexer_logits", "V3.2", *index),
+        usual("indexer_selected_logits", "bf16", *plain_index, chosen),
+        usual("indexer_loss", "bf16, 2,048 selected keys", *plain_index, of((64, 128, 576), bf16), cache,
+              of((64, 128), f32), indices=chosen, softmax_scale=0.135),
         usual("select_topk", "V3.2", of((64, 4096), f32), tokens, 2048),
         usual("indexer_topk", "V3.2", *index, 2048),
         usual("compress_kv", "V4, ratio 4", of((512, 2, 1024), f32), of((4, 1024), f32), state, state_slots=lens,

@@ -11,7 +11,9 @@ from tsmla_jax.ops.compress_write_kv_cache import api as compress_write_kv_cache
 from tsmla_jax.ops.gather_kv_cache import api as gather_kv_cache
 from tsmla_jax.ops.grouped_block_scaled_matmul import api as grouped_block_scaled_matmul
 from tsmla_jax.ops.indexer_logits import api as indexer_logits
+from tsmla_jax.ops.indexer_loss import api as indexer_loss
 from tsmla_jax.ops.indexer_quantize import api as indexer_quantize
+from tsmla_jax.ops.indexer_selected_logits import api as indexer_selected_logits
 from tsmla_jax.ops.indexer_topk import api as indexer_topk
 from tsmla_jax.ops.merge_attention_states import api as merge_attention_states
 from tsmla_jax.ops.mla_decode import api as mla_decode
@@ -42,6 +44,8 @@ OPERATIONS = {
         indexer_logits,
         select_topk,
         indexer_topk,
+        indexer_selected_logits,
+        indexer_loss,
         indexer_quantize,
         write_indexer_cache,
         write_packed_kv_cache,

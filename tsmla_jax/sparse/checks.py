@@ -40,6 +40,12 @@ def sparse_mla(spec: SparseMLASpec, indices: jax.Array, lengths: jax.Array | Non
     return behind(partial(values.sparse_mla, spec), *arrays)
 
 
+def selected(columns: int, num_slots: int, indices: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """indices, behind the check that the active ones are -1 or slots, and lengths 0 to the number of columns."""
+    arrays = (indices,) if lengths is None else (indices, lengths)
+    return behind(partial(values.selected, columns, num_slots), *arrays)
+
+
 def indexer_logits(
     spec: IndexerLogitsSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None
 ) -> jax.Array:

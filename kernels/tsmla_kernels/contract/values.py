@@ -145,6 +145,21 @@ def indexer_logits(
         cu_seqlens(spec.num_tokens, cu_seqlens_q)
 
 
+def selected(columns: int, num_slots: int, indices: np.ndarray, lengths: np.ndarray | None = None) -> None:
+    """The active indices are -1 or slots of the cache, and lengths are 0 to the number of columns."""
+    active = np.ones(indices.shape, bool)
+    if lengths is not None:
+        _check_counts("lengths: token {} has {} active indices", lengths, columns, f"K = {columns}")
+        active = np.arange(columns) < lengths[:, None]
+    where = np.argwhere(active & ((indices >= num_slots) | (indices < -1)))
+    if where.size:
+        token, column = where[0].tolist()
+        raise ValueError(
+            f"indices: token {token} selects slot {indices[token, column]} in column {column}, which is active; "
+            f"legal: -1, or 0 to {num_slots - 1}"
+        )
+
+
 def topk_lens(capacity: int, seq_lens: np.ndarray) -> None:
     """Lengths of the rows of logits: 0 to the number of columns."""
     _check_counts("seq_lens: token {} has {} logits", seq_lens, capacity)

@@ -47,6 +47,9 @@ def indexer_logits(
       [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from the first key on that token
       t does not see.
 
+    Derivatives: q, weights and k_cache in reverse mode, by "xla" in memory of one float32 sum a key and of one block of
+    keys; packed keys and values of 8 bits have one by "reference" alone.
+
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
       range. NotImplementedError: the named implementation can't run this call.

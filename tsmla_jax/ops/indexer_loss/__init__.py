@@ -1,0 +1,1 @@
+"""The operation indexer_loss: api, reference and xla."""

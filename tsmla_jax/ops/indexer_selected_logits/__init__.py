@@ -1,0 +1,1 @@
+"""The operation indexer_selected_logits: api, reference and xla."""

@@ -1,0 +1,29 @@
+"""The definition of indexer_selected_logits: gather every selected key, score them all."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.sparse.layouts import valid_slots
+from tsmla_kernels.contract.indexer import SelectedLogitsSpec
+
+
+def indexer_selected_logits(
+    q: jax.Array,
+    weights: jax.Array,
+    k_cache: jax.Array,
+    indices: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    spec: SelectedLogitsSpec,
+) -> jax.Array:
+    """logits [T, K] as the public indexer_selected_logits documents them."""
+    valid = valid_slots(indices, spec.cache.as_plain())
+    if lengths is not None:
+        valid &= jnp.arange(spec.num_selected) < lengths[:, None]
+    keys = k_cache.reshape(-1, spec.head_dim)[jnp.where(valid, indices, 0)].astype(weights.dtype)
+    keys = jnp.where(valid[..., None], keys, 0)  # an unused slot may hold NaN
+    dots = jnp.einsum("thd,tkd->thk", q.astype(weights.dtype), keys, precision="highest")
+    logits = jnp.einsum("th,thk->tk", weights, jax.nn.relu(dots), precision="highest")
+    return jnp.where(valid, logits, -jnp.inf)
