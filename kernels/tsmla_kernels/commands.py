@@ -31,7 +31,9 @@ _BAR_WIDTH = 24
 
 
 class Wanted(NamedTuple):
-    """An object: what `tsmla cache list --json` prints of one, and `tsmla compile --list` reads."""
+    """A compiled object, named by its kernel, configuration and architecture.
+
+    `tsmla cache list --json` prints these three, and `tsmla compile --list` reads them."""
 
     kernel: Kernel
     config: Config

@@ -112,8 +112,10 @@ def prefill_spec(options: Mapping[str, str]) -> contract.PrefillSpec:
 
 
 def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
-    """The spec of rope_write_kv_cache. `dtype` is the query's and, without a kv_dtype, the cache's; the inputs have it
-    too, or bfloat16 where it is fp8."""
+    """The spec of rope_write_kv_cache. `dtype` is the dtype of the query and, without a kv_dtype, of the cache.
+
+    The inputs have the same dtype, or bfloat16 if it is fp8.
+    """
     values = _filled_in(options, _CACHE)
     if values["rope_layout"] not in ROPE_LAYOUTS:
         raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {' or '.join(ROPE_LAYOUTS)}")
@@ -151,7 +153,9 @@ def topk_spec(options: Mapping[str, str]) -> TopKSpec:
 
 
 def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
-    """The spec of write_packed_kv_cache with a rotation. `dtype` is attention's; rows are bfloat16 where it is fp8."""
+    """The spec of write_packed_kv_cache with a rotation.
+
+    `dtype` is the dtype of attention's inputs. The rows to write have the same dtype, or bfloat16 if it is fp8."""
     values = _filled_in(options, _PACKED)
     cache = CacheSpec("v32", 1, 1, 1, V32_PACKED.latent_dim + V32_PACKED.rope_dim, "uint8")
     in_dtype = contract.attention_out_dtype(values["dtype"])

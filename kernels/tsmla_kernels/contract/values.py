@@ -322,7 +322,7 @@ def rows_of_slots(name: str, slots: np.ndarray, lengths: np.ndarray | None = Non
 
 
 def counts(name: str, capacity: int, array: np.ndarray) -> None:
-    """Counts of active slots: 0 to the number of columns that hold them."""
+    """Check counts of active slots: each is at least 0 and at most `capacity`, the number of columns for slots."""
     _check_counts(name + ": token {} has {} slots", array, capacity)
 
 

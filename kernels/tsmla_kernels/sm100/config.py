@@ -244,7 +244,7 @@ def scale_sizes(logit_scale: float, out_scale: float) -> tuple[int, ...]:
 
 
 def _too_large(name: str, size: Dim, elements: int) -> list[str]:
-    """The reason against `size` rows of `elements` elements each, if that is or may be more than MAX_ELEMENTS."""
+    """The reason, if any, against `size` rows of `elements` elements: they have, or may have, MAX_ELEMENTS or more."""
     largest = (MAX_ELEMENTS - 1) // elements
     try:
         if size <= largest:

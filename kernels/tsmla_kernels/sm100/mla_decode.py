@@ -32,14 +32,15 @@ from tsmla_kernels.sm100.scalars import outputs_and_scales
 
 
 class MlaDecode:
-    """One compiled decode: `config` is static, B, P, M, the lengths and the scales are dynamic.
+    """One compiled decode: `config` is static; B, P, M, the lengths and the scales are dynamic.
 
-    Operands of the launcher: q [B, S, H, 576], kv_cache [P, Z, 576], block_tables [B, M] i32 with M * Z a multiple of
-    128, seq_lens [B] i32, visible_lens [B, S] i32 (how many keys each query token sees, at most seq_lens), with traced
-    scales [2] f32 (logits' scale, output's scale), out [B, S, H, 512], lse [B, S, H] f32 (**base 2**), workspace int8
-    [splits, bytes] of config.workspace_shape, and without traced scales the four of config.SCALE_OPERANDS.
+    Operands of the launcher, in order: q [B, S, H, 576]; kv_cache [P, Z, 576]; block_tables [B, M] i32 with M * Z a
+    multiple of 128; seq_lens [B] i32; visible_lens [B, S] i32 (how many keys each query token sees, at most seq_lens);
+    scales [2] f32 (the logits' and the output's), only if config.traced_scales; out [B, S, H, 512]; lse [B, S, H] f32
+    (**base 2**); workspace int8 [splits, bytes] of config.workspace_shape; and the four of config.SCALE_OPERANDS, only
+    without config.traced_scales.
 
-    Raises ModuleNotFoundError if tokenspeed-mla, or for bf16 and f16 torch, isn't installed.
+    Raises ModuleNotFoundError if tokenspeed-mla isn't installed; bf16 and f16 need torch, too.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -144,7 +145,7 @@ def target_arch() -> str:
 
 @contextlib.contextmanager
 def package() -> Iterator[None]:
-    """For imports from tokenspeed_mla: if it is missing, the error says what to install."""
+    """A context for imports from tokenspeed_mla: if the package is missing, the error says what to install."""
     try:
         yield
     except ImportError as e:

@@ -21,11 +21,13 @@ LOG2_E = math.log2(math.e)
 
 
 class MlaPrefill:
-    """One compiled prefill: `config` is static, tokens, requests, heads, lengths and scales are dynamic.
+    """One compiled prefill: `config` is static; the numbers of tokens, requests and heads, the lengths and the scales
+    are dynamic.
 
-    Operands of the launcher: q [Tq, H, 192], k [Tk, H, 192], v [Tk, H, 128], cu_seqlens_q, cu_seqlens_kv [B + 1] i32,
-    with traced scales [2] f32 (logits' scale, output's scale), out [Tq, H, 128], lse [Tq, H] f32 (natural logarithm),
-    longest_q int8 [max_q_len], whose size alone is read, and without traced scales the four of config.SCALE_OPERANDS.
+    Operands of the launcher, in order: q [Tq, H, 192], k [Tk, H, 192], v [Tk, H, 128], cu_seqlens_q and cu_seqlens_kv
+    [B + 1] i32; scales [2] f32 (the logits' and the output's), only if config.traced_scales; out [Tq, H, 128];
+    lse [Tq, H] f32 (natural logarithm); longest_q int8 [max_q_len], of which only the size is read; and the four of
+    config.SCALE_OPERANDS, only without config.traced_scales.
 
     Raises ModuleNotFoundError if tokenspeed-mla or torch isn't installed.
     """

@@ -82,8 +82,8 @@ class Scores16bit(Scores):
         thr_load_q = load_q.get_slice(t % 64)
         q_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.ring.dtype)
         tile_layout = cute.tile_to_shape(q_atom, (self.block, self.depth - 16 * self.shared_steps), (0, 1)).outer
-        # The copy's tile must have 64 rows, but slices 0 to 63 of the copy touch only the first 32 rows. The other rows
-        # have stride 0.
+        # The copy's tile must have 64 rows, but the slices of threads 0 to 63 touch only its first 32. So the two
+        # halves of the tile are a mode of stride 0: rows 32 to 63 lie on rows 0 to 31.
         q_shape = ((*tile_layout.shape[0], 2), tile_layout.shape[1])
         q_stride = ((*tile_layout.stride[0], 0), tile_layout.stride[1])
         q_tile_layout = cute.make_layout(q_shape, stride=q_stride)

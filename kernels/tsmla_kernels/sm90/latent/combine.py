@@ -421,7 +421,10 @@ class Combine:
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
-        """Add up the sums of warps that share eight octets, from `octet` on, in shared memory; store the result."""
+        """Add up, through shared memory, the sums of the warps that share the eight octets from number `octet` on.
+
+        Store the result and the row's log-sum-exp.
+        """
         lse, sharers = merge.lse, team.sharers // 4
         lane = kept(cute.arch.lane_idx())  # so that addresses are not computed before the loads
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -29,8 +29,9 @@ class Exchange(NamedTuple):
     """Shared-memory scratch for reducing over the keys of the four softmax warps.
 
     Attributes:
-      of_lanes: per-lane partials of each row.
-      changes: for each row, by how much its maximum rises and the factor for its sum.
+      of_lanes: partials of each row: one for each lane that has scores of the row (decode), or one for each warp
+        (sparse_mla).
+      changes: for each row, the change of its maximum and the factor for its sum.
       maxima: the running row maxima (kept here to save registers).
     """
 
@@ -60,10 +61,10 @@ rows 2 i and 2 i + 1; threads past the last row get 0."""
 
 
 class KeySoftmax:
-    """The softmax of S^T. Each of the four softmax warps has 16 keys of every row.
+    """The softmax of a block's S^T. Each of the four softmax warps has 16 of the block's keys and all query rows.
 
     Attributes:
-      p_rows, p_dtype: the rows and the dtype of P. over_keys: reduces over all keys (see OverKeys).
+      p_rows: how many rows P has. p_dtype: the dtype of P. over_keys: reduces over all keys (see OverKeys).
     """
 
     def __init__(self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys) -> None:

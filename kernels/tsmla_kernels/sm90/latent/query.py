@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """16 columns of a row: the tile of 64 columns that has them, and their number in this tile."""
+    """A group of 16 columns of a row: the number of its tile of 64 columns, and the group's index (0 to 3) in it."""
 
     tile: Int32
     group: Int32

@@ -159,10 +159,11 @@ class BatchShare:
 
     @cute.jit
     def tracks_fit(self, total: Int32, num_clusters: Int32):
-        """Whether row tiles lie side by side, on tracks of `total` blocks each.
+        """Whether row tiles may lie side by side, on tracks of `total` blocks each.
 
-        Clusters that walk the same keys at the same time read them from memory once. For that, up to a sixteenth of the
-        clusters may be left idle. In a long run no cluster is left idle, because arithmetic limits such a run.
+        Clusters that walk the same keys at the same time read them from memory once. This is worth leaving up to a
+        sixteenth of the clusters idle, unless a cluster has more than LONG_RUN_KEYS keys: then arithmetic is the limit,
+        and no cluster may be idle.
         """
         fit = cutlass.Boolean(True)
         if const_expr(self.may_use_tracks):

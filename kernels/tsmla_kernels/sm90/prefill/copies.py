@@ -152,7 +152,8 @@ class Producer:
             rows = cutlass.min(q_len - row, traits.tile_rows)
             if const_expr(traits.tile_rows != traits.block):
                 # Count tiles from the last row, so that the partial tile is the first, which sees the fewest keys. If
-                # tiles and blocks have equal lengths, tiles begin at row 0: masks may then begin where a block begins.
+                # a tile has as many rows as a block has keys, tiles begin at row 0 instead: a tile's diagonal then
+                # often begins at a block's first key, so that fewer blocks need a mask.
                 aligned_row = q_len - (head_tiles - row_tile) * traits.tile_rows
                 row = cutlass.max(aligned_row, 0)
                 rows = aligned_row + traits.tile_rows - row

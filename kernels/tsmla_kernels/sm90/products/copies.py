@@ -22,7 +22,7 @@ class Copies:
     def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
         self.config, self.tiles = config, tiles
         self.x_dtype = DTYPES[config.x_dtype]
-        self.x_boxes = 1 + config.wide  # boxes of a block of x; a box has 128 bytes of a row
+        self.x_boxes = 1 + config.wide  # boxes of a block of x; a box has 128 bytes of each of the tile's rows
         self.scales_of_lane = 0 if config.wide else -(-config.tokens // 32)
         read_once = config.grouped or config.tokens < 128
         self.weight_policy = EVICT_FIRST if read_once else EVICT_NORMAL

@@ -56,7 +56,9 @@ class Tiles:
 
     @cute.jit
     def find(self, item: Int32, walk: Walk, arrays: Arrays, place: Place) -> tuple[Tile, Walk]:
-        """Tile number `item` as this CTA computes it. Numbers ascend from call to call."""
+        """Tile number `item` with the blocks of terms that this CTA sums, and the Walk for the next call.
+
+        `item` must not fall from call to call, because the search goes on from `walk`."""
         total, columns, blocks = Int32(arrays.x.shape[0]), self.columns(arrays), self.blocks(arrays)
         group, index, row, rows = Int32(0), item, Int32(0), total
         if const_expr(self.config.grouped):

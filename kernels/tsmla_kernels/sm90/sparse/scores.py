@@ -65,7 +65,7 @@ class SparseScores:
     """K Q^T of gathered keys.
 
     Attributes:
-      k_dtype: the dtype in which columns that are e4m3 in the cache are multiplied.
+      k_dtype: the dtype in which the cache's e4m3 columns are multiplied.
       fragments: the offsets of the 32-byte fragments in a row. steps: the Steps of K Q^T, in order.
     """
 

@@ -63,7 +63,10 @@ class SparseScoresFp8(SparseScores):
         self.buffers = 1 if self.scaled and ring.p_rows == ROWS else 2  # two would spill with 64 rows and scales
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
-        """Q at `q_place` as the operand of both MMAs."""
+        """The operands of the Q at `q_place`: mma_qk for e4m3 columns and a second MMA for bf16 columns.
+
+        If no column is bf16, the second is mma_qk, too.
+        """
         t_q = self.query_operand(mma_qk, QueryTile(self.k_dtype, self.query.swizzle, self.depth), q_place, t)
         if not self.columns[-1].bf16:
             return QueryOperands(mma_qk, t_q, mma_qk, t_q)

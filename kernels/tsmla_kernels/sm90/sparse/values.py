@@ -175,9 +175,10 @@ class SparseValues:
 
     @cute.jit
     def read_factors(self, address: Int32, held: Held, n: cutlass.Constexpr[int], factors: cute.Tensor):
-        """Read the scales of this warp's latents for steps of 16 keys, from step n of the block on.
+        """Read the scales of `steps_at_once` steps of V^T, from the block's step n on.
 
-        Word [i, j] has the scales of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16; q is lane % 4.
+        Step n has tile n // 4 of this warp's latents and the 16 keys from 16 (n % 4) on. factors[i, j] has, as two
+        f16, the scales of keys 8 i + 2 q and 8 i + 2 q + 1 among the 16 keys of step n + j; q is lane % 4.
         """
         table = address + self.config.scales_offset
         quad = held.lane % 4

@@ -138,7 +138,9 @@ class Consumer:
             head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
 
     def stage(self, count: Int32) -> Stage:
-        """The stage and its parity of step number `count`, counted from 0 over all tiles. There are two stages."""
+        """The stage of step number `count`, and the stage's parity. Steps are counted from 0 over all tiles.
+
+        Steps take the two stages in turn. A wait for step -1 returns at once."""
         return Stage(count & 1, (count >> 1) & 1)
 
     def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
