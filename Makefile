@@ -3,7 +3,7 @@
 #   make test      the test suite          make test-slow  the slow tests
 #   make lint      ruff and mypy           make figures    the benchmark figures and the README's table
 #   make docs      the documentation, in build/site; every warning fails
-#   make wheel     build the wheels of tsmla-jax and tsmla-torch into dist, after tests of them in empty environments
+#   make wheel     build the wheel and the source distribution into dist, after tests of them in empty environments
 #   make test-gpu  the tests of kernels, on a Hopper GPU; make sanitize-gpu: compute-sanitizer over every operation
 #   make gpu-objects  compile ahead, without a GPU, what those two run
 
@@ -106,7 +106,6 @@ docs: $(VENV)/.docs
 wheel: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
-	$(BIN)/python -m build --outdir dist bridge
 	TSMLA_DIST=$(abspath dist) $(BIN)/python -m pytest -q -m "slow or not slow" tests/test_packaging.py || { rm -rf dist; exit 1; }
 
 clean:

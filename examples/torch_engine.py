@@ -7,7 +7,7 @@ latents into the cache and attends over it. On a GPU a step is captured once and
 the token's input change in place, and nothing is allocated or launched by the host but the graph. On a CPU the same
 functions run torch's reference, step by step. Instead of a model's head, each new token's input is made from the output
 of the one before. The last lines check the loop against one expanded attention over all the tokens. Needs
-`pip install '.[torch]'` or `pip install ./bridge` in a clone.
+`pip install '.[torch]'` in a clone.
 """
 
 from __future__ import annotations

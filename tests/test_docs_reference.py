@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tsmla_jax.cli import commands
+from tsmla_kernels.cli import command as commands
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from tsmla_kernels.catalog import KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"tsmla_jax": ROOT, "tsmla_kernels": ROOT / "kernels", "tsmla_bridge": ROOT / "bridge"}
-DISTRIBUTIONS = {"tsmla_jax": ROOT, "tsmla_torch": ROOT / "bridge"}
 PATHS = os.pathsep.join(str(folder) for folder in PACKAGES.values())
 HEAVY = {"torch", "flax", "cutlass", "transformers", "safetensors", "matplotlib", "tokenspeed_mla"}
 
@@ -52,6 +52,7 @@ assert out.eq(1).all() and out.shape == (1, 1, 2, 512)
 print(tsmla_kernels.__file__, tsmla_bridge.__file__, sep="\\n")
 """
 
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")
 
 # What the engines' metadata says of packages that this one needs, or that share requirements with these.
@@ -149,43 +150,21 @@ def hatchling(project: Path, folder: Path, *targets: str) -> None:
     run(command, cwd=project)
 
 
-def built(name: str, folder: Path) -> Built:
-    """The distribution of this name: from the folder where `make wheel` has built it, else built from the tree."""
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """From the folder where `make wheel` has built it, else built from the tree."""
     if ready := os.environ.get("TSMLA_DIST"):
         folder = Path(ready)
     else:
-        hatchling(DISTRIBUTIONS[name], folder, "wheel", "sdist")
-    (wheel,), (sdist,) = folder.glob(f"{name}-*.whl"), folder.glob(f"{name}-*.tar.gz")
+        folder = tmp_path_factory.mktemp("dist")
+        hatchling(ROOT, folder, "wheel", "sdist")
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return Built(wheel, sdist)
 
 
 @pytest.fixture(scope="module")
-def with_jax(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The distribution tsmla-jax, built from the tree."""
-    return built("tsmla_jax", tmp_path_factory.mktemp("with_jax"))
-
-
-@pytest.fixture(scope="module")
-def without_jax(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The distribution tsmla-torch, built from the tree."""
-    return built("tsmla_torch", tmp_path_factory.mktemp("without_jax"))
-
-
-@pytest.fixture(scope="module")
-def wheel(with_jax: Built) -> Path:
-    return with_jax.wheel
-
-
-@pytest.fixture(scope="module")
-def torch_wheel(without_jax: Built) -> Path:
-    return without_jax.wheel
-
-
-@pytest.fixture(params=["with_jax", "without_jax"])
-def distribution(request: pytest.FixtureRequest) -> Built:
-    """Each of the two distributions in turn."""
-    found: Built = request.getfixturevalue(request.param)
-    return found
+def wheel(distribution: Built) -> Path:
+    return distribution.wheel
 
 
 def metadata_of(wheel: Path) -> Message:
@@ -219,30 +198,21 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     check_holds(wheel, set(PACKAGES))
 
 
-def test_the_torch_wheel_holds_all_but_jaxs_front_end(torch_wheel: Path) -> None:
-    check_holds(torch_wheel, set(PACKAGES) - {"tsmla_jax"})
-
-
 def test_the_wheels_metadata(wheel: Path) -> None:
     metadata = metadata_of(wheel)
     assert metadata["Requires-Python"] == "<3.14,>=3.11"
-    extras = {"cuda13", "cuda12", "flax", "torch", "hf", "blackwell", "bench", "dev"}
+    extras = {"jax", "cuda13", "cuda12", "torch", "torch-cuda13", "flax", "hf", "blackwell", "bench", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     always = {need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need}
-    assert {re.split(r"[<>=\[]", need)[0] for need in always} == {"jax", "absl-py", "numpy"}
-    assert "jax>=0.9.1" in always
-    assert entry_points_of(wheel)["console_scripts"]["tsmla"] == "tsmla_jax.cli:main"
+    assert {re.split(r"[<>=\[]", need)[0] for need in always} == {"absl-py", "numpy"}
+    assert dict(entry_points_of(wheel)["console_scripts"]) == {"tsmla": "tsmla_kernels.cli:main"}
+    assert metadata.get_all("Project-URL") == [f"Repository, {REPOSITORY}"]
 
 
-def test_the_torch_wheels_metadata(torch_wheel: Path, wheel: Path) -> None:
-    metadata = metadata_of(torch_wheel)
-    for field in ("Requires-Python", "Version", "License-Expression"):
-        assert metadata[field] == metadata_of(wheel)[field]
-    needs = metadata.get_all("Requires-Dist", [])
-    always = {re.split(r"[<>=\[]", need)[0] for need in needs if "extra ==" not in need}
-    assert always == {"torch", "numpy", "nvidia-cutlass-dsl"}
-    assert not [need for need in needs if need.startswith("jax")]
-    assert entry_points_of(torch_wheel)["console_scripts"]["tsmla"] == "tsmla_bridge.cli:main"
+def test_the_address_of_the_repository_is_that_of_pyproject() -> None:
+    for name in ("README.md", "docs/index.md"):
+        assert f"git+{REPOSITORY}" in (ROOT / name).read_text(), name
+    assert f"repository-code: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_source_distribution_builds_the_same_wheel(distribution: Built, tmp_path: Path) -> None:
@@ -262,7 +232,7 @@ def test_the_version_is_that_of_the_last_release(distribution: Built) -> None:
     assert f"\nversion: {__version__}\ndate-released: {days[0]}\n" in citation
 
 
-def test_both_distributions_hold_the_license(distribution: Built) -> None:
+def test_it_holds_the_license(distribution: Built) -> None:
     text = (ROOT / "LICENSE").read_bytes()
     assert metadata_of(distribution.wheel).get_all("License-File") == ["LICENSE"]
     archive = zipfile.ZipFile(distribution.wheel)
@@ -286,39 +256,73 @@ def test_the_pages_links_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("group", PLUGINS)
-def test_both_wheels_name_the_plug_ins(wheel: Path, torch_wheel: Path, group: str) -> None:
-    for built_wheel in (wheel, torch_wheel):
-        module, _, function = entry_points_of(built_wheel)[group]["tsmla"].partition(":")
-        # Neither an engine nor torch is imported before the engine calls the function.
-        code = f"import sys, {module}; assert callable({module}.{function}); print('torch' in sys.modules)"
-        assert python(code) == "False\n"
+def test_the_wheel_names_the_plug_ins(wheel: Path, group: str) -> None:
+    module, _, function = entry_points_of(wheel)[group]["tsmla"].partition(":")
+    # Neither an engine nor torch is imported before the engine calls the function.
+    code = f"import sys, {module}; assert callable({module}.{function}); print('torch' in sys.modules)"
+    assert python(code) == "False\n"
 
 
-def test_the_torch_wheel_works_without_jax(torch_wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(torch_wheel) as archive:
+@pytest.mark.parametrize("program", [USE, USE_TORCH], ids=["jax", "torch"])
+def test_the_wheel_works_outside_the_tree(wheel: Path, program: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    files = python(USE_TORCH, paths=str(tmp_path / "site"), cwd=str(tmp_path)).split()
+    files = python(program, paths=str(tmp_path / "site"), cwd=str(tmp_path)).split()
     assert all(Path(file).is_relative_to(tmp_path / "site") for file in files), files
 
 
+@pytest.mark.parametrize(
+    ("absent", "used", "said"),
+    [
+        ("jax", "import tsmla_jax", 'tsmla_jax needs jax: pip install "tsmla-jax[jax]"'),
+        ("torch", "import tsmla_bridge; tsmla_bridge.mla_decode", 'tsmla_bridge needs torch: pip install "tsmla-jax['),
+    ],
+)
+def test_a_front_end_without_its_package_says_what_to_install(absent: str, used: str, said: str) -> None:
+    code = f"import sys; sys.modules[{absent!r}] = None\ntry:\n    {used}\nexcept ImportError as error: print(error)"
+    assert python(code).startswith(said)
+
+
+class Reader(NamedTuple):
+    """The extras that somebody installs, a program that these have to run, what they may not bring, and words of the
+    doctor's report."""
+
+    extras: str
+    program: str
+    left_out: tuple[str, ...]
+    doctor: str
+
+
+READERS = (
+    Reader("", "", ("jax", "torch"), "neither front end has its package"),
+    Reader("[jax]", USE, ("torch",), 'pip install "tsmla-jax[flax]"'),
+    Reader("[flax,hf]", USE, ("torch",), "mla_decode, bf16: xla"),
+    Reader("[torch]", USE_TORCH, ("jax", "jaxlib", "flax"), "tensors on a CPU: the reference"),
+)
+
+
 @pytest.mark.slow
-def test_the_torch_distribution_installs_without_jax(without_jax: Built, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.extras)
+@pytest.mark.parametrize("kind", Built._fields)
+def test_each_readers_line_in_an_empty_environment(
+    distribution: Built, kind: str, reader: Reader, tmp_path: Path
+) -> None:
     folder = tmp_path / "empty"
     venv.create(folder, with_pip=True)
     executable = str(folder / "bin" / "python")
-    pip = [executable, "-m", "pip", "install", "--quiet"]
-    done = subprocess.run([*pip, without_jax.wheel], capture_output=True, text=True, check=False)
+    command = [executable, "-m", "pip", "install", "--quiet", f"{getattr(distribution, kind)}{reader.extras}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "Could not find a version" in done.stderr:
-        pytest.skip("pip has no index with torch and the CuTe DSL")
+        pytest.skip("pip has no index with these packages")
     assert done.returncode == 0, done.stderr
-    packages = run([executable, "-m", "pip", "list"]).split()
-    assert "torch" in packages and not [name for name in packages if name.startswith("jax")]
-    for _ in range(2):
-        files = python(USE_TORCH, paths="", executable=executable, cwd=str(tmp_path)).split()
+    lines = run([executable, "-m", "pip", "list", "--format=freeze"]).splitlines()
+    assert not {line.partition("==")[0] for line in lines} & set(reader.left_out)
+    if reader.program:
+        files = python(reader.program, paths="", executable=executable, cwd=str(tmp_path)).split()
         assert all(Path(file).is_relative_to(folder) for file in files), files
-        assert "--attention-backend CUSTOM" in run([folder / "bin" / "tsmla", "doctor"])
-        # Once more from the source distribution, which pip makes a wheel of.
-        run([*pip, "--force-reinstall", "--no-deps", without_jax.sdist])
+    # Without the extras the command still runs, and says what to install for the rest.
+    doctor = run([folder / "bin" / "tsmla", "doctor"], cwd=tmp_path)
+    assert "--attention-backend CUSTOM" in doctor and reader.doctor in doctor
 
 
 def test_the_engines_pins_are_those_of_the_tested_versions() -> None:
@@ -339,43 +343,21 @@ def test_the_pins_are_those_of_the_engines_metadata(engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINE_PINS)
-def test_the_torch_wheel_resolves_beside_an_engine(torch_wheel: Path, engine: str) -> None:
+def test_the_torch_front_end_resolves_beside_an_engine(wheel: Path, engine: str) -> None:
     """By pip's resolver, with the versions that the engine's metadata pins; nothing is installed."""
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed"]
 
     def resolve(*requirements: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([*pip, *requirements], capture_output=True, text=True, timeout=900, check=False)
 
-    done = resolve(str(torch_wheel), *ENGINE_PINS[engine])
+    done = resolve(f"{wheel}[torch]", *ENGINE_PINS[engine])
     if done.returncode and resolve(*ENGINE_PINS[engine]).returncode:
         pytest.skip(f"pip's index doesn't have what {engine} pins")
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wheel_works_outside_the_tree(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    files = python(USE, paths=str(tmp_path / "site"), cwd=str(tmp_path)).split()
-    assert all(Path(file).is_relative_to(tmp_path / "site") for file in files), files
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", Built._fields)
-def test_it_installs_in_an_empty_environment(with_jax: Built, kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
-    venv.create(folder, with_pip=True)
-    executable = str(folder / "bin" / "python")
-    run([executable, "-m", "pip", "install", "--quiet", getattr(with_jax, kind)])
-    files = python(USE, paths="", executable=executable, cwd=str(tmp_path)).split()
-    assert all(Path(file).is_relative_to(folder) for file in files), files
-    # Without the extras the command still runs, and says what to install for the rest.
-    doctor = run([folder / "bin" / "tsmla", "doctor"], cwd=tmp_path)
-    assert "mla_decode, bf16: xla" in doctor
-    assert 'pip install "tsmla-jax[flax]"' in doctor
-
-
-@pytest.mark.slow
-def test_an_index_takes_them(distribution: Built) -> None:
+def test_an_index_takes_it(distribution: Built) -> None:
     """Twine reads the metadata and renders the description as the package index does."""
     pytest.importorskip("twine")
     said = run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *distribution])

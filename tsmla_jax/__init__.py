@@ -2,12 +2,13 @@
 
 `tsmla_jax.sparse` holds what surrounds the sparse attention of V3.2 and V4, `tsmla_jax.nn` the layers. Importing
 tsmla_jax touches no device, compiles nothing and imports nothing else: what a name stands for is imported when the name
-is first used.
+is first used. It needs jax to be installed.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tsmla_kernels import __version__
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.select_topk.api import select_topk
     from tsmla_jax.ops.sparse_mla.api import sparse_mla
     from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+
+if importlib.util.find_spec("jax") is None:
+    raise ImportError(
+        'tsmla_jax needs jax: pip install "tsmla-jax[jax]", or "tsmla-jax[cuda13]" on a machine with an NVIDIA GPU;'
+        " tsmla_bridge is the front end for PyTorch, without jax",
+        name="jax",
+    )
 
 # The modules of what is no operation. Each operation is in ops/<name>/api.py.
 _MODULES = {

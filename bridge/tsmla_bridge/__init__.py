@@ -94,7 +94,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError('tsmla_bridge needs torch: pip install "tsmla-jax[torch]"', name="torch") from None
     globals()[name] = value
     return value
 

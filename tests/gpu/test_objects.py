@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from tsmla_kernels.commands import wanted_of
+from tsmla_kernels.cli.objects import wanted_of
 
 LINES = Path(__file__).with_name("objects.jsonl").read_text().splitlines()
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.standin import SCALE, ScaleConfig
-from tsmla_jax.cli.doctor import install_hint
-from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import contract, object_cache, options
 from tsmla_kernels.catalog import (
     INDEXER_LOGITS,
@@ -23,6 +21,8 @@ from tsmla_kernels.catalog import (
     MLA_PREFILL_BACKWARD,
     SELECT_TOPK,
 )
+from tsmla_kernels.cli import objects as kernel_commands
+from tsmla_kernels.cli.packages import install_hint
 from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 

@@ -1,17 +1,1 @@
-"""The `tsmla` command: generate, doctor, explain, compile and cache."""
-
-from __future__ import annotations
-
-import signal
-from typing import NoReturn
-
-from tsmla_kernels.interrupts import end_interrupted
-
-
-def main() -> NoReturn:
-    """The entry point of the `tsmla` script. What it runs is imported after Ctrl-C has its answer: imports take most of
-    the first second."""
-    signal.signal(signal.SIGINT, end_interrupted)
-    from tsmla_jax.cli import commands
-
-    commands.main()
+"""What the `tsmla` command says of jax: its devices, the usual calls, and `tsmla explain`."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsmla_jax.cli import doctor
+from tsmla_jax.cli.usual_calls import lines_of, usual_calls
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         if args.arguments:
             print(_explanation(OPERATIONS[args.op], args.arguments))
         else:
-            for call in doctor.usual_calls():
+            for call in usual_calls():
                 if args.op in (None, call.op):
-                    print("\n".join(doctor.lines_of(call)))
+                    print("\n".join(lines_of(call)))
     if args.arch is None and device.gpu() is None:
         print(f"--arch {next(iter(device.NUM_SMS))} answers for a GPU that is not here")
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tsmla_kernels.command_line import read_text
+from tsmla_kernels.cli.parsing import read_text
 
 
 def read_prompt_ids(path: Path) -> list[list[int]]:

@@ -6,7 +6,6 @@ Imports no engine: versions come from the installed distributions' metadata.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import re
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tsmla_kernels import __version__
+from tsmla_kernels.cli.packages import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +77,6 @@ def render(found: Iterable[Found]) -> list[str]:
         if engine.sparse_flags is not None:
             lines.append(f"          DeepSeek-V3.2, GLM-5: {engine.sparse_flags}")
     return lines
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _examine(engine: Engine, version: str | None) -> Found:

@@ -15,7 +15,6 @@ import pytest
 
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
-from tsmla_jax.cli import commands as cli
 from tsmla_jax.generate import Engine, command
 from tsmla_jax.generate.command import (
     Stream,
@@ -24,6 +23,7 @@ from tsmla_jax.generate.command import (
     table,
 )
 from tsmla_jax.generate.prompts import read_lines, read_prompt_ids
+from tsmla_kernels.cli import command as cli
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
@@ -403,7 +403,7 @@ def test_no_traceback_from_a_process_of_its_own(tiny_checkpoint: Path, tmp_path:
     (tmp_path / "ids.json").write_text(json.dumps(PROMPTS))
     truncate(tmp_path)
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "bridge"))
-    command = [sys.executable, "-m", "tsmla_jax.cli", "generate", "--checkpoint", ".", *IDS]
+    command = [sys.executable, "-m", "tsmla_kernels.cli", "generate", "--checkpoint", ".", *IDS]
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
     assert done.returncode == 2 and done.stdout == ""

@@ -13,7 +13,6 @@ import pytest
 
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, write_tiny
-from tsmla_jax.cli import commands as cli
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_tables, shared_steps
@@ -22,6 +21,7 @@ from tsmla_jax.generate.plan import make_plan
 from tsmla_jax.nn import Step
 from tsmla_jax.ops.indexer_topk import api as indexer_api
 from tsmla_jax.ops.sparse_mla import api
+from tsmla_kernels.cli import command as cli
 
 NEW = 12
 PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 150, 100)]

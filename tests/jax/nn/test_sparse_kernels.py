@@ -16,8 +16,8 @@ from tests.jax.ops.programs import calls, kernels
 from tsmla_jax.nn import Step, v4, v32
 from tsmla_jax.ops import device
 from tsmla_jax.ops.sparse_mla import api
-from tsmla_kernels import commands
 from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.cli import objects as commands
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "compiled-objects.md"
 PAGE, PAGES, REQUESTS = 128, 4, 2

@@ -32,11 +32,11 @@ from tsmla_jax.ops.rope_write_kv_cache.api import OPERATION as ROPE_WRITE
 from tsmla_jax.ops.write_kv_cache import cute as write_cute
 from tsmla_jax.ops.write_kv_cache import reference as write_reference
 from tsmla_jax.ops.write_kv_cache.api import OPERATION as WRITE
-from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import compile, object_cache
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
 from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
+from tsmla_kernels.cli import objects as kernel_commands
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.resources import resource_report
 

@@ -20,9 +20,9 @@ from tests.jax.ops.programs import calls, lower
 from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.merge_attention_states import cute, reference
 from tsmla_jax.ops.merge_attention_states.api import OPERATION
-from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
+from tsmla_kernels.cli import objects as kernel_commands
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.merge import config as merge_rules
 from tsmla_kernels.merge.config import MergeConfig

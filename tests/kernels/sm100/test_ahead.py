@@ -12,9 +12,9 @@ import pytest
 import tsmla_jax
 from tsmla_jax.ops.mla_decode import blackwell as decode_operands
 from tsmla_jax.ops.mla_prefill import blackwell as prefill_operands
-from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS, MLA_DECODE_SM100, MLA_PREFILL_SM100
+from tsmla_kernels.cli import objects as kernel_commands
 from tsmla_kernels.sm100.config import ARCHS, DecodeConfig, PrefillConfig
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TextIO
 
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import CHAINS, KERNELS
-from tsmla_kernels.command_line import read_text
+from tsmla_kernels.cli.parsing import read_text
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.kernel import Chain, Config, Kernel
 from tsmla_kernels.resources import resource_report

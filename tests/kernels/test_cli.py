@@ -1,5 +1,6 @@
 """The `tsmla` command: its exit statuses, its one-line errors, and the doctor's report."""
 
+import email
 import json
 import os
 import re
@@ -12,10 +13,12 @@ import jax
 import pytest
 from absl.testing import parameterized
 
-from tsmla_jax.cli import commands as cli
-from tsmla_jax.cli import doctor
+from tsmla_bridge import report as torch_report
+from tsmla_jax.cli.devices import Devices
 from tsmla_jax.ops import device
 from tsmla_jax.ops.explain import OPERATIONS
+from tsmla_kernels.cli import command as cli
+from tsmla_kernels.cli import doctor, packages
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "bridge"))
@@ -23,7 +26,7 @@ PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "bridg
 
 def tsmla(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run the command in a process of its own, on the CPU unless `variables` of the environment say otherwise."""
-    command = [sys.executable, "-m", "tsmla_jax.cli", *arguments]
+    command = [sys.executable, "-m", "tsmla_kernels.cli", *arguments]
     environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"} | variables
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=120, check=False)
 
@@ -58,9 +61,11 @@ def test_help_names_every_command() -> None:
 
 
 def test_help_imports_neither_the_model_nor_the_kernels() -> None:
-    code = "import sys; from tsmla_jax.cli import commands\n"
-    code += "try: commands.parse(['tsmla', '--help'])\nexcept SystemExit: pass\n"
-    code += "print([m for m in ('tsmla_jax.generate', 'tsmla_kernels.commands', 'cutlass', 'jax') if m in sys.modules])"
+    code = "import sys; from tsmla_kernels.cli import command\n"
+    code += "try: command.parse(['tsmla', '--help'])\nexcept SystemExit: pass\n"
+    code += (
+        "print([m for m in ('tsmla_jax.generate', 'tsmla_kernels.cli.objects', 'cutlass', 'jax') if m in sys.modules])"
+    )
     environment = os.environ | {"PYTHONPATH": PATHS}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -83,8 +88,13 @@ class Usage(parameterized.TestCase):
     """Command lines that are wrong in themselves."""
 
     @parameterized.parameters(
-        (["dance"], "invalid choice: 'dance'"),
-        (["doctor", "--loud"], "unrecognized arguments: --loud"),
+        (["dance"], "tsmla: error: COMMAND: got 'dance'; legal: generate, doctor, explain, compile, cache (see tsmla"),
+        (["cach"], "COMMAND: got 'cach'; legal: generate, doctor, explain, compile, cache; did you mean cache?"),
+        (["doctor", "--loud"], "tsmla doctor: error: unrecognized arguments: --loud (see tsmla doctor --help)"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--max_new_tokens", "3"], "did you mean --max-new-tokens?"),
+        (["generate", "--max-new-tokens", "ten"], "--max-new-tokens: got 'ten'; legal: an int (see tsmla generate"),
+        (["cache", "lst"], "tsmla cache: error: action: got 'lst'; legal: list, verify, prune; did you mean list?"),
+        (["compile", "--kernel", "x", "--config", "wide"], "tsmla compile: error: --kernel: got 'x'; legal: "),
         (["--verbosity=loud", "doctor"], "--verbosity"),
     )
     def test_exits_2_with_one_line(self, arguments: list[str], said: str) -> None:
@@ -132,7 +142,7 @@ def test_an_interrupt_has_its_own_status(fake: Callable[..., None]) -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading, time
-from tsmla_jax.cli import main
+from tsmla_kernels.cli import main
 signal.set_wakeup_fd(-1)
 threading.Thread(target=lambda: (time.sleep({after}), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
 {during}
@@ -179,7 +189,7 @@ def test_an_interrupt_while_compiling_is_one_line(jobs: str, after: float, tmp_p
 
 
 def test_a_closed_pipe_is_quiet() -> None:
-    command = f"{sys.executable} -m tsmla_jax.cli doctor | head -c 1"
+    command = f"{sys.executable} -m tsmla_kernels.cli doctor | head -c 1"
     environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
     assert (done.stdout, done.stderr) == ("t", "")
@@ -188,17 +198,69 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_doctor_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_process("doctor") == 0
     said = capsys.readouterr().out
-    for line in ("Devices (jax backend:", "  jax ", "mla_decode, bf16: ", "Blackwell (SM100, SM103, SM107): "):
+    for line in (
+        "  jax, backend ",
+        "  jax ",
+        "mla_decode, bf16: ",
+        "Blackwell (SM100, SM103, SM107): ",
+        "--page-size 64",
+    ):
         assert line in said
     assert "not run on one by us" in said
     assert in_process("doctor", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["packages"]["jax"].count(".") == 2
+    assert [engine["engine"] for engine in report["engines"]] == ["vllm", "sglang"]
     assert {operation["op"] for operation in report["operations"]} == set(OPERATIONS)
     for operation in report["operations"]:
         # What was chosen can run; without a GPU that is never a kernel, and it says why.
         assert operation["reasons"][operation["chosen"]] == []
         assert report["driver"] or (operation["chosen"] == "xla" and operation["reasons"]["cute"])
+
+
+def without_jax(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process that can import no jax."""
+    code = f"import sys; sys.modules['jax'] = None; sys.argv = {['tsmla', *arguments]}\n"
+    command = [sys.executable, "-c", code + "import tsmla_kernels.cli as cli; cli.main()"]
+    environment = os.environ | {"PYTHONPATH": PATHS}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_doctor_without_jax_speaks_of_torch() -> None:
+    done = without_jax("doctor")
+    assert "tensors on a CPU: the reference, for block_scaled_matmul, " in done.stdout
+    assert "jax, backend" not in done.stdout and "and the implementation that runs" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["explain"], 2, 'tsmla explain: error: tsmla_jax needs jax: pip install "tsmla-jax[jax]"'),
+        (["generate", "--prompt", "x"], 2, 'tsmla generate: error: tsmla_jax needs jax: pip install "tsmla-jax[jax]"'),
+        (["cache", "list"], 0, ""),
+    ],
+)
+def test_without_jax_a_subcommand_says_what_to_install(arguments: list[str], status: int, said: str) -> None:
+    done = without_jax(*arguments)
+    assert (done.returncode, done.stderr.startswith(said)) == (status, True) and done.stderr.count("\n") == bool(status)
+
+
+def test_doctor_says_why_nothing_is_kept(
+    cache_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        assert in_process("doctor") == 0
+        return capsys.readouterr().out
+
+    assert f"Cache of compiled kernels\n  {cache_directory}\n\n" in said()
+    cache_directory.mkdir(exist_ok=True)
+    cache_directory.chmod(0o775)
+    assert "each process compiles what isn't in it: " in (text := said()) and "may be written by others" in text
+    cache_directory.chmod(0o700)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"{cache_directory} can't be written; TSMLA_CACHE_DIR names another" in said()
+    assert in_process("doctor", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cache"]["directory"] == str(cache_directory)
 
 
 def test_doctor_gives_each_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,9 +334,7 @@ def test_explain_takes_several_arrays(capsys: pytest.CaptureFixture[str]) -> Non
         (["mla_decode", "--arch", "sm_80"], "--arch: got 'sm_80'; legal: sm_90a, sm_100a, sm_103a, sm_107a"),
     ],
 )
-def test_explain_says_what_is_wrong(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_says_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert in_process("explain", *arguments) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("tsmla explain: error: ") and said in errors and errors.count("\n") == 1
@@ -283,32 +343,60 @@ def test_explain_says_what_is_wrong(
 def test_doctor_outlives_a_jax_that_starts_no_backend() -> None:
     done = tsmla("doctor", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    assert "Devices (jax backend: none;" in done.stdout
+    assert "  jax, backend none" in done.stdout
     assert "jax starts no backend: " in done.stdout and "(JAX_PLATFORMS=cuda)" in done.stdout
 
 
-GPU = doctor.Device(0, "gpu", "NVIDIA H200", "sm_90")
-CPU = doctor.Device(0, "cpu", "cpu", None)
-EVERYTHING: dict[str, str | None] = {package.distribution: "1.0" for package in doctor.PACKAGES}
+GPU = Devices("gpu", ("gpu:0  NVIDIA H200  sm_90",), True, None)
+CPU = Devices("cpu", ("cpu:0  cpu",), False, None)
+BROKEN = Devices(None, (), False, "no such backend")
+TORCH = torch_report.Torch((), None, ("mla_decode",))
+TORCH_ON_GPU = torch_report.Torch((torch_report.GPU("NVIDIA H200", "sm_90"),), None, ("mla_decode",))
+EVERYTHING: dict[str, str | None] = {package.distribution: "1.0" for package in packages.PACKAGES}
 
 
 def test_doctor_advises_nothing_where_all_is_there() -> None:
-    assert doctor.advise(EVERYTHING, "580.65.06", (GPU,), None) == ()
+    assert doctor.advise(EVERYTHING, "580.65.06", GPU, None) == ()
+    assert doctor.advise(EVERYTHING | {"jax": None, "flax": None}, "580.65.06", None, TORCH_ON_GPU) == ()
 
 
 @pytest.mark.parametrize(
-    ("absent", "driver", "devices", "failure", "said"),
+    ("absent", "driver", "jax", "torch", "said"),
     [
-        ("jax-cuda13-plugin", "580.65.06", (CPU,), None, 'jax can\'t use it: pip install "tsmla-jax[cuda13]"'),
-        ("jax-cuda12-plugin", "535.1", (CPU,), None, 'jax can\'t use it: pip install "tsmla-jax[cuda12]"'),
-        (None, "580.65.06", (CPU,), None, "see JAX_PLATFORMS"),
-        (None, None, (CPU,), None, "need a Hopper or Blackwell GPU"),
-        (None, "580.65.06", (), "no such backend", "jax starts no backend: no such backend"),
-        ("flax", "580.65.06", (GPU,), None, 'MLAttention): pip install "tsmla-jax[flax]"'),
+        ("jax-cuda13-plugin", "580.65.06", CPU, None, 'jax can\'t use it: pip install "tsmla-jax[cuda13]"'),
+        ("jax-cuda12-plugin", "535.1", CPU, None, 'jax can\'t use it: pip install "tsmla-jax[cuda12]"'),
+        (None, "580.65.06", CPU, None, "see JAX_PLATFORMS"),
+        (None, None, CPU, None, "need a Hopper or Blackwell GPU"),
+        (None, "580.65.06", BROKEN, None, "jax starts no backend: no such backend"),
+        ("flax", "580.65.06", GPU, None, 'MLAttention): pip install "tsmla-jax[flax]"'),
+        (None, "580.65.06", None, TORCH, "torch uses no GPU"),
+        (None, "580.65.06", None, torch_report.Torch((), "libcuda.so", ()), "torch can't be imported: libcuda.so"),
+        ("nvidia-cutlass-dsl", "580.65.06", None, TORCH_ON_GPU, '"cute"): pip install "tsmla-jax[torch]"'),
+        (
+            "torch",
+            "580.65.06",
+            None,
+            None,
+            'pip install "tsmla-jax[cuda13]" for jax, pip install "tsmla-jax[torch]" for',
+        ),
     ],
 )
 def test_doctor_advises_what_is_missing(
-    absent: str | None, driver: str | None, devices: tuple[doctor.Device, ...], failure: str | None, said: str
+    absent: str | None, driver: str | None, jax: Devices | None, torch: torch_report.Torch | None, said: str
 ) -> None:
-    packages = EVERYTHING | ({absent: None} if absent else {})
-    assert said in doctor.advise(packages, driver, devices, failure)[0]
+    installed = EVERYTHING | ({absent: None} if absent else {})
+    assert said in doctor.advise(installed, driver, jax, torch)[0]
+
+
+def test_doctor_warns_of_the_former_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "version_of", lambda name: "0.2.0" if name == "tsmla-torch" else None)
+    said = doctor.advise(EVERYTHING, "580.65.06", GPU, None)[0]
+    assert said.startswith("tsmla-torch 0.2.0 is installed beside tsmla-jax") and "pip uninstall tsmla-torch" in said
+
+
+def test_doctor_says_where_else_it_can_be_installed_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = email.message_from_string("Project-URL: Repository, https://example.org/tsmla\n")
+    monkeypatch.setattr(packages.importlib.metadata, "metadata", lambda name: metadata)
+    assert packages.repository() == "https://example.org/tsmla"
+    metadata.replace_header("Project-URL", "Repository, https://tsmla-jax.invalid/tsmla")
+    assert packages.repository() is None

@@ -9,14 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from absl import app, flags, logging
-from absl.flags import argparse_flags
 
-from tsmla_jax.cli import doctor
 from tsmla_kernels import __version__
-from tsmla_kernels.command_line import CACHE_SUMMARY, COMPILE_SUMMARY, EXIT_USER_ERROR, OneLineErrors
+from tsmla_kernels.cli import packages
+from tsmla_kernels.cli.parsing import EXIT_USER_ERROR, Parser
 from tsmla_kernels.interrupts import EXIT_INTERRUPTED
 
 EXIT_BROKEN_PIPE = 141
@@ -48,6 +47,12 @@ def _generate() -> Actions:
     return Actions(command.add_arguments, command.run)
 
 
+def _doctor() -> Actions:
+    from tsmla_kernels.cli import doctor
+
+    return Actions(doctor.add_arguments, doctor.run)
+
+
 def _explain() -> Actions:
     from tsmla_jax.cli import explain
 
@@ -55,51 +60,48 @@ def _explain() -> Actions:
 
 
 def _compile() -> Actions:
-    from tsmla_kernels import commands
+    from tsmla_kernels.cli import objects
 
-    return Actions(commands.add_compile_arguments, commands.run_compile)
+    return Actions(objects.add_compile_arguments, objects.run_compile)
 
 
 def _cache() -> Actions:
-    from tsmla_kernels import commands
+    from tsmla_kernels.cli import objects
 
-    return Actions(commands.add_cache_arguments, commands.run_cache)
+    return Actions(objects.add_cache_arguments, objects.run_cache)
 
 
 COMMANDS = {
-    "generate": Command("generate tokens from a DeepSeek checkpoint directory", _generate),
-    "doctor": Command(
-        "say which devices, versions and implementations there are, and what to install for the others",
-        lambda: Actions(doctor.add_arguments, doctor.run),
-    ),
-    "explain": Command("say which implementation runs a call here, and why the others can't", _explain),
-    "compile": Command(COMPILE_SUMMARY, _compile),
-    "cache": Command(CACHE_SUMMARY, _cache),
+    "generate": Command("generate tokens from a DeepSeek checkpoint directory (needs jax)", _generate),
+    "doctor": Command("say which devices, packages and engines there are, what runs, and what to install", _doctor),
+    "explain": Command("say which implementation runs a call here, and why the others can't (needs jax)", _explain),
+    "compile": Command("compile kernels into the on-disk cache ahead of use, with or without a GPU", _compile),
+    "cache": Command("list, verify and prune the on-disk cache of compiled kernels", _cache),
 }
 
 
-class _Parser(OneLineErrors, argparse_flags.ArgumentParser):
-    """With absl's flags."""
-
-
-class _SubParser(_Parser):
+class _SubParser(Parser):
     """A subcommand's parser. absl's flags belong to the parser above, or each would be read twice."""
 
-    def __init__(self, **kwargs: object) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(inherited_absl_flags=None, **kwargs)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the whole command line, `argv[0]` included; exits with status 2 and one line when it is wrong, and with the
     help when it is empty."""
-    parser = _Parser(prog="tsmla", description="DeepSeek's multi-head latent attention for JAX.")
+    parser = Parser(prog="tsmla", description="DeepSeek's multi-head latent attention for JAX and PyTorch.")
     parser.add_argument("--version", action="version", version=f"tsmla {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_SubParser)
+    named = next((argument for argument in argv[1:] if argument in COMMANDS), None)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
-        # Only the modules that the command line names are imported, so that `tsmla --help` is quick.
-        if name in argv[1:]:
-            command.load().add_arguments(subparser)
+        # Only the module that the command line names is imported, so that `tsmla --help` is quick.
+        if name == named:
+            try:
+                command.load().add_arguments(subparser)
+            except ImportError as error:  # a front end that isn't installed
+                subparser.exit(EXIT_USER_ERROR, f"{subparser.prog}: error: {_one_line(error)}\n")
     if len(argv) == 1:
         parser.print_help()
         parser.exit()
@@ -120,7 +122,8 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, ImportError):
         if (error.name or "").startswith("tsmla_"):
             raise error
-        line += doctor.install_hint(error.name)
+        if "pip install" not in line:
+            line += packages.install_hint(error.name)
     return line
 
 
@@ -150,9 +153,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main() -> NoReturn:
     """Run the command line of this process, and exit."""
-    try:
-        app.run(run, flags_parser=parse)
-    except ImportError as error:  # a subcommand's module needs a package that isn't installed
-        print(f"tsmla: error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    app.run(run, flags_parser=parse)
     raise AssertionError("app.run exits")

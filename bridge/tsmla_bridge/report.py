@@ -1,0 +1,63 @@
+"""What `tsmla doctor` says of torch: its GPUs, and what runs the operations on their tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tsmla_kernels.sm100 import config as sm100
+
+
+class GPU(NamedTuple):
+    """A GPU that torch can use; `arch` is "sm_90" and the like."""
+
+    name: str
+    arch: str
+
+
+class Torch(NamedTuple):
+    """The GPUs that torch can use, or the reason why torch can't be imported; and the operations of tsmla_bridge."""
+
+    gpus: tuple[GPU, ...]
+    failure: str | None
+    operations: tuple[str, ...]
+
+
+def examine() -> Torch:
+    """Ask torch for its GPUs. Starts CUDA where torch can use it; allocates nothing there."""
+    operations = _operations()
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
+        return Torch((), str(error), operations)
+    if not torch.cuda.is_available():
+        return Torch((), None, operations)
+    found = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append(GPU(torch.cuda.get_device_name(index), f"sm_{major}{minor}"))
+    return Torch(tuple(found), None, operations)
+
+
+def _operations() -> tuple[str, ...]:
+    import tsmla_bridge
+
+    return tuple(name for name in tsmla_bridge.__all__ if tsmla_bridge._MODULES.get(name, "").startswith("ops."))
+
+
+def lines_of(report: Torch) -> list[str]:
+    """The lines of a report for a terminal."""
+    lines = [f"  tensors on a CPU: the reference, for {', '.join(report.operations)}"]
+    for gpu in report.gpus:
+        lines.append(f"  {gpu.name}  {gpu.arch}: {_runs(gpu.arch)}")
+    if not report.gpus:
+        lines.append(f"  no GPU that torch can use{f': {report.failure}' if report.failure else ''}")
+    return lines
+
+
+def _runs(arch: str) -> str:
+    """What runs operations on tensors of a GPU."""
+    if arch == "sm_90":
+        return "kernels, for all of them"
+    if f"{arch}a" in sm100.ARCHS:
+        return f"mla_decode and mla_prefill alone: {sm100.NOTICE} (extra blackwell)"
+    return "no kernel is written for it"
