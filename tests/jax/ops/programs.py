@@ -1,12 +1,14 @@
 """Programs with kernels: lowering them for CUDA, counting what is in them, and comparing what they compute."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops.kernel_call import kernel_call_p
 from tsmla_kernels.kernel import Config, Kernel
@@ -15,6 +17,13 @@ from tsmla_kernels.kernel import Config, Kernel
 def ints(x: object) -> jax.Array:
     """An int32 array."""
     return jnp.asarray(x, jnp.int32)
+
+
+def placed(mesh: Mesh, arrays: Iterable[Any], *specs: P) -> list[jax.Array]:
+    """Arrays split over the axes of a mesh; those without a spec are whole on every device."""
+    given = list(arrays)
+    every = (*specs, *(P(),) * (len(given) - len(specs)))
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, every, strict=True)]
 
 
 def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **kwargs: Any) -> str:

@@ -1,5 +1,5 @@
-"""The cache kernels without a GPU: what they compile to, what is lowered around them, and what jax's transformations
-make of them, where an emulation takes their place and the reference is the oracle."""
+"""The cache kernels without a GPU: what they compile to, what is lowered around them, and on CPUs an emulation takes
+their place and the reference is the oracle."""
 
 import functools
 import inspect
@@ -15,29 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.emulator import decode as cute_emulation
-from tests.jax.ops.programs import calls, collectives, lower
+from tests.emulator import operations
+from tests.jax.ops.programs import lower
 from tsmla_jax.ops import device, kernel_call, transforms
-from tsmla_jax.ops.gather_kv_cache import cute as gather_cute
-from tsmla_jax.ops.gather_kv_cache import reference as gather_reference
 from tsmla_jax.ops.gather_kv_cache.api import OPERATION as GATHER
-from tsmla_jax.ops.rope_write_kv_cache import cute as rope_cute
-from tsmla_jax.ops.rope_write_kv_cache import reference as rope_reference
 from tsmla_jax.ops.rope_write_kv_cache.api import OPERATION as ROPE_WRITE
-from tsmla_jax.ops.write_kv_cache import cute as write_cute
-from tsmla_jax.ops.write_kv_cache import reference as write_reference
 from tsmla_jax.ops.write_kv_cache.api import OPERATION as WRITE
 from tsmla_kernels import compile, object_cache
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
 from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.cli import objects as kernel_commands
-from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.resources import resource_report
 
 pytestmark = pytest.mark.usefixtures("for_hopper", "quick_compilation")
@@ -193,22 +183,6 @@ def test_new_sizes_and_scales_compile_nothing(op: str, monkeypatch: pytest.Monke
     lower(call(op), *structs(op, 1, 1))
 
 
-def test_export_once_for_all_sizes() -> None:
-    t, p = export.symbolic_shape("t, p")
-    for op in OPS:
-        make = export.export(jax.jit(call(op)), platforms=["cuda"], disabled_checks=tsmla_jax.export_disabled_checks())
-        again = export.deserialize(make(*structs(op, t, p)).serialize())
-        assert device.TARGET in lower(again.call, *structs(op, 5, 99))
-    rows = Struct(export.symbolic_shape("n"), "int32")
-
-    def gather(rows: jax.Array, *args: jax.Array) -> jax.Array:
-        return tsmla_jax.gather_kv_cache(*args, total_len=rows.shape[0], implementation="cute")
-
-    make = export.export(jax.jit(gather), platforms=["cuda"], disabled_checks=tsmla_jax.export_disabled_checks())
-    again = export.deserialize(make(rows, *structs("gather_kv_cache")).serialize())
-    assert "tensor<33x576xbf16>" in lower(again.call, Struct((33,), "int32"), *structs("gather_kv_cache"))
-
-
 def test_nobody_chooses_a_kernel_for_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
@@ -245,39 +219,14 @@ def test_reasons_are_said(op: str, changes: dict[Any, Any], reason: str) -> None
         lower(call(op, **options), *arrays)
 
 
-# ---- transformations, on CPUs
-
-
-def emulate(
-    *arrays: jax.Array, kernel: Kernel, config: Any, arch: str, result_shapes: tuple[tuple[int, ...], ...]
-) -> list[jax.Array]:
-    """What the kernels compute from their own operands, through the references."""
-    if kernel is WRITE_KV_CACHE:
-        *given, scale = arrays
-        if not config.rope_dim:
-            given[2] = given[1][:, :0]
-        spec = WRITE.spec_of(*given)
-        return [write_reference.write_kv_cache(*given, spec=spec, kv_scale=scale[0])]
-    if kernel is GATHER_KV_CACHE:
-        *given, scale = arrays
-        spec = GATHER.spec_of(*given, total_len=result_shapes[0][0], out_dtype=config.out_dtype)
-        return [gather_reference.gather_kv_cache(*given, spec=spec, kv_scale=scale[0])]
-    kv, q_nope, q_rope, latent, *given, q_scale, kv_scale = arrays
-    tokens = latent.shape[0]
-    heads = (array.reshape(tokens, -1, array.shape[-1]) for array in (q_nope, q_rope))
-    given = [kv, *heads, latent, *given]
-    layouts = {"rope_interleave": config.rope_interleave, "rope_layout": config.rope_layout}
-    spec = ROPE_WRITE.spec_of(*given, q_dtype=config.q_dtype, **layouts)
-    q, written = rope_reference.rope_write_kv_cache(*given, spec=spec, q_scale=q_scale[0], kv_scale=kv_scale[0])
-    return [q.reshape(result_shapes[0]), written]
+# ---- on CPUs
 
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
     if jax.default_backend() != "cpu":
         pytest.skip("emulates the kernels on CPUs")
-    traced = [cute._transformable for cute in (write_cute, rope_cute, gather_cute)]
-    with cute_emulation.emulated(*traced, by=emulate):
+    with operations.emulated():
         yield
 
 
@@ -309,28 +258,11 @@ def run(op: str, name: str, **options: Any) -> Callable[..., Any]:
     return functools.partial(getattr(tsmla_jax, op), implementation=name, **{"kv_scale": 0.7, **own, **options})
 
 
-@functools.cache
-def wanted(op: str) -> Any:
-    """The reference's results on arrays(op)."""
-    return jax.jit(run(op, "reference"))(*arrays(op))
-
-
 def assert_same(got: Any, want: Any) -> None:
     # XLA may contract the rotation's products and sums in one program and not in the other, and then round to bf16.
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=1e-5)
-
-
-@pytest_emulated
-@pytest.mark.parametrize("op", OPS)
-def test_jitted(op: str) -> None:
-    assert_same(jax.jit(run(op, "cute"))(*arrays(op)), wanted(op))
-
-
-@pytest_emulated
-def test_eager() -> None:
-    assert_same(run("write_kv_cache", "cute")(*arrays("write_kv_cache")), wanted("write_kv_cache"))
 
 
 @pytest_emulated
@@ -346,18 +278,6 @@ def test_a_cache_without_rope_columns() -> None:
 
 
 @pytest_emulated
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("which", ["all", "cache", "others"])
-def test_vmap_folds_into_one_call(op: str, which: str) -> None:
-    first, second = arrays(op, 0), arrays(op, 3)
-    axes = tuple(0 if which == "all" or (which == "cache") == (i == 0) else None for i in range(len(first)))
-    args = [a if axis is None else jnp.stack([a, b, a]) for a, b, axis in zip(first, second, axes, strict=True)]
-    batched = jax.vmap(run(op, "cute"), axes)
-    assert calls(jax.make_jaxpr(batched)(*args)) == 1
-    assert_same(jax.jit(batched)(*args), jax.jit(jax.vmap(run(op, "reference"), axes))(*args))
-
-
-@pytest_emulated
 def test_vmap_of_a_gather_that_asks_for_more_than_fits() -> None:
     kv, tables, starts, lens = arrays("gather_kv_cache")
     many = jnp.stack([lens, lens * 3, jnp.zeros_like(lens)])
@@ -369,48 +289,12 @@ def test_vmap_of_a_gather_that_asks_for_more_than_fits() -> None:
 
 
 @pytest_emulated
-@pytest.mark.parametrize("op", OPS[1:])
-def test_vmap_over_scales_takes_as_many_calls(op: str) -> None:
-    scales = jnp.asarray([0.5, 2.0], jnp.float32)
-
-    def over(name: str) -> Any:
-        return jax.jit(jax.vmap(lambda scale: run(op, name, kv_scale=scale)(*arrays(op))))(scales)
-
-    assert_same(over("cute"), over("reference"))
-
-
-@pytest_emulated
 def test_vmap_of_more_slots_than_int32_counts_takes_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transforms, "MAX_SLOTS", 2 * PAGES * PAGE - 1)
     args = [jnp.stack([a, b]) for a, b in zip(arrays(OPS[0]), arrays(OPS[0], 3), strict=True)]
     mapped = jax.vmap(run(OPS[0], "cute"))
     assert "scan" in str(jax.make_jaxpr(mapped)(*args))
     assert_same(jax.jit(mapped)(*args), jax.jit(jax.vmap(run(OPS[0], "reference")))(*args))
-
-
-@pytest_emulated
-@pytest.mark.parametrize(("op", "reverse"), [*((op, True) for op in OPS), ("rope_write_kv_cache", False)])
-def test_derivatives_are_those_of_the_reference(op: str, reverse: bool) -> None:
-    args = arrays(op)
-    inexact = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.inexact))
-
-    def loss(name: str, *values: jax.Array) -> jax.Array:
-        given = list(args)
-        for i, value in zip(inexact, values, strict=True):
-            given[i] = value
-        results = jax.tree.leaves(run(op, name)(*given))
-        return sum((x.astype(jnp.float32) * jnp.arange(1.0, 1 + x.shape[-1])).sum() for x in results)  # type: ignore[return-value]
-
-    def derived(name: str) -> Any:
-        # A tangent of every parameter at once, or the gradient of them all.
-        values = [args[i] for i in inexact]
-        if reverse:
-            return jax.jit(jax.grad(functools.partial(loss, name), tuple(range(len(values)))))(*values)
-        return jax.jit(lambda *v: jax.jvp(functools.partial(loss, name), v, tuple(map(jnp.ones_like, v))))(*values)
-
-    # The reference's cotangents meet bf16 roundings in another order.
-    for a, b in zip(jax.tree.leaves(derived("cute")), jax.tree.leaves(derived("reference")), strict=True):
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=1e-5)
 
 
 @pytest_emulated
@@ -426,66 +310,6 @@ def test_a_write_whose_result_no_loss_needs_costs_no_derivative() -> None:
 
 
 # ---- partitioning
-
-
-def placed(mesh: Mesh, given: Arrays, *specs: P) -> list[jax.Array]:
-    specs += (P(),) * (len(given) - len(specs))
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs, strict=True)]
-
-
-@pytest_emulated
-@pytest.mark.parametrize("pages", [P(), P("data"), P(("data", "model")), P("model")], ids=str)
-def test_pages_stay_where_they_are(mesh: Mesh, pages: P) -> None:
-    args = placed(mesh, arrays("write_kv_cache"), pages)
-    compiled = jax.jit(run("write_kv_cache", "cute")).lower(*args).compile()
-    assert collectives(compiled) == []
-    got = compiled(*args)
-    assert got.sharding.is_equivalent_to(args[0].sharding, 3)
-    assert_same(got, wanted("write_kv_cache"))
-
-
-@pytest_emulated
-def test_pages_and_heads_stay_where_they_are(mesh: Mesh) -> None:
-    args = placed(mesh, arrays("rope_write_kv_cache"), P("data"), P(None, "model"), P(None, "model"))
-    compiled = jax.jit(run("rope_write_kv_cache", "cute")).lower(*args).compile()
-    assert collectives(compiled) == []
-    q, written = compiled(*args)
-    assert q.addressable_shards[0].data.shape == (TOKENS, HEADS // 2, LATENT + ROPE)
-    assert written.addressable_shards[0].data.shape == (PAGES // 4, PAGE, LATENT + ROPE)
-    assert_same((q, written), wanted("rope_write_kv_cache"))
-
-
-@pytest_emulated
-def test_what_cannot_be_split_is_gathered_and_right(mesh: Mesh) -> None:
-    for op, specs in (
-        ("write_kv_cache", (P(None, None, "model"), P(None, "data"), P(), P())),
-        ("rope_write_kv_cache", (P(None, "data"), P(None, None, "data"))),
-        ("gather_kv_cache", (P("data"), P("data"), P("data"), P("data"))),
-    ):
-        args = placed(mesh, arrays(op), *specs)
-        assert_same(jax.jit(run(op, "cute"))(*args), wanted(op))
-
-
-@pytest_emulated
-@pytest.mark.parametrize("op", OPS)
-def test_explicit_axes(op: str) -> None:
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    specs = {"rope_write_kv_cache": (P("x"), P(None, "y"), P(None, "y")), "write_kv_cache": (P("x"),)}.get(op, ())
-    args = placed(mesh, arrays(op), *specs)
-    assert_same(jax.jit(run(op, "cute"))(*args), wanted(op))
-    with jax.set_mesh(mesh):
-        assert_same(jax.jit(run(op, "cute"))(*args), wanted(op))
-
-
-@pytest_emulated
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_pages_of_each_device(mesh: Mesh, check_vma: bool) -> None:
-    kv, latent, k_rope, slots = arrays("write_kv_cache")
-    caches, many = jnp.concatenate([kv] * 4), [jnp.concatenate([a] * 4) for a in (latent, k_rope, slots)]
-    mapped = jax.shard_map(
-        run("write_kv_cache", "cute"), mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), check_vma=check_vma
-    )
-    assert_same(jax.jit(mapped)(caches, *many), jnp.concatenate([wanted("write_kv_cache")] * 4))
 
 
 def test_another_platform_is_refused_with_the_alternative() -> None:

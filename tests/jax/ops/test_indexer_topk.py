@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
-from tests.emulator.decode import emulated
-from tests.jax.ops.programs import calls, collectives, ints, primitives
-from tsmla_jax.ops.indexer_topk import cute, xla
-from tsmla_jax.ops.ragged import seen_keys
-from tsmla_kernels.kernel import Kernel
+from tests.emulator import operations
+from tests.jax.ops.programs import calls, ints, primitives
+from tsmla_jax.ops.indexer_topk import xla
 from tsmla_kernels.sm90.topk import chunks
 
 HEADS, DIM, PAGES, Z, M, T, K = 8, 128, 5, 16, 4, 23, 6
@@ -144,18 +141,6 @@ def test_scores_have_a_derivative_in_the_definition_alone() -> None:
         jax.grad(total)(given["weights"], "xla")
 
 
-def test_shards_and_batches_of_tokens() -> None:
-    given = arrays(ragged=False, tokens=6)
-    run = select("xla", return_scores=True)
-    whole = run(given)
-    mesh, rows = Mesh(np.asarray(jax.devices()[:3]), "x"), PartitionSpec("x")
-    specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
-    split = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=rows)
-    equal(jax.jit(split)(given), whole)
-    mapped = jax.vmap(run)(jax.tree.map(lambda x: jnp.stack([x, x]), given))
-    equal([x[1] for x in mapped], list(whole))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -203,28 +188,6 @@ def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the kernels, emulated
 
 
-def emulate(*given: jax.Array, kernel: Kernel, config: Any, **_: object) -> list[jax.Array]:
-    """What the custom calls return."""
-    if kernel.name == "indexer_logits":
-        q, weights, k_cache, tables, lens, *offsets = given
-        arguments = {"cu_seqlens_q": offsets[0]} if offsets else {}
-        logits = tsmla_jax.indexer_logits(q, weights, k_cache, tables, lens, **arguments, implementation="reference")
-        by_products = seen_keys(lens, offsets[0], q.shape[0])[::-1] if config.writes_rows else ()
-        return [jnp.where(jnp.isneginf(logits), jnp.nan, logits), *by_products]  # the top-k does not look at these
-    logits, lens, *tables = given
-    if config.row_requests:
-        table, request = tables
-        tables = [table[request]]
-    slots: dict[str, Any] = {"block_tables": tables[0], "page_size": config.page_size} if tables else {}
-    run = functools.partial(tsmla_jax.select_topk, order=config.order, implementation="reference")
-    scores: list[jax.Array] = []
-    if config.scores:
-        positions = run(logits, lens, config.k)
-        found = jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=1)
-        scores = [jnp.where(positions >= 0, found, -jnp.inf)]
-    return [*jax.tree.leaves(run(logits, lens, config.k, **slots)), *scores]
-
-
 @pytest.fixture
 def small_chunks(cache_directory: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of eight rows."""
@@ -242,7 +205,7 @@ def test_chunks_of_rows(ragged: bool, returned: str) -> None:
     given, options = arrays(ragged, jnp.float8_e4m3fn), dict.fromkeys(returned.split(), True)
     run, want = select("cute", **options), select("reference", **options)
     assert calls(jax.make_jaxpr(run)(given)) == 2  # in a loop over the chunks
-    with emulated(cute._transformable, by=emulate):
+    with operations.emulated():
         equal(run(given), want(given))
         few = {name: x[:4] if x.shape[0] == T else x for name, x in given.items()}  # one chunk
         if ragged:
@@ -270,7 +233,7 @@ def test_chunks_of_logits_that_the_kernel_does_not_take(ragged: bool) -> None:
     given = arrays(ragged)
     run = select("cute", return_slots=True)
     assert calls(jax.make_jaxpr(run)(given)) == 1
-    with emulated(cute._transformable, by=emulate):
+    with operations.emulated():
         equal(run(given), select("reference", return_slots=True)(given))
 
 
@@ -291,41 +254,11 @@ def test_batches_are_rows_of_the_chunks() -> None:
     twice = {name: x if name == "k_cache" else jnp.stack([x, x[::-1]]) for name, x in given.items()}
     run = jax.vmap(select("cute", return_slots=True, return_scores=True), (axes,))
     assert calls(jax.make_jaxpr(run)(twice)) == 2
-    with emulated(cute._transformable, by=emulate):
+    with operations.emulated():
         got = jax.jit(run)(twice)
     want = select("reference", return_slots=True, return_scores=True)(given)
     equal([x[0] for x in got], list(want))
     equal([x[1, ::-1] for x in got], list(want))
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_tokens_stay_where_they_are(kind: AxisType, ragged: bool) -> None:
-    given = arrays(ragged, jnp.float8_e4m3fn, tokens=24)
-    mesh = Mesh(np.asarray(jax.devices()[:2]), "x", axis_types=(kind,))
-    placed = {
-        name: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*("x",) * (x.shape[0] == 24))))
-        for name, x in given.items()
-    }
-    with emulated(cute._transformable, by=emulate):
-        compiled = select("cute", return_scores=True).lower(placed).compile()
-        assert bool(collectives(compiled)) == ragged  # a request's tokens may lie anywhere
-        got = compiled(placed)
-    equal([np.asarray(x) for x in got], list(select("reference", return_scores=True)(given)))
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_devices_with_requests_of_their_own() -> None:
-    given = arrays(ragged=True, dtype=jnp.float8_e4m3fn)
-    twice = {name: x if name == "k_cache" else jnp.concatenate([x, x]) for name, x in given.items()}
-    mesh, rows = Mesh(np.asarray(jax.devices()[:2]), "x"), PartitionSpec("x")
-    specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
-    with emulated(cute._transformable, by=emulate):
-        run = jax.shard_map(select("cute", return_slots=True), mesh=mesh, in_specs=(specs,), out_specs=rows)
-        got = jax.jit(run)(twice)
-    for one, other in zip(got, select("reference", return_slots=True)(given), strict=True):
-        equal(one, jnp.concatenate([other, other]))
 
 
 @pytest.mark.usefixtures("small_chunks")

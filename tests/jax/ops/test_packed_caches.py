@@ -1,5 +1,4 @@
-"""The packed caches' operations without a GPU: what they mean, what is lowered around their kernels, and what jax's
-transformations make of these, where an emulation takes their place."""
+"""The packed caches' operations without a GPU: what they mean, and what is lowered around their kernels."""
 
 import functools
 from typing import Any
@@ -8,22 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.emulator.decode import emulated
-from tests.jax.ops.programs import calls, collectives, ints, lower
+from tests.jax.ops.programs import ints, lower
 from tsmla_jax import sparse
 from tsmla_jax.ops import device
-from tsmla_jax.ops.indexer_quantize import cute as quantize_cute
 from tsmla_jax.ops.indexer_quantize.api import OPERATION as QUANTIZE
-from tsmla_jax.ops.write_indexer_cache import cute as keys_cute
 from tsmla_jax.ops.write_indexer_cache.api import OPERATION as KEYS
-from tsmla_jax.ops.write_packed_kv_cache import cute as packed_cute
 from tsmla_jax.ops.write_packed_kv_cache.api import OPERATION as PACKED
 from tsmla_jax.sparse import CompressorState
-from tsmla_kernels.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,24 +58,6 @@ def assert_same(got: Any, want: Any) -> None:
         assert np.mean(x != y) < 0.002
 
 
-def emulate(*given: jax.Array, kernel: Kernel, config: Any, arch: str, result_shapes: Any) -> list[jax.Array]:
-    """What a kernel computes from its own operands, through the reference."""
-    call = list(given)
-    if kernel.name == QUANTIZE.name:
-        call[:2] = given[0].reshape(-1, config.num_heads, 128), given[1].reshape(-1, config.num_heads)
-    results = run(kernel.name, "reference")(*call)
-    return [x.reshape(shape) for x, shape in zip(jax.tree.leaves(results), result_shapes, strict=True)]
-
-
-@pytest.fixture
-def emulation(monkeypatch: pytest.MonkeyPatch, cache_directory: Any) -> Any:
-    if jax.default_backend() != "cpu":
-        pytest.skip("emulates the kernels on CPUs")
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    with emulated(*(cute._transformable for cute in (packed_cute, keys_cute, quantize_cute)), by=emulate):
-        yield
-
-
 @pytest.mark.usefixtures("cache_directory")
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_call_is_one_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,41 +65,6 @@ def test_the_call_is_one_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     text = lower(run(op, "cute"), *arrays(op), donate=(0,) if op in WRITES else ())
     assert text.count(f"@{device.TARGET}(") == 1
     assert ("output_tuple_indices = [], operand_index = 0" in text) == (op in WRITES)
-
-
-@pytest.mark.usefixtures("emulation")
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_jitted_and_mapped(op: str) -> None:
-    first, second = arrays(op), arrays(op, 7)
-    assert_same(jax.jit(run(op, "cute"))(*first), jax.jit(run(op, "reference"))(*first))
-    both = tuple(jnp.stack(pair) for pair in zip(first, second, strict=True))
-    mapped = jax.vmap(run(op, "cute"))
-    assert calls(jax.make_jaxpr(mapped)(*both)) == 1
-    assert_same(jax.jit(mapped)(*both), jax.jit(jax.vmap(run(op, "reference")))(*both))
-
-
-@pytest.mark.usefixtures("emulation")
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_pages_and_tokens_stay_on_their_devices(op: str) -> None:
-    given = arrays(op)
-    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
-    split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
-    shardings = [split if op not in WRITES or i == 0 else whole for i in range(len(given))]
-    placed = [jax.device_put(x, sharding) for x, sharding in zip(given, shardings, strict=True)]
-    compiled = jax.jit(run(op, "cute")).lower(*placed).compile()
-    assert not collectives(compiled)
-    assert_same(compiled(*placed), jax.jit(run(op, "reference"))(*given))
-
-
-@pytest.mark.usefixtures("emulation")
-def test_queries_have_the_references_derivative() -> None:
-    q, weights, *turn = arrays(QUANTIZE.name)
-
-    def loss(name: str, weights: jax.Array) -> jax.Array:
-        return (run(QUANTIZE.name, name)(q, weights, *turn)[1] ** 2).sum()
-
-    got, want = (jax.jit(jax.grad(functools.partial(loss, name)))(weights) for name in ("cute", "reference"))
-    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=1e-5)
 
 
 @pytest.mark.parametrize("op", WRITES)

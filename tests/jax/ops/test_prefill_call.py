@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
@@ -15,18 +14,14 @@ from tests.emulator.prefill import Results, expanded
 from tests.jax.ops.prefill_calls import (
     HEADS,
     PADDING,
-    Q_LENS,
-    K,
     V,
     arrays,
     attend,
     attend_kv,
     layer_arrays,
-    offsets,
 )
-from tests.jax.ops.programs import assert_same, calls, collectives
+from tests.jax.ops.programs import assert_same
 from tsmla_jax.nn import Segments, segment_attention_kv
-from tsmla_jax.ops import device
 
 FP8 = jnp.float8_e4m3fn
 pytestmark = [
@@ -76,28 +71,6 @@ def test_scales_may_be_traced() -> None:
     assert_same(run("cute"), run("reference"))
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, None), (None, 0, 2)], ids=str)
-def test_vmap_folds_into_heads(axes: tuple[int | None, ...]) -> None:
-    args = [a if axis is None else jnp.stack([a, -a, a * 2], axis) for a, axis in zip(arrays(), axes, strict=True)]
-    batched = jax.vmap(attend("cute"), axes)
-    assert_same(batched(*args), jax.vmap(attend("reference"), axes)(*args))
-    jaxpr = str(jax.make_jaxpr(batched)(*args))
-    assert calls(jaxpr) == 1 and f"bf16[{sum(Q_LENS) + PADDING},{3 * HEADS},{K}]" in jaxpr
-
-
-def test_vmap_of_lengths_and_scales() -> None:
-    lens = jnp.stack([offsets(Q_LENS), offsets((1, 2, 3, 4, 3)), offsets((0, 0, 0, 0, 13))])
-    scales = jnp.asarray([0.05, 0.1, 0.2], jnp.float32)
-
-    def over(implementation: str) -> Results:
-        def one(cu_seqlens_q: jax.Array, scale: jax.Array) -> Results:
-            return attend(implementation, cu_seqlens_q=cu_seqlens_q, max_q_len=13, softmax_scale=scale)(*arrays())
-
-        return jax.vmap(one)(lens, scales)
-
-    assert_same(over("cute"), over("reference"))
-
-
 def test_forward_mode_is_refused() -> None:
     q, k, v = arrays()
     with pytest.raises(TypeError, match="forward-mode"):
@@ -107,38 +80,7 @@ def test_forward_mode_is_refused() -> None:
 # ---- several devices
 
 
-def test_heads_are_partitioned_without_moving_anything(mesh: Mesh) -> None:
-    args = [jax.device_put(a, NamedSharding(mesh, P(None, "model"))) for a in arrays()]
-    compiled = jax.jit(attend("cute")).lower(*args).compile()
-    assert collectives(compiled) == []
-    got = compiled(*args)
-    assert got[0].addressable_shards[0].data.shape[1] == HEADS // 2
-    assert_same(got, attend("reference")(*arrays()))
-
-
 # ---- lowering for CUDA, which finds or compiles the object
-
-
-def test_export_for_cuda_with_symbolic_sizes() -> None:
-    tq, tk, h, b = export.symbolic_shape("tq, tk, h, b")
-    struct = jax.ShapeDtypeStruct
-
-    def run(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> Results:
-        return attend("cute", cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4096, max_kv_len=4096)(q, k, v)
-
-    def run_kv(q: Any, kv: Any, k_rope: Any, cu_q: Any, cu_kv: Any) -> Results:
-        return attend_kv("cute", cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4096, max_kv_len=4096)(q, kv, k_rope)
-
-    offsets = (struct((b + 1,), jnp.int32),) * 2
-    for function, *shapes in (
-        (run, (tq, h, K), (tk, h, K), (tk, h, V)),
-        (run_kv, (tq, h, K), (tk, h, 256), (tk, 64)),
-    ):
-        lower = export.export(
-            jax.jit(function), platforms=["cuda"], disabled_checks=device.export_disabled_checks()
-        )  # fmt: skip
-        exported = lower(*(struct(shape, jnp.bfloat16) for shape in shapes), *offsets)
-        assert device.TARGET in exported.mlir_module()
 
 
 @pytest.mark.parametrize(
@@ -173,32 +115,6 @@ def test_kv_and_rope(implementation: str, causal: bool) -> None:
     assert_same(run(*layer_arrays()), want)
     jaxpr = str(jax.make_jaxpr(run)(*layer_arrays()))
     assert ("concatenate" in jaxpr) == (implementation != "cute")  # the kernel reads them where they lie
-
-
-def test_vmap_of_kv_and_rope() -> None:
-    q, kv, k_rope = layer_arrays()
-    kvs = jnp.stack([kv, -kv])
-    got = jax.vmap(attend_kv("cute"), (None, 0, None))(q, kvs, k_rope)
-    assert_same(got, jax.vmap(attend_kv("reference"), (None, 0, None))(q, kvs, k_rope))
-
-
-def test_heads_of_kv_are_partitioned_without_moving_anything(mesh: Mesh) -> None:
-    specs = (P(None, "model"), P(None, "model"), P())
-    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(layer_arrays(), specs, strict=True)]
-    compiled = jax.jit(attend_kv("cute")).lower(*args).compile()
-    assert collectives(compiled) == []
-    assert_same(compiled(*args), attend_kv("reference")(*layer_arrays()))
-
-
-@pytest.mark.parametrize("implementation", ["cute", "xla"])
-def test_kv_and_rope_on_explicit_axes(implementation: str) -> None:
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        specs = (P(None, "model"), P(None, "model"), P())
-        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(layer_arrays(), specs, strict=True)]
-        got = jax.jit(attend_kv(implementation))(*args)
-    assert jax.typeof(got[0]).sharding.spec == P(None, "model", None)
-    assert_same(got, attend_kv("reference")(*layer_arrays()))
 
 
 def test_no_rows_of_kv() -> None:

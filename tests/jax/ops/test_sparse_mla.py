@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
 from tests.jax.ops.programs import ints
@@ -279,42 +278,6 @@ def test_a_batch_changes_no_bits(name: str, heads: int) -> None:
             np.testing.assert_array_equal(part, np.asarray(all_rows)[at])
 
 
-def test_shards_of_heads_and_of_tokens_and_vmap() -> None:
-    rng = np.random.default_rng(5)
-    q = rng.standard_normal((6, 4, 24)).astype(np.float32)
-    cache = rng.standard_normal((4, 4, 24)).astype(np.float32)
-    indices, lengths = ints(rng.integers(0, 16, (6, 8))), ints([8, 0, 3, 5, 8, 1])
-    sinks = rng.standard_normal(4).astype(np.float32)
-
-    def run(q: jax.Array, cache: jax.Array, indices: jax.Array, lengths: jax.Array, sinks: jax.Array) -> tuple:
-        return tsmla_jax.sparse_mla(
-            q, cache, indices, lengths, softmax_scale=0.2, latent_dim=16, sinks=sinks, return_lse=True
-        )
-
-    args = (q, cache, indices, lengths, sinks)
-    whole = jax.jit(run)(*args)
-    spec = PartitionSpec
-    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
-    heads = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(spec(None, "x"), spec(), spec(), spec(), spec("x")),
-        out_specs=(spec(None, "x"), spec(None, "x")),
-    )
-    tokens = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(spec("x"), spec(), spec("x"), spec("x"), spec()),
-        out_specs=(spec("x"), spec("x")),
-    )
-    for sharded in (heads, tokens):
-        close(jax.jit(sharded)(*args), tuple(np.asarray(x) for x in whole), 1e-6)
-    mapped = jax.jit(jax.vmap(run, in_axes=(0, None, 0, 0, None)))(
-        *(jnp.stack([x, x]) if i in (0, 2, 3) else x for i, x in enumerate(args))
-    )
-    close((mapped[0][1], mapped[1][1]), tuple(np.asarray(x) for x in whole), 1e-6)
-
-
 @pytest.mark.parametrize("layout", ["plain", "v32", "v4"])
 def test_memory_stays_bounded(layout: str) -> None:
     shape = jax.ShapeDtypeStruct
@@ -327,20 +290,6 @@ def test_memory_stays_bounded(layout: str) -> None:
     run = jax.jit(functools.partial(tsmla_jax.sparse_mla, softmax_scale=SCALE, return_lse=True))
     compiled = run.lower(shape((512, 128, width), jnp.bfloat16), cache, shape((512, 2048), jnp.int32)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 64 << 20
-
-
-def test_only_the_reference_is_differentiable() -> None:
-    cache, indices = jnp.ones((1, 4, 8)), ints([[0, 1, -1]])
-    q = jnp.full((1, 1, 8), 0.3)
-
-    def loss(q: jax.Array, implementation: str) -> jax.Array:
-        return tsmla_jax.sparse_mla(
-            q, cache, indices, softmax_scale=1.0, latent_dim=4, implementation=implementation
-        ).sum()
-
-    assert np.isfinite(jax.jit(jax.grad(loss), static_argnums=1)(q, "reference")).all()
-    with pytest.raises(NotImplementedError, match="sparse_mla has no derivative"):
-        jax.jit(jax.grad(loss), static_argnums=1)(q, "xla")
 
 
 ARGUMENTS = {

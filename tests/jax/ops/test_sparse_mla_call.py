@@ -1,5 +1,5 @@
-"""sparse_mla by the kernel, on CPUs: its choice and its operands, and jax's transformations around it. An emulation
-takes the kernel's place; the reference is the oracle."""
+"""sparse_mla by the kernel, on CPUs: its choice and its operands. An emulation takes the kernel's place; the reference
+is the oracle."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
 from tests.emulator import sparse as emulation
-from tests.jax.ops.programs import assert_same, calls, collectives, ints
+from tests.jax.ops.programs import assert_same, calls, ints
 from tests.oracles import sparse as oracle
-from tsmla_jax.ops import kernel_call
 from tsmla_jax.ops.sparse_mla import api, cute
 from tsmla_kernels.sm90.latent import shape as latent_shape
 
@@ -140,111 +136,7 @@ def test_many_invariant_tokens_take_several_launches(layout: str, each: int, mon
 # ---- vmap, derivatives
 
 
-@pytest.mark.parametrize(
-    ("layout", "batched"),
-    [
-        ("v32", ("q",)),
-        ("v32", ("q", "kv_cache", "indices")),
-        ("v4", ("indices", "lengths")),
-        ("v4", ("kv_cache",)),
-        ("v4", ("q", "kv_cache", "indices")),
-        ("plain", ("kv_cache",)),
-    ],
-)
-def test_vmap_folds_into_one_call(layout: str, batched: tuple[str, ...]) -> None:
-    given = arrays(layout)
-    stacked = {n: jnp.stack([x, x[::-1], x]) if n in batched else x for n, x in given.items()}
-    axes = ({name: 0 if name in batched else None for name in given},)
-    run = jax.vmap(attend("cute", layout), axes)
-    assert_same(run(stacked), jax.vmap(attend("reference", layout), axes)(stacked))
-    jaxpr = jax.make_jaxpr(run)(stacked)
-    assert calls(jaxpr) == 1 and f"bf16[{3 * TOKENS * HEADS}," in str(jaxpr)
-
-
-def test_vmap_over_sinks_and_scales_calls_one_after_another() -> None:
-    given = arrays("v4")
-    for axes in ({"sinks": 0}, {}):
-        stacked = given | ({"sinks": jnp.stack([given["sinks"], -given["sinks"]])} if axes else {})
-        scales = jnp.asarray([0.1, 0.1] if axes else [0.1, 0.2], jnp.float32)
-        found = [
-            jax.vmap(
-                lambda scale, given, kind=kind: attend(kind, "v4", softmax_scale=scale)(given),
-                (0, {n: axes.get(n) for n in given}),
-            )(scales, stacked)
-            for kind in ("cute", "reference")
-        ]
-        assert_same(*found)
-
-
-def test_derivatives_are_refused_with_the_alternative() -> None:
-    given = arrays("v32")
-
-    def loss(q: jax.Array) -> jax.Array:
-        return attend("cute", "v32")(given | {"q": q})[0].astype(jnp.float32).sum()
-
-    with pytest.raises(NotImplementedError, match=r"sparse_mla has no derivative .* implementation='reference'"):
-        jax.grad(loss)(given["q"])
-
-
 # ---- several devices
-
-
-SPECS = {
-    "heads": {"q": P(None, "model"), "sinks": P("model")},
-    "tokens": {"q": P("data"), "indices": P("data"), "lengths": P("data")},
-    "both": {"q": P("data", "model"), "indices": P("data"), "lengths": P("data"), "sinks": P("model")},
-    "indices only": {"indices": P("data")},
-}
-
-
-@pytest.mark.parametrize(("name", "layout"), [*((name, "v4") for name in SPECS), ("both", "v32")])
-def test_automatic_partitioning_moves_nothing(mesh: Mesh, name: str, layout: str) -> None:
-    given = arrays(layout)
-    split = {n: jax.device_put(x, NamedSharding(mesh, SPECS[name].get(n, P()))) for n, x in given.items()}
-    compiled = jax.jit(attend("cute", layout)).lower(split).compile()
-    assert collectives(compiled) == []
-    got = compiled(split)
-    assert_same(got, attend("reference", layout)(given))
-    data, model = ("data" in str(SPECS[name])), ("model" in str(SPECS[name]))
-    assert got[0].addressable_shards[0].data.shape == (TOKENS // (4 if data else 1), HEADS // (2 if model else 1), 512)
-
-
-def test_explicit_axes() -> None:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit))
-    given = arrays("v4")
-    split = {n: jax.device_put(x, NamedSharding(mesh, SPECS["both"].get(n, P()))) for n, x in given.items()}
-    got = jax.jit(attend("cute", "v4"))(split)
-    assert_same(got, attend("reference", "v4")(given))
-    assert got[0].sharding.spec[:2] == ("data", "model")
-
-
-@pytest.mark.parametrize(("name", "check_vma"), [("heads", True), ("tokens", False), ("both", True)])
-def test_shard_map(mesh: Mesh, name: str, check_vma: bool) -> None:
-    given, specs = arrays("v4"), SPECS[name]
-    rows = specs["q"]
-    in_specs = ({n: specs.get(n, P()) for n in given},)
-    mapped = jax.shard_map(
-        attend("cute", "v4"), mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma
-    )
-    compiled = jax.jit(mapped).lower(given).compile()
-    assert collectives(compiled) == []
-    assert_same(compiled(given), attend("reference", "v4")(given))
-
-
-def test_export_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_call, "_module", lambda *_: (b"object", b"key"))
-    t, p = export.symbolic_shape("t, p")
-    checks = tsmla_jax.export_disabled_checks()
-    given = {
-        "q": Struct((t, 16, 576), jnp.bfloat16),
-        "kv_cache": Struct((p, 64, 656), jnp.uint8),
-        "indices": Struct((t, 2048), jnp.int32),
-    }
-    run = jax.jit(lambda given: attend("cute", "v32")(given))
-    exported = export.export(run, platforms=["cuda"], disabled_checks=checks)(given)
-    assert exported.out_avals[0].shape == (t, 16, 512)
-    with pytest.raises(ValueError, match="CuteDSLRT"):
-        export.export(run, platforms=["cuda"])(given)
 
 
 # ---- which implementation runs

@@ -1,10 +1,10 @@
-"""The operations under jax's transformations: vmap, eval_shape, symbolic jax.export, shard_map, derivatives."""
+"""The operations with kernels under jax's transformations: a grid of the rows of rows.py. An emulation takes the place
+of the kernels; "xla" runs in the same grid; the reference is the oracle."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,262 +12,263 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.oracles.inputs import paged
+from tests.emulator import operations
+from tests.jax.ops.programs import calls, collectives, lower, placed
+from tests.jax.ops.rows import ROWS, Arrays, Axes, Row, Split, arrays_of, reference, wanted, widened
+from tsmla_jax.ops import device, kernel_call
 
-HEADS, LATENT, WIDTH, PAGE = 4, 32, 48, 16
-
-Arrays = tuple[Any, ...]
-
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-def decode_call(name: str) -> tuple[Callable[..., Any], Arrays]:
-    inputs = paged([0, 33, 80, 7], s=2, heads=HEADS, seed=1)
-    function = functools.partial(tsmla_jax.mla_decode, return_lse=True, implementation=name, **inputs.options())
-    return function, (inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens)
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernels on CPUs"),
+    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
+]
 
 
-def ragged_call(name: str) -> tuple[Callable[..., Any], Arrays]:
-    inputs = paged([0, 33, 80, 7], s=3, heads=HEADS, q_lens=[1, 3, 0, 2], seed=2)
-    static = inputs.options() | {"return_lse": True, "implementation": name}
-    del static["cu_seqlens_q"]
-
-    def function(q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any) -> Any:
-        return tsmla_jax.mla_decode(q, kv_cache, block_tables, seq_lens, cu_seqlens_q=cu_seqlens_q, **static)
-
-    return function, (inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q)
+@pytest.fixture(autouse=True, scope="module")
+def emulated() -> Iterator[None]:
+    with operations.emulated():
+        yield
 
 
-def prefill_call(name: str) -> tuple[Callable[..., Any], Arrays]:
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.standard_normal((n, HEADS, d), np.float32) for n, d in ((9, 24), (30, 24), (30, 16)))
-
-    def function(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any) -> Any:
-        return tsmla_jax.mla_prefill(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_q_len=9,
-            max_kv_len=30,
-            softmax_scale=0.2,
-            return_lse=True,
-            implementation=name,
-        )
-
-    return function, (q, k, v, np.int32([0, 2, 2, 9]), np.int32([0, 10, 14, 30]))
+def cells(of: Callable[[Row], Sequence[Any]], *implementations: str) -> Any:
+    """A test's cells: a row, an implementation ("cute" and "xla" unless some are named), and each of what `of` says of
+    the row."""
+    names = implementations or ("cute", "xla")
+    found = [(op, name, each) for op, row in ROWS.items() for each in of(row) for name in names]
+    return pytest.mark.parametrize(("op", "name", "cell"), found, ids=lambda x: str(x).replace(" ", ""))
 
 
-def write_call(name: str) -> tuple[Callable[..., Any], Arrays]:
-    rng = np.random.default_rng(4)
-    cache, latent, k_rope = (rng.standard_normal(s, np.float32) for s in ((5, PAGE, WIDTH), (3, LATENT), (3, 16)))
-    function = functools.partial(tsmla_jax.write_kv_cache, implementation=name)
-    return function, (cache, latent, k_rope, np.int32([70, -1, 4]))
-
-
-def gather_call(name: str) -> tuple[Callable[..., Any], Arrays]:
-    cache = np.random.default_rng(5).standard_normal((5, PAGE, WIDTH), np.float32)
-
-    def function(cache: Any, tables: Any, starts: Any, lens: Any, rows: Any) -> Any:
-        return tsmla_jax.gather_kv_cache(cache, tables, starts, lens, total_len=rows.shape[0], implementation=name)
-
-    return function, (cache, np.int32([[1, 0], [3, 4]]), np.int32([5, 0]), np.int32([20, 9]), np.zeros(31, np.int32))
-
-
-def merge_call(name: str) -> tuple[Callable[..., Any], Arrays]:
-    rng = np.random.default_rng(6)
-    outs, lses = rng.standard_normal((2, 5, HEADS, 8), np.float32), rng.standard_normal((2, 5, HEADS), np.float32)
-    return functools.partial(tsmla_jax.merge_attention_states, implementation=name), (outs, lses)
-
-
-CALLS = {
-    "mla_decode": (decode_call, ("b, 2, 4, 48", "p, 16, 48", "b, m", "b")),
-    "mla_decode-ragged": (ragged_call, ("t, 4, 48", "p, 16, 48", "b, m", "b", "b+1")),
-    "mla_prefill": (prefill_call, ("t, 4, 24", "n, 4, 24", "n, 4, 16", "b+1", "b+1")),
-    "write_kv_cache": (write_call, ("p, 16, 48", "t, 32", "t, 16", "t")),
-    "gather_kv_cache": (gather_call, ("p, 16, 48", "b, m", "b", "b", "n")),
-    "merge_attention_states": (merge_call, ("2, t, 4, 8", "2, t, 4")),
-}
-
-
-def assert_close(got: Any, want: Any, atol: float = 5e-6) -> None:
+def assert_close(got: Any, want: Any, tolerance: float = 2.0**-7) -> None:
+    """Of the same sizes; infinities and NaN in the same places; numbers as near as two roundings to bfloat16, few bytes
+    off by one rounding."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol)
+        assert a.shape == b.shape
+        x, y = np.asarray(a), np.asarray(b)
+        if x.dtype.itemsize == 1:
+            assert x.dtype == y.dtype and np.mean(x.view(np.uint8) != y.view(np.uint8)) < 0.002
+            continue
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        off = np.abs(x[finite] - y[finite])
+        assert np.linalg.norm(off) <= tolerance * np.linalg.norm(y[finite]) + 1e-5
+        assert off.max(initial=0) <= 2 * tolerance * np.abs(y[finite]).max(initial=0) + 1e-5
 
 
-@pytest.mark.parametrize(("call", "name"), [*((call, "xla") for call in CALLS), ("mla_decode-ragged", "reference")])
-def test_export_with_symbolic_sizes_and_eval_shape(call: str, name: str) -> None:
-    make, shapes = CALLS[call]
-    function, arrays = make(name)
+def joined(results: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+    return jax.tree.map(lambda *leaves: join(leaves), *results)
+
+
+# ---- jit, vmap
+
+
+@cells(lambda row: [True, False])
+def test_jit(op: str, name: str, cell: bool) -> None:
+    """`cell`: compiled, or operation by operation."""
+    row = ROWS[op]
+    run = row.run(name)
+    assert calls(jax.make_jaxpr(run)(*arrays_of(op))) == (row.kernels if name == "cute" else 0)
+    assert_close((jax.jit(run) if cell else run)(*arrays_of(op)), wanted(op))
+
+
+def over_axes(op: str, name: str, axes: Axes) -> tuple[Callable[..., Any], Arrays, Any]:
+    """The mapped function, three calls' operands, and what the calls return one by one."""
+    seeds = (0, 1, 0)
+    each = [[arrays_of(op, 0 if axis is None else seed)[i] for i, axis in enumerate(axes)] for seed in seeds]
+    operands = zip(zip(*each, strict=True), axes, strict=True)
+    given = tuple(rows[0] if axis is None else jnp.stack(rows, axis) for rows, axis in operands)
+    return jax.vmap(ROWS[op].run(name), axes), given, joined([reference(op, one) for one in each], np.stack)
+
+
+@cells(lambda row: row.folded)
+def test_vmap_is_one_call(op: str, name: str, cell: Axes) -> None:
+    mapped, given, want = over_axes(op, name, cell)
+    program = jax.make_jaxpr(mapped)(*given)
+    assert name == "xla" or (calls(program) == ROWS[op].kernels and "scan" not in str(program))
+    assert_close(jax.jit(mapped)(*given), want)
+
+
+@cells(lambda row: row.in_turn)
+def test_vmap_of_calls_one_after_another(op: str, name: str, cell: Axes) -> None:
+    mapped, given, want = over_axes(op, name, cell)
+    program = jax.make_jaxpr(mapped)(*given)
+    assert name == "xla" or (calls(program) == ROWS[op].kernels and "scan" in str(program))
+    assert_close(jax.jit(mapped)(*given), want)
+
+
+@cells(lambda row: [row.scale] if row.scale else [])
+def test_vmap_over_a_scale(op: str, name: str, cell: str) -> None:
+    scales = jnp.asarray([0.05, 0.1, 0.2], jnp.float32)
+    given = arrays_of(op)
+    got = jax.jit(jax.vmap(lambda scale: ROWS[op].run(name, **{cell: scale})(*given)))(scales)
+    assert_close(got, joined([reference(op, given, **{cell: scale}) for scale in scales], np.stack))
+
+
+def test_vmap_twice() -> None:
+    q, *others = arrays_of("mla_decode")
+    qs = jnp.stack([jnp.stack([q, q[::-1]]), -jnp.stack([q, q[::-1]])])
+    inner = jax.vmap(ROWS["mla_decode"].run("cute"), (0, None, None, None))
+    got = jax.vmap(inner, (0, None, None, None))(qs, *others)
+    want = [[jax.jit(ROWS["mla_decode"].run("reference"))(q, *others) for q in row] for row in qs]
+    assert_close(got, joined([joined(row, np.stack) for row in want], np.stack))
+
+
+# ---- several devices
+
+
+@cells(lambda row: list(row.splits))
+def test_partitioning_moves_nothing(op: str, name: str, cell: str, mesh: Mesh) -> None:
+    split = ROWS[op].splits[cell]
+    args = placed(mesh, arrays_of(op), *split.operands)
+    compiled = jax.jit(ROWS[op].run(name)).lower(*args).compile()
+    got = compiled(*args)
+    assert_close(got, wanted(op))
+    if name == "cute":
+        assert collectives(compiled) == list(split.moves)
+        for leaf, spec in zip(jax.tree.leaves(got), split.results, strict=True):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), (leaf.sharding, spec)
+
+
+@cells(lambda row: ["gathered"] if row.gathered else [])
+def test_axes_that_cannot_be_split_are_gathered_and_right(op: str, name: str, cell: str, mesh: Mesh) -> None:
+    assert_close(jax.jit(ROWS[op].run(name))(*placed(mesh, arrays_of(op), *ROWS[op].gathered)), wanted(op))
+
+
+@cells(lambda row: list(row.splits) or ["whole"])
+def test_explicit_axes(op: str, name: str, cell: str) -> None:
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    split = ROWS[op].splits.get(cell, Split((), ()))
+    args = placed(explicit, arrays_of(op), *split.operands)
+    got = jax.jit(ROWS[op].run(name))(*args)
+    assert_close(got, wanted(op))
+    with jax.set_mesh(explicit):
+        assert_close(jax.jit(ROWS[op].run(name))(*args), wanted(op))
+
+
+@cells(lambda row: [split for split in row.splits if row.splits[split].mapped])
+def test_shard_map(op: str, name: str, cell: str, mesh: Mesh) -> None:
+    split, given = ROWS[op].splits[cell], arrays_of(op)
+    specs = (*split.operands, *(P(),) * (len(given) - len(split.operands)))
+    results = jax.tree.unflatten(jax.tree.structure(wanted(op)), split.results)
+    for check_vma in (True, False):
+        mapped = jax.jit(jax.shard_map(ROWS[op].run(name), mesh=mesh, in_specs=specs, out_specs=results,
+                                       check_vma=check_vma))  # fmt: skip
+        compiled = mapped.lower(*given).compile()
+        assert collectives(compiled) == []
+        assert_close(compiled(*given), wanted(op))
+
+
+@cells(lambda row: ["own"])
+def test_shard_map_of_a_call_for_each_device(op: str, name: str, cell: str) -> None:
+    """Pages, requests and tokens are a device's own, and slots, tables and offsets count from its first ones."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    axes = ROWS[op].own or (0,) * len(arrays_of(op))
+    each = [[arrays_of(op, 0 if axis is None else seed)[i] for i, axis in enumerate(axes)] for seed in (0, 1)]
+    operands = zip(zip(*each, strict=True), axes, strict=True)
+    whole = [pair[0] if axis is None else jnp.concatenate(pair, axis) for pair, axis in operands]
+    specs = tuple(P() if axis is None else P(*(None,) * axis, "x") for axis in axes)
+    run = jax.jit(jax.shard_map(ROWS[op].run(name), mesh=mesh, in_specs=specs, out_specs=P("x")))
+    assert_close(run(*whole), joined([reference(op, one) for one in each], np.concatenate))
+
+
+# ---- export
+
+
+def described(op: str, shapes: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
     scope = export.SymbolicScope()
-    symbolic = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), a.dtype)
-        for shape, a in zip(shapes, arrays, strict=True)
-    ]
-    exported = export.deserialize(export.export(jax.jit(function))(*symbolic).serialize())
-    want = function(*arrays)
-    assert_close(exported.call(*arrays), want)
-    shaped = jax.eval_shape(function, *arrays)
-    assert [x.shape for x in jax.tree.leaves(shaped)] == [x.shape for x in jax.tree.leaves(want)]
+    pairs = zip(shapes, arrays_of(op), strict=True)
+    return [jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), x.dtype) for shape, x in pairs]
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_vmap_of_every_operand(call: str) -> None:
-    function, arrays = CALLS[call][0]("xla")
-    # Two different problems: the second has its float operands scaled and its integers as they are.
-    second = [a * np.float32(1.5) if a.dtype.kind == "f" else a for a in arrays]
-    got = jax.jit(jax.vmap(function))(*(np.stack(pair) for pair in zip(arrays, second, strict=True)))
-    for i, problem in enumerate((arrays, second)):
-        assert_close(jax.tree.map(lambda x, i=i: x[i], got), function(*problem))
+def portable(row: Row) -> Sequence[str]:
+    return row.shapes if row.portable is None else row.portable
 
 
-def test_vmap_of_lengths_and_scale_alone() -> None:
-    function, (q, cache, tables, lens) = decode_call("xla")
-    function = functools.partial(function)
-    del function.keywords["softmax_scale"]
-    many_lens, scales = np.stack([lens, lens // 2, lens * 0]), jnp.asarray([0.1, 0.2, 0.3], jnp.float32)
-    got = jax.vmap(lambda n, s: function(q, cache, tables, n, softmax_scale=s))(many_lens, scales)
-    for i in range(3):
-        want = function(q, cache, tables, many_lens[i], softmax_scale=scales[i])
-        assert_close(jax.tree.map(lambda x, i=i: x[i], got), want)
+@cells(lambda row: ["sizes"] if portable(row) else [], "xla")
+def test_export_with_symbolic_sizes_and_eval_shape(op: str, name: str, cell: str) -> None:
+    run = ROWS[op].run(name)
+    again = export.deserialize(export.export(jax.jit(run))(*described(op, portable(ROWS[op]))).serialize())
+    assert_close(again.call(*arrays_of(op)), wanted(op))
+    shaped = jax.eval_shape(run, *arrays_of(op))
+    assert [x.shape for x in jax.tree.leaves(shaped)] == [x.shape for x in jax.tree.leaves(wanted(op))]
 
 
-DECODE_SPECS = {
-    "heads": ((P(None, None, "x"), P(), P(), P()), P(None, None, "x")),
-    "batch": ((P("x"), P(), P("x"), P("x")), P("x")),
-    "both": ((P("y", None, "x"), P(), P("y"), P("y")), P("y", None, "x")),
-}
+@cells(lambda row: ["sizes"], "cute")
+def test_export_for_cuda_with_symbolic_sizes(op: str, name: str, cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_call, "_module", lambda *_: (b"object", b"key"))  # its bytes are not needed
+    checks = tsmla_jax.export_disabled_checks()
+    make = export.export(jax.jit(ROWS[op].run(name)), platforms=["cuda"], disabled_checks=checks)
+    shapes = described(op, ROWS[op].shapes)
+    again = export.deserialize(make(*shapes).serialize())
+    assert lower(again.call, *arrays_of(op)).count(f"@{device.TARGET}(") == ROWS[op].kernels
+    with pytest.raises(ValueError, match=device.TARGET):
+        export.export(jax.jit(ROWS[op].run(name)), platforms=["cuda"])(*shapes)
 
 
-@pytest.mark.parametrize("split", DECODE_SPECS)
-def test_decode_under_shard_map(split: str) -> None:
-    function, arrays = decode_call("xla")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    specs, out = DECODE_SPECS[split]
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
-    mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=(out, out)))
-    assert_close(mapped(*sharded), function(*arrays))
-    # Every device works on its own part: no collective moves keys or queries.
-    text = mapped.lower(*sharded).compile().as_text()
-    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+# ---- derivatives
 
 
-def test_ragged_decode_under_shard_map_over_heads() -> None:
-    function, arrays = ragged_call("xla")
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    heads = P(None, "x")
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(heads, P(), P(), P(), P()), out_specs=(heads, heads))
-    assert_close(jax.jit(mapped)(*arrays), function(*arrays))
+def derived(op: str, name: str, mode: str, wide: bool = False) -> Any:
+    """The gradient of the operands that have one, or the tangent along ones."""
+    row, given = ROWS[op], [*(widened(op, arrays_of(op)) if wide else arrays_of(op))]
+    kinds = (jnp.float32, jnp.bfloat16)
+    inputs = row.inputs or tuple(i for i, x in enumerate(given) if x.dtype in kinds)
+
+    def loss(*values: jax.Array) -> jax.Array:
+        """Results with weights that differ, and the operands: results without a derivative leave theirs."""
+        operands = [*given]
+        for i, value in zip(inputs, values, strict=True):
+            operands[i] = value
+        total = sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32).sum() for x in values)
+        for x in jax.tree.leaves(row.run(name)(*operands)):
+            x = jnp.where(jnp.isfinite(x.astype(jnp.float32)), x, 0).astype(jnp.float32)
+            total += (x * (1 + jnp.arange(x.shape[-1]) / x.shape[-1])).sum()
+        return total
+
+    values = [given[i] for i in inputs]
+    if mode == "reverse":
+        return jax.jit(jax.grad(loss, tuple(range(len(values)))))(*values)
+    return jax.jit(lambda *v: jax.jvp(loss, v, tuple(map(jnp.ones_like, v))))(*values)
 
 
-def test_prefill_and_its_gradient_under_shard_map() -> None:
-    function, arrays = prefill_call("xla")
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    heads = P(None, "x")
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(heads, heads, heads, P(), P()), out_specs=(heads, heads))
-    assert_close(jax.jit(mapped)(*arrays), function(*arrays))
-
-    def loss(function: Callable[..., Any], q: Any, k: Any, v: Any) -> jax.Array:
-        return jnp.sin(function(q, k, v, *arrays[3:])[0]).sum()
-
-    got, want = (
-        jax.jit(jax.grad(functools.partial(loss, f), argnums=(0, 1, 2)))(*arrays[:3]) for f in (mapped, function)
-    )
-    assert_close(got, want, atol=1e-5)
+MODES = {"both": ("reverse", "forward"), "reverse": ("reverse",), "forward": ("forward",)}
 
 
-def test_gradient_of_a_scale_that_every_device_shares() -> None:
-    _, arrays = prefill_call("xla")
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    heads = P(None, "x")
-
-    def attend(scale: jax.Array, q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> jax.Array:
-        return tsmla_jax.mla_prefill(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_kv=cu_kv,
-            max_q_len=9,
-            max_kv_len=30,
-            softmax_scale=scale,
-            implementation="xla",
-        )
-
-    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P(), heads, heads, heads, P(), P()), out_specs=heads)
-    got, want = (jax.jit(jax.grad(lambda s, f=f: jnp.sin(f(s, *arrays)).sum()))(0.2) for f in (mapped, attend))
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+@cells(lambda row: MODES.get(row.derivative, ()))
+def test_derivatives_are_those_of_the_reference(op: str, name: str, cell: str) -> None:
+    if (op.startswith("indexer_logits"), name) == (True, "xla"):  # refused under jax.jit: test_derivatives.py
+        with pytest.raises(NotImplementedError, match=r"indexer_logits under jax\.jit has no derivative"):
+            derived(op, name, cell)
+        return
+    got, want = derived(op, name, cell), derived(op, "reference", cell, ROWS[op].wide)
+    assert_close(jax.tree.map(jnp.float32, got), jax.tree.map(jnp.float32, want))
 
 
-def test_write_under_shard_map_over_pages_of_each_device() -> None:
-    function, (cache, latent, k_rope, slots) = write_call("xla")
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    caches, many = np.concatenate([cache, cache]), [np.concatenate([a, a]) for a in (latent, k_rope, slots)]
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(P("x"),) * 4, out_specs=P("x"))
-    want = function(cache, latent, k_rope, slots)
-    np.testing.assert_array_equal(jax.jit(mapped)(caches, *many), np.concatenate([want, want]))
+@cells(lambda row: () if row.derivative in ("", *MODES) else ("reverse", "forward"))
+def test_derivatives_are_refused_with_the_alternative(op: str, name: str, cell: str) -> None:
+    with pytest.raises(NotImplementedError, match=ROWS[op].derivative):
+        derived(op, name, cell)
 
 
-@pytest.mark.parametrize("split", DECODE_SPECS)
-def test_decode_partitions_automatically(split: str) -> None:
-    function, arrays = decode_call("xla")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, DECODE_SPECS[split][0], strict=True)]
-    assert_close(jax.jit(function)(*sharded), function(*arrays))
+@cells(lambda row: ["remat"] if row.derivative == "reverse" else [], "cute")
+def test_checkpoint(op: str, name: str, cell: str) -> None:
+    first, *others = arrays_of(op)
+    run = ROWS[op].run(name)
+
+    def loss(call: Callable[..., Any], first: jax.Array) -> jax.Array:
+        leaves = jax.tree.leaves(call(first, *others))
+        return sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32).sum() for x in leaves) + first.sum()
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, each)))(first) for each in (jax.checkpoint(run), run))
+    assert_close(got, want)
 
 
-EXPLICIT = {
-    "mla_decode": (decode_call, (P("y", None, "x"), P(), P("y"), P("y")), P("y", None, "x", None)),
-    "mla_decode-ragged": (ragged_call, (P(None, "x"), P(), P(), P(), P()), P(None, "x", None)),
-    "mla_prefill": (prefill_call, (P(None, "x"), P(None, "x"), P(None, "x"), P(), P()), P(None, "x", None)),
-    "write_kv_cache": (write_call, (P(), P(), P(), P()), P(None, None, None)),
-    "gather_kv_cache": (gather_call, (P(), P("x"), P("x"), P("x"), P()), P(None, None)),
-    "merge_attention_states": (merge_call, (P(None, None, "x"), P(None, None, "x")), P(None, "x", None)),
-}
-
-
-@pytest.mark.parametrize(
-    ("call", "jit"), [*((call, True) for call in EXPLICIT), ("mla_decode", False), ("merge_attention_states", False)]
-)
-def test_explicitly_sharded_operands(call: str, jit: bool) -> None:
-    make, specs, out_spec = EXPLICIT[call]
-    function, arrays = make("xla")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
-    got = (jax.jit(function) if jit else function)(*sharded)
-    assert jax.typeof(jax.tree.leaves(got)[0]).sharding.spec == out_spec
-    assert_close(got, function(*arrays))
-
-
-def test_gradient_of_explicitly_sharded_prefill() -> None:
-    function, arrays = prefill_call("xla")
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    specs = EXPLICIT["mla_prefill"][1]
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
-    grad = jax.jit(jax.grad(lambda q, *rest: jnp.sin(function(q, *rest)[0]).sum()))
-    assert_close(grad(*sharded), grad(*arrays), atol=1e-5)
-
-
-def test_a_derivative_of_decode_names_the_alternatives() -> None:
-    function, (q, *rest) = decode_call("xla")
-    for derive in (jax.grad, jax.jacfwd):
-        with pytest.raises(NotImplementedError, match=r"mla_decode has no derivative.*mla_prefill.*reference"):
-            derive(lambda q: function(q, *rest)[0].sum())(jnp.asarray(q))
-    # A result that does not depend on the differentiated argument needs no derivative of decode.
-    assert jax.grad(lambda x: x * function(q, *rest)[0].sum())(1.0).shape == ()
-
-
-def test_the_reference_of_decode_differentiates() -> None:
-    function, (q, cache, *rest) = decode_call("reference")
-    d_q, d_cache = jax.grad(lambda q, c: function(q, c, *rest)[0].sum(), argnums=(0, 1))(
-        jnp.asarray(q), jnp.asarray(cache)
-    )
-    assert np.isfinite(d_q).all()
-    assert np.isfinite(d_cache).all()
-    assert np.abs(d_q).max() > 0
+def test_constants_in_a_differentiated_function_are_fine() -> None:
+    given = arrays_of("mla_decode")
+    for name in ("cute", "xla"):
+        out = ROWS["mla_decode"].run(name)(*given)[0].astype(jnp.float32)
+        slope = jax.grad(lambda w, name=name: (ROWS["mla_decode"].run(name)(*given)[0].astype(jnp.float32) * w).sum())
+        np.testing.assert_allclose(slope(jnp.float32(1)), out.sum(), rtol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.emulator import decode as cute_emulation
-from tests.jax.ops.programs import assert_same, calls, collectives
+from tests.jax.ops.programs import assert_same
 from tests.oracles import attention as oracle
 from tests.oracles.inputs import Paged, paged
-from tsmla_jax.ops.mla_decode import api, cute
+from tsmla_jax.ops.mla_decode import api
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -129,13 +126,6 @@ def test_unsound_values_are_named(ragged: bool, monkeypatch: pytest.MonkeyPatch)
 # ---- the kernel's call, on CPUs by an emulation
 
 
-@pytest.fixture
-def emulated(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    with cute_emulation.emulated(cute._transformable):
-        yield
-
-
 def arrays(ragged: bool, copies: int = 1) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     tokens = (13,) if ragged else (8, 2)
@@ -145,41 +135,6 @@ def arrays(ragged: bool, copies: int = 1) -> list[jax.Array]:
     lens, visible = (jnp.asarray(rng.integers(0, 48, (copies, *shape)), jnp.int32) for shape in ((8,), tokens))
     given = [q, kv_cache, tables, lens, visible]
     return [x[0] for x in given] if copies == 1 else given
-
-
-OFFSETS = jnp.asarray([0, 2, 2, 3, 5, 6, 8, 9, 11], jnp.int32)
-
-
-def kernel(name: str, ragged: bool, **options: Any) -> Callable[..., Any]:
-    more = {"cu_seqlens_q": OFFSETS, "max_q_len": 2} if ragged else {}
-
-    def run(q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, visible_lens: Any) -> Any:
-        return tsmla_jax.mla_decode(
-            q, kv_cache, block_tables, seq_lens, softmax_scale=0.135, latent_dim=256, visible_lens=visible_lens,
-            return_lse=True, implementation=name, **more, **options,
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_vmap_folds_into_one_call(emulated: None, ragged: bool) -> None:
-    given, run = arrays(ragged, copies=3), jax.jit(jax.vmap(kernel("cute", ragged)))
-    assert calls(jax.make_jaxpr(run)(*given)) == 1
-    assert_same(run(*given), jax.jit(jax.vmap(kernel("reference", ragged)))(*given))
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_partitioning_moves_nothing(emulated: None, ragged: bool) -> None:
-    mesh = jax.make_mesh((4, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    batch = None if ragged else "batch"
-    rows = P(None, "heads") if ragged else P("batch", None, "heads")
-    specs = (rows, P(), P(batch), P(batch), P() if ragged else P("batch"))
-    given = arrays(ragged)
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
-    run = jax.jit(kernel("cute", ragged))
-    assert not collectives(run.lower(*placed).compile())
-    assert_same(run(*placed), jax.jit(kernel("reference", ragged))(*given))
 
 
 def test_the_kernel_is_chosen_on_hopper(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
