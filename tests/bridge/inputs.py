@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import torch
 
 import tsmla_bridge
@@ -91,3 +92,20 @@ def assert_right(got: Any, case: Inputs, **changed: Any) -> None:
     """out and lse of a bf16 call are those of the oracle."""
     for result, want, tolerance in zip(got, case.want(**changed), (BF16, 1e-4), strict=True):
         assert_close(result, want, tolerance)
+
+
+def as_torch(value: Any) -> Any:
+    """Arrays as tensors and dtypes as torch's; a list of arrays as a list of tensors."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else tensor(value)
+    if isinstance(value, np.bool_):
+        return value
+    if isinstance(value, type) or hasattr(value, "dtype"):
+        return getattr(torch, np.dtype(value).name)
+    return [as_torch(part) for part in value] if isinstance(value, list) and value else value
+
+
+def said(error: type[Exception], function: Any, arguments: dict[str, Any]) -> str:
+    with pytest.raises(error) as caught:
+        function(**arguments)
+    return str(caught.value)

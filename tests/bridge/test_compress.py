@@ -13,7 +13,7 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.test_sparse import as_torch
+from tests.bridge.inputs import tensor
 from tsmla_jax import sparse
 from tsmla_jax.sparse import CompressorState
 
@@ -46,10 +46,11 @@ def test_the_results_are_those_of_jax(kind: str, ratio: int, overlap: bool, chan
 
     ape, weight, cos_sin = drawn(ratio, width), drawn(channels), drawn(64, ROPE)
     tables = jnp.asarray([[4, 2, 7], [0, PAGES, 1], [8, 3, -1]], jnp.int32)  # pages that don't exist are not written
-    cache, state = empty(kind, channels), sparse.init_compressor_state(
-        4, ratio=ratio, channels=channels, overlap=overlap, spare=1
+    cache, state = (
+        empty(kind, channels),
+        sparse.init_compressor_state(4, ratio=ratio, channels=channels, overlap=overlap, spare=1),
     )
-    mine = [as_torch(x) for x in (cache, *state)]
+    mine = [tensor(x) for x in (cache, *state)]
     options = {"ratio": ratio, "overlap": overlap, "eps": 1e-6}
     options |= {"kv_scale": 0.03} if kind == "float8_e4m3fn" else {}
     jitted = jax.jit(functools.partial(tsmla_jax.compress_write_kv_cache, **options))
@@ -63,9 +64,9 @@ def test_the_results_are_those_of_jax(kind: str, ratio: int, overlap: bool, chan
         }
         kv_score = drawn(52, 2, width)  # as many rows in each step: one program serves all
         cache, state = jitted(cache, kv_score, ape, state, weight, cos_sin, tables, **where)
-        rest = map(as_torch, (weight, cos_sin, tables))
-        given = (mine[0], as_torch(kv_score), as_torch(ape), *mine[1:], *rest)
-        placed = {name: as_torch(x) for name, x in where.items()}
+        rest = map(tensor, (weight, cos_sin, tables))
+        given = (mine[0], tensor(kv_score), tensor(ape), *mine[1:], *rest)
+        placed = {name: tensor(x) for name, x in where.items()}
         assert tsmla_bridge.compress_write_kv_cache(*given, **placed, **options) is mine[0]
     assert isinstance(state, CompressorState)
     for got, want in zip(mine[1:], state, strict=True):

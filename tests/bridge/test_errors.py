@@ -4,39 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.inputs import inputs, tensor
+from tests.bridge.inputs import as_torch, inputs, said
 from tests.emulator.launcher import Gpu
-from tests.jax.ops import test_bad_input, test_check
+from tests.oracles import bad_input, wrong_values
 
 OPERATIONS = ("mla_decode", "mla_prefill", "write_kv_cache", "gather_kv_cache", "merge_attention_states")
 
 
-def as_torch(value: Any) -> Any:
-    """Arrays as tensors and dtypes as torch's; a list of arrays as a list of tensors."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return torch.from_numpy(value) if isinstance(value, np.ndarray) else tensor(value)
-    if isinstance(value, np.bool_):
-        return value
-    if isinstance(value, type) or hasattr(value, "dtype"):
-        return getattr(torch, np.dtype(value).name)
-    return [as_torch(part) for part in value] if isinstance(value, list) and value else value
-
-
-def said(error: type[Exception], function: Any, arguments: dict[str, Any]) -> str:
-    with pytest.raises(error) as caught:
-        function(**arguments)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("case", test_bad_input.CASES, ids=lambda case: f"{case.op}-{case.message[:30]}")
-def test_both_front_ends_say_the_same(case: test_bad_input.Case) -> None:
+@pytest.mark.parametrize("case", bad_input.CASES, ids=lambda case: f"{case.op}-{case.message[:30]}")
+def test_both_front_ends_say_the_same(case: bad_input.Case) -> None:
     ours = getattr(tsmla_bridge, case.op)
     arguments = {name: as_torch(value) for name, value in case.arguments.items()}
     if case.arguments.get("kv_cache") is not None and case.arguments["kv_cache"].shape == (6, 1, 16, 48):
@@ -55,7 +37,7 @@ def test_both_front_ends_say_the_same(case: test_bad_input.Case) -> None:
     ("argument", "value"), [("latent_dim", 32.0), ("causal", 1), ("batch_invariant", 0), ("max_q_len", True)]
 )
 def test_a_legal_call_before_makes_nothing_legal(argument: str, value: Any) -> None:
-    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    arguments = {name: as_torch(value) for name, value in bad_input.DECODE.items()}
     arguments |= {"max_q_len": 1, "batch_invariant": False, "causal": True}
     tsmla_bridge.mla_decode(**arguments)
     tsmla_bridge.mla_decode(**arguments)
@@ -64,7 +46,7 @@ def test_a_legal_call_before_makes_nothing_legal(argument: str, value: Any) -> N
 
 
 def test_a_legal_scale_before_makes_no_other_legal() -> None:
-    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    arguments = {name: as_torch(value) for name, value in bad_input.DECODE.items()}
     wrong = (-0.1, 0.0, 1e-50, 1e39, float("inf"), float("nan"))
     for scale in ({name: value} for name in ("softmax_scale", "kv_scale") for value in wrong):
         tsmla_bridge.mla_decode(**arguments)
@@ -74,7 +56,7 @@ def test_a_legal_scale_before_makes_no_other_legal() -> None:
 
 @pytest.mark.parametrize("argument", ["kv_cache", "latent", "k_rope"])
 def test_a_write_has_no_derivative(argument: str) -> None:
-    arguments = {name: as_torch(value) for name, value in test_bad_input.WRITE.items()}
+    arguments = {name: as_torch(value) for name, value in bad_input.WRITE.items()}
     arguments[argument].requires_grad_()
     with pytest.raises(NotImplementedError, match=r"write_kv_cache has no derivative.*torch\.no_grad"):
         tsmla_bridge.write_kv_cache(**arguments)
@@ -85,7 +67,7 @@ def test_a_write_has_no_derivative(argument: str) -> None:
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_a_meta_tensor_among_others_is_refused(op: str) -> None:
     """Its results would be memory that nobody writes."""
-    base = {name: as_torch(value) for name, value in test_bad_input.BASES[op].items()}
+    base = {name: as_torch(value) for name, value in bad_input.BASES[op].items()}
     for argument, value in base.items():
         if isinstance(value, torch.Tensor):
             mixed = base | {argument: value.to("meta")}
@@ -99,7 +81,7 @@ def test_a_meta_tensor_among_others_is_refused(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_vmap_is_refused_by_name(op: str) -> None:
-    base = {name: as_torch(value) for name, value in test_bad_input.BASES[op].items()}
+    base = {name: as_torch(value) for name, value in bad_input.BASES[op].items()}
     mapped = [name for name, value in base.items() if isinstance(value, torch.Tensor | list)]
     both = [base[name] if isinstance(base[name], list) else [base[name]] for name in mapped]
     doubled = [[torch.stack([x, x]) for x in values] for values in both]
@@ -116,7 +98,7 @@ def test_vmap_is_refused_by_name(op: str) -> None:
 
 @pytest.mark.parametrize("derive", [torch.func.grad, lambda f: lambda q: torch.func.vjp(f, q)])
 def test_functional_gradients_are_refused_by_name(derive: Any) -> None:
-    base = {name: as_torch(value) for name, value in test_bad_input.BASES["mla_prefill"].items()}
+    base = {name: as_torch(value) for name, value in bad_input.BASES["mla_prefill"].items()}
 
     def loss(q: torch.Tensor, **options: Any) -> torch.Tensor:
         out = tsmla_bridge.mla_prefill(**base | {"q": q, "return_lse": False} | options)
@@ -130,25 +112,25 @@ def test_functional_gradients_are_refused_by_name(derive: Any) -> None:
 
 
 def test_the_bases_are_legal() -> None:
-    for op, base in [*test_bad_input.BASES.items(), ("mla_decode", test_bad_input.RAGGED)]:
+    for op, base in [*bad_input.BASES.items(), ("mla_decode", bad_input.RAGGED)]:
         getattr(tsmla_bridge, op)(**{name: as_torch(value) for name, value in base.items()})
 
 
-@pytest.mark.parametrize(("op", "arguments", "message"), test_check.WRONG)
+@pytest.mark.parametrize(("op", "arguments", "message"), wrong_values.WRONG)
 def test_data_is_checked_when_asked(op: Any, arguments: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         given = [torch.tensor(part, dtype=torch.int32) for part in arguments]
-        if op is test_check.decode:
+        if op is wrong_values.decode:
             lens, tables, *offsets = given
             q = torch.ones((4, 2, 48) if offsets else (3, 1, 2, 48))
             ragged = {"cu_seqlens_q": offsets[0], "max_q_len": 2} if offsets else {}
             tsmla_bridge.mla_decode(q, torch.ones(6, 16, 48), tables, lens, softmax_scale=0.1, latent_dim=32, **ragged)
-        elif op is test_check.prefill:
+        elif op is wrong_values.prefill:
             x, (cu_q, cu_kv) = torch.ones(6, 2, 8), given
             tsmla_bridge.mla_prefill(
                 x, x, x, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4, max_kv_len=5, softmax_scale=0.1
             )
-        elif op is test_check.write:
+        elif op is wrong_values.write:
             tsmla_bridge.write_kv_cache(torch.ones(6, 16, 8), torch.ones(3, 8), None, given[0])
         else:
             starts, lens, tables = given
@@ -160,9 +142,9 @@ def test_data_is_checked_when_asked(op: Any, arguments: Any, message: str, monke
         call()
 
 
-@pytest.mark.parametrize(("op", "arguments"), test_check.RIGHT)
+@pytest.mark.parametrize(("op", "arguments"), wrong_values.RIGHT)
 def test_right_data_passes_the_check(op: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if op is not test_check.decode:
+    if op is not wrong_values.decode:
         pytest.skip("the checks are shared; one operation shows that they are wired")
     monkeypatch.setenv("TSMLA_CHECK", "1")
     lens, tables, *offsets = (torch.tensor(part, dtype=torch.int32) for part in arguments)
@@ -240,7 +222,7 @@ def test_without_a_gpu_the_sizes_of_workspaces_say_what_is_missing(device: Any) 
 @pytest.mark.parametrize("name", ["softmax_scale", "q_scale", "kv_scale"])
 def test_scalars_of_numpy_are_scales_in_both_front_ends(name: str, value: Any) -> None:
     """By value, as numbers are; those of another dtype in neither."""
-    arguments = test_bad_input.DECODE
+    arguments = bad_input.DECODE
     for module, given in (tsmla_jax, arguments), (tsmla_bridge, {name: as_torch(x) for name, x in arguments.items()}):
         for legal in np.float32(0.5), np.float64(0.5), np.array(0.5, np.float32):
             module.mla_decode(**given | {name: legal})
@@ -259,13 +241,13 @@ def test_scalars_of_numpy_are_scales_in_both_front_ends(name: str, value: Any) -
     ],
 )
 def test_a_pair_of_two_kinds_is_refused_as_such(latent: torch.Tensor, rope: torch.Tensor, message: str) -> None:
-    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    arguments = {name: as_torch(value) for name, value in bad_input.DECODE.items()}
     with pytest.raises(ValueError, match=f"^q: got a pair (of )?{message}"):
         tsmla_bridge.mla_decode(**arguments | {"q": (latent, rope)})
 
 
 def test_a_pair_that_the_kernels_cannot_read_is_refused_with_its_strides() -> None:
-    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    arguments = {name: as_torch(value) for name, value in bad_input.DECODE.items()}
     latent, rope = arguments["q"].split((32, 16), -1)
     arguments["q"] = latent.contiguous(), rope[..., :14].contiguous()
     with pytest.raises(ValueError, match=r"strides \[.*\] and \[.*14, 1\]; legal: .* a multiple of 16 bytes"):

@@ -14,17 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsmla_bridge
 import tsmla_jax
-from tsmla_bridge.interop import to_torch
+from tests.bridge.inputs import tensor
 from tsmla_jax import sparse
 
 ROWS, COLUMNS, K = 5, 37, 12
 JAX_TOPK = jax.jit(
     functools.partial(tsmla_jax.select_topk, k=K, implementation="reference"), static_argnames=("order", "page_size")
 )
-
-
-def as_torch(array: np.ndarray | jax.Array) -> torch.Tensor:
-    return to_torch(jnp.asarray(array)).clone()
 
 
 def logits_of(kind: str) -> np.ndarray:
@@ -50,7 +46,7 @@ def test_topk_is_that_of_jax(kind: str, order: str, options: str) -> None:
         static["page_size"] = 8  # the last positions lie past the table
     logits = logits_of(kind)
     got = tsmla_bridge.select_topk(
-        *map(as_torch, (logits, lens)), K, **{name: as_torch(x) for name, x in arrays.items()}, **static
+        *map(tensor, (logits, lens)), K, **{name: tensor(x) for name, x in arrays.items()}, **static
     )
     want = JAX_TOPK(logits, lens, **arrays, **static)
     for a, b in zip(jax.tree.leaves(jax.tree.map(np.asarray, got)), jax.tree.leaves(want), strict=True):
@@ -58,7 +54,7 @@ def test_topk_is_that_of_jax(kind: str, order: str, options: str) -> None:
 
 
 def test_topk_into_given_tensors() -> None:
-    logits, lens = as_torch(logits_of("ties")), torch.full((ROWS,), COLUMNS, dtype=torch.int32)
+    logits, lens = tensor(logits_of("ties")), torch.full((ROWS,), COLUMNS, dtype=torch.int32)
     out, counts = torch.zeros(ROWS, K, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
     assert tsmla_bridge.select_topk(logits, lens, K, out=out) is out
     np.testing.assert_array_equal(out, tsmla_bridge.select_topk(logits, lens, K))
@@ -73,7 +69,7 @@ def test_topk_into_given_tensors() -> None:
 
 
 def test_topk_refuses_as_jax_does() -> None:
-    logits, lens = as_torch(logits_of("ties")), torch.full((ROWS,), COLUMNS, dtype=torch.int32)
+    logits, lens = tensor(logits_of("ties")), torch.full((ROWS,), COLUMNS, dtype=torch.int32)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"order": "index"}, "order: got 'index'; legal: 'value', 'position'"),
         ({"page_size": 4}, "page_size: got 4 without block_tables"),
@@ -116,18 +112,18 @@ def test_caches_are_written_as_in_jax(op: str, width: int, inputs: tuple[int, ..
     cache = np.random.default_rng(5).integers(0, 256, (2, 16, width), np.uint8)
     arrays = (cache, *map(rows_of, inputs), SLOTS, *(angles() if rotates else ()))
     want = jax.jit(getattr(sparse, op))(*arrays)
-    given = as_torch(cache)
-    assert getattr(tsmla_bridge, op)(given, *map(as_torch, arrays[1:])) is given
+    given = tensor(cache)
+    assert getattr(tsmla_bridge, op)(given, *map(tensor, arrays[1:])) is given
     differ = np.asarray(given) != np.asarray(want)
     assert differ.mean() < (0.001 if rotates else 1e-9)
-    again = as_torch(cache)
-    *rows, slots = map(as_torch, arrays[1 : 2 + len(inputs)])
-    getattr(tsmla_bridge, op)(again, *rows, slots.long(), *map(as_torch, arrays[2 + len(inputs) :]))
+    again = tensor(cache)
+    *rows, slots = map(tensor, arrays[1 : 2 + len(inputs)])
+    getattr(tsmla_bridge, op)(again, *rows, slots.long(), *map(tensor, arrays[2 + len(inputs) :]))
     assert torch.equal(again, given)
 
 
 def test_indexer_caches_with_gaps_are_written() -> None:
-    dense, k, slots = torch.zeros(2, 16, 132, dtype=torch.uint8), as_torch(rows_of(128)), as_torch(SLOTS)
+    dense, k, slots = torch.zeros(2, 16, 132, dtype=torch.uint8), tensor(rows_of(128)), tensor(SLOTS)
     apart = torch.stack([dense, dense], 2)[:, :, 0]
     for cache in (dense, apart):
         tsmla_bridge.write_indexer_cache(cache, k, slots)
@@ -135,7 +131,7 @@ def test_indexer_caches_with_gaps_are_written() -> None:
 
 
 def test_plain_fp8_keys_saturate_as_in_jax() -> None:
-    k = as_torch(np.asarray([[1e3] * 8, [-1e9] * 8, [np.nan] * 8], np.float32))
+    k = tensor(np.asarray([[1e3] * 8, [-1e9] * 8, [np.nan] * 8], np.float32))
     slots = torch.arange(3, dtype=torch.int32)
     mine = tsmla_bridge.write_indexer_cache(torch.zeros(1, 4, 8).to(torch.float8_e4m3fn), k, slots)
     for name in ("xla", "reference"):
@@ -146,9 +142,9 @@ def test_plain_fp8_keys_saturate_as_in_jax() -> None:
 
 
 def test_no_token_and_only_skipped_ones_write_nothing() -> None:
-    cache = as_torch(np.random.default_rng(5).integers(0, 256, (2, 16, 132), np.uint8))
+    cache = tensor(np.random.default_rng(5).integers(0, 256, (2, 16, 132), np.uint8))
     before = cache.clone()
-    k = as_torch(rows_of(128))
+    k = tensor(rows_of(128))
     tsmla_bridge.write_indexer_cache(cache, k[:0], torch.zeros(0, dtype=torch.int32))
     tsmla_bridge.write_indexer_cache(cache, k, torch.full((9,), -1, dtype=torch.int32))
     assert torch.equal(cache, before)
@@ -158,7 +154,7 @@ def test_no_token_and_only_skipped_ones_write_nothing() -> None:
 def test_queries_are_those_of_jax(rotates: bool) -> None:
     q, weights = rows_of(4 * 128).reshape(9, 4, 128), rows_of(4)
     turn = angles() if rotates else ()
-    q8, folded = tsmla_bridge.indexer_quantize(*map(as_torch, (q, weights, *turn)))
+    q8, folded = tsmla_bridge.indexer_quantize(*map(tensor, (q, weights, *turn)))
     want, wanted = jax.jit(sparse.indexer_quantize)(q, weights, *turn)
     differ = np.asarray(q8.view(torch.uint8)) != np.asarray(want.view(jnp.uint8))
     assert differ.mean() < (0.002 if rotates else 1e-9)
@@ -177,7 +173,7 @@ def test_queries_of_no_column_or_head_are_refused(shape: tuple[int, ...], axis: 
 @pytest.mark.parametrize("rotates", [False, True])
 def test_quantized_queries_are_dense_whatever_the_strides(rotates: bool) -> None:
     q, weights = torch.randn(4, 9, 128).transpose(0, 1), torch.randn(4, 9).t()
-    turn = tuple(map(as_torch, angles())) if rotates else ()
+    turn = tuple(map(tensor, angles())) if rotates else ()
     results = tsmla_bridge.indexer_quantize(q, weights, *turn)
     with FakeTensorMode() as mode:
         fakes = tsmla_bridge.indexer_quantize(*map(mode.from_tensor, (q, weights, *turn)))
@@ -186,8 +182,8 @@ def test_quantized_queries_are_dense_whatever_the_strides(rotates: bool) -> None
 
 
 def test_operators_are_seen_by_the_compiler() -> None:
-    logits, lens = as_torch(logits_of("ties")), torch.full((ROWS,), COLUMNS, dtype=torch.int32)
-    cache, k = torch.zeros(2, 16, 132, dtype=torch.uint8), as_torch(rows_of(128))
+    logits, lens = tensor(logits_of("ties")), torch.full((ROWS,), COLUMNS, dtype=torch.int32)
+    cache, k = torch.zeros(2, 16, 132, dtype=torch.uint8), tensor(rows_of(128))
     slots = torch.arange(9, dtype=torch.int32)
 
     def step(logits: torch.Tensor, cache: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,12 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.inputs import assert_close
-from tests.bridge.test_errors import as_torch, said
+from tests.bridge.inputs import as_torch, assert_close, said
 from tests.emulator.launcher import Gpu
 from tests.gpu.small_grid import numbers
-from tests.jax.ops import test_sparse_mla as in_jax
-from tests.oracles import sparse_inputs
+from tests.oracles import sparse_inputs, sparse_refusals
 from tests.oracles.sparse_inputs import LAYOUTS, Call
 from tsmla_bridge.ops import plans, sparse_mla
 from tsmla_bridge.runtime.workspace import sparse_layout
@@ -248,9 +246,9 @@ def test_a_workspace_serves_rows_of_any_kind(gpu: Gpu) -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize(("change", "message"), in_jax.REFUSED)
+@pytest.mark.parametrize(("change", "message"), sparse_refusals.REFUSED)
 def test_both_front_ends_say_the_same(change: dict[str, Any], message: str) -> None:
-    given = in_jax.ARGUMENTS | change
+    given = sparse_refusals.ARGUMENTS | change
     got = said(ValueError, tsmla_bridge.sparse_mla, {name: as_torch(value) for name, value in given.items()})
     assert got == said(ValueError, tsmla_jax.sparse_mla, given)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tsmla_jax
+from tests.gpu.cache_inputs import slots_of, values
 from tsmla_kernels import object_cache as objects
 from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.launch import ArrayView, Launcher
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.gpu
 FP8 = jnp.float8_e4m3fn
 INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 CACHES = (jnp.bfloat16, jnp.float16, FP8)
-SPECIAL = (
-    *(0.0, -0.0, np.inf, -np.inf, np.nan, 448, 449, 463.9, 464, 465, 480, -500, 3e4, -3e38),
-    *(2.0**-9, 1.5 * 2.0**-10, 2.0**-10, -(2.0**-11), 6e-8, 3e-8, 1e-39, 9.2e-41, -1e-45, 17, 19, 0.0703125),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -32,30 +29,6 @@ def needs_the_kernel() -> None:
     arrays = of((4, 64, 576), FP8), of((1, 512), jnp.bfloat16), of((1, 64), jnp.bfloat16), of((1,), jnp.int32)
     if reasons := tsmla_jax.explain("write_kv_cache", *arrays).reasons["cute"]:
         pytest.skip("; ".join(reasons))
-
-
-def values(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
-    """Normal values over many magnitudes, and everything that is special somewhere among them."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 10, size=shape)
-    flat = drawn.reshape(-1)
-    at = rng.choice(flat.size, min(flat.size, 8 * len(SPECIAL)), replace=False)
-    flat[at] = np.resize(SPECIAL, at.size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return jnp.asarray(drawn.astype(np.float32).astype(dtype))
-
-
-def slots_of(tokens: int, num_slots: int, seed: int = 0) -> jax.Array:
-    """Different slots, the last one always, with some to skip and some out of range."""
-    rng = np.random.default_rng(seed)
-    slots = rng.permutation(num_slots)[:tokens].astype(np.int32)
-    if tokens > 3 and num_slots - 1 not in slots:
-        slots[3] = num_slots - 1
-    slots[5::7] = -1
-    slots[6::29] = num_slots
-    slots[8::31] = np.int32(-(2**31))
-    slots[10::37] = np.int32(2**31 - 1)
-    return jnp.asarray(slots)
 
 
 def assert_same_bits(got: jax.Array, want: jax.Array) -> None:

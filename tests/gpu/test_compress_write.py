@@ -11,7 +11,7 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.gpu.test_packed_caches import unpacked_keys
+from tests.gpu.cache_inputs import unpacked_keys
 from tsmla_jax import sparse
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tsmla_jax
-from tests.gpu.test_cache_kernels import slots_of, values
+from tests.gpu.cache_inputs import slots_of, unpacked_keys, values
 from tsmla_jax import sparse
 
 pytestmark = pytest.mark.gpu
@@ -98,16 +98,6 @@ def test_packed_rows_with_a_rotation(dtype: Any, interleave: bool, layout: str) 
     scale = np.abs(np.asarray(arrays[2], np.float32)).max() * 2.0**-22
     np.testing.assert_allclose(x, y, rtol=2.0**-7, atol=scale)
     assert np.mean(x != y) < 0.01
-
-
-def unpacked_keys(cache: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [P * Z, 128] in float32, their scale multiplied in, and the scales."""
-    raw = np.asarray(cache).reshape(cache.shape[0], -1)
-    page = cache.shape[1]
-    keys = np.asarray(jax.lax.bitcast_convert_type(jnp.asarray(raw[:, : page * WIDTH]), jnp.float8_e4m3fn), np.float32)
-    scales = raw[:, page * WIDTH :].copy().view(np.float32).reshape(-1, 1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return keys.reshape(-1, WIDTH) * scales, scales
 
 
 @pytest.mark.parametrize("dtype", INPUTS)

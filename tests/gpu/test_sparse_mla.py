@@ -20,7 +20,7 @@ import tsmla_jax
 from tests.gpu import stress
 from tests.gpu.front_ends import tensor
 from tests.gpu.stress import assert_same_bits
-from tests.jax.ops import test_sparse_mla as cases_of_jax
+from tests.jax.ops.sparse_calls import check_v32_layout
 from tests.oracles import sparse, sparse_inputs
 from tests.oracles.sparse_inputs import Call
 from tsmla_bridge import Workspace, sparse_workspace_size
@@ -173,7 +173,7 @@ def test_scales_that_are_no_powers_of_two(name: str) -> None:
 @pytest.mark.parametrize("layout", ["packed", "float8_e4m3fn"])
 def test_the_cases_of_the_reference(layout: str) -> None:
     """Those of the reference's own tests that the kernel takes."""
-    cases_of_jax.test_v32_layouts("cute", layout)
+    check_v32_layout("cute", layout)
 
 
 # ---- prefill

@@ -3,7 +3,6 @@ against the reference on the CPU. Warps run and copies arrive in several random 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,8 +14,7 @@ from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
 from tests.gpu.small_grid import CALLS, Call, int32, wrong
 from tests.kernels.object_checks import check_object
-from tsmla_bridge.ops import plans
-from tsmla_bridge.runtime import loaded_kernels, scales
+from tests.kernels.on_machine import MASKED_KEYS, forget
 from tsmla_kernels.sm90.topk import chunks
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
@@ -35,14 +33,6 @@ FAST = {
 """Calls of every run of the tests, by the beginning of their names: compiling takes a second, or ten for attention."""
 
 
-MASKED_KEYS = re.compile(
-    r"mla_prefill_backward: ((no barrier orders a WGMMA|WGMMA reads) .* a store |"
-    r"no barrier orders a store .* a read of another warp \(|shared memory is written again before a WGMMA )"
-)
-"""The gradient's scores of rows behind the last key may see them before or after the other warpgroup's zeros, or both:
-they are masked (sm90/prefill/backward/products.py, `zero_keys`)."""
-
-
 def calls(ops: Iterable[str]) -> list[Any]:
     found = []
     for op in ops:
@@ -50,12 +40,6 @@ def calls(ops: Iterable[str]) -> list[Any]:
             fast = call.name.startswith(FAST.get(op, ())) and "invariant" not in call.name
             found.append(pytest.param(call, id=f"{op} {call.name}", marks=() if fast else pytest.mark.slow))
     return found
-
-
-def forget() -> None:
-    """No plan, kernel or scale of an earlier call."""
-    for kept in (plans._plans, plans.latest_plans, loaded_kernels._loaded, scales._of_stream, scales._of_capture):
-        kept.clear()
 
 
 @pytest.fixture(autouse=True)

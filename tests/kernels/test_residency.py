@@ -9,7 +9,7 @@ import torch
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
 from tests.gpu.small_grid import CALLS, Call, apart, int32
-from tests.kernels.test_on_machine import MASKED_KEYS, forget
+from tests.kernels.on_machine import MASKED_KEYS, forget
 from tsmla_bridge.runtime import devices
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")

@@ -12,7 +12,7 @@ import torch
 import tsmla_bridge
 from tests.emulator.ptx import launcher, machine
 from tests.gpu.small_grid import CALLS, PAGE, Call
-from tests.kernels.test_on_machine import forget
+from tests.kernels.on_machine import forget
 
 pytestmark = [
     pytest.mark.slow,

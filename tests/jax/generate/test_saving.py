@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples import make_checkpoint
-from tests.jax.generate import test_transformers
+from tests.jax.generate import transformers_models
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.generate import ModelConfig, load_model, model, save_model, saving
 from tsmla_jax.generate.model import fold
@@ -34,7 +34,7 @@ def test_transformers_loads_what_was_saved(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(model, "_LONG_SUM", 8)
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    test_transformers.reference_tokens(name, [[1]], 1, theirs)
+    transformers_models.reference_tokens(name, [[1]], 1, theirs)
     config = ModelConfig.from_hf(theirs)
     params = load_model(theirs, config)
     save_model(ours, fold(params, config), config, max_shard_bytes=300_000)
@@ -45,7 +45,7 @@ def test_transformers_loads_what_was_saved(name: str, tmp_path: Path, monkeypatc
         assert_same(saved.stored(tensor), original.stored(tensor))
     assert_same(load_model(ours, config), params)
     if name == "v4":  # the one whose names transformers changes
-        kind = getattr(transformers, f"{test_transformers.MODELS[name][0]}ForCausalLM")
+        kind = getattr(transformers, f"{transformers_models.MODELS[name][0]}ForCausalLM")
         with torch.no_grad():
             one, other = (kind.from_pretrained(folder)(torch.arange(40)[None]).logits for folder in (theirs, ours))
         np.testing.assert_array_equal(one.numpy(), other.numpy())
@@ -100,9 +100,7 @@ def test_dtype_is_of_what_load_model_has_a_dtype_for(tmp_path: Path) -> None:
     base = write_tiny(tmp_path / "base", model="v4")
     config = ModelConfig.from_hf(base)
     save_model(tmp_path / "new", load_model(base, config), config, base=base, dtype=jnp.bfloat16)
-    assert_same(
-        load_model(tmp_path / "new", config, dtype=jnp.bfloat16), load_model(base, config, dtype=jnp.bfloat16)
-    )
+    assert_same(load_model(tmp_path / "new", config, dtype=jnp.bfloat16), load_model(base, config, dtype=jnp.bfloat16))
     kinds = {Checkpoint(tmp_path / "new").info(name).dtype for name in Checkpoint(tmp_path / "new").names()}
     assert kinds == {np.dtype(np.float32), np.dtype(np.int64), np.dtype(ml_dtypes.bfloat16)}
 

@@ -11,34 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jax.nn.hf_fields import V3
 from tsmla_jax.nn import MLAConfig, YarnConfig
 from tsmla_jax.nn.rope import apply_rope, inverse_frequencies, rope_cos_sin
 from tsmla_jax.nn.yarn import yarn_mscale
 
-# The attention's part of the models' published config.json.
-V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "attention_bias": False,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
 V2_SCALING = {**V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707}
 V2 = {**V3, "hidden_size": 5120, "rope_scaling": V2_SCALING}
 V2_LITE = {**V2, "hidden_size": 2048, "num_attention_heads": 16, "q_lora_rank": None}

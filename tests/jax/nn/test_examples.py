@@ -1,20 +1,8 @@
 """The layer's examples run as they are; each checks its own numbers and leaves with an error if they are off."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.jax.nn.examples import load
 
 
 def test_decode_loop(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from tests.jax.nn.test_examples import load
+from tests.jax.nn.examples import load
 
 IDS = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12], jnp.int32)
 

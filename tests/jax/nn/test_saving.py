@@ -12,7 +12,7 @@ import pytest
 
 from examples.make_checkpoint import quantize_blocks
 from tests.jax.nn import hf_layers
-from tests.jax.nn.test_checkpoint import FIELDS, attention_tensors, write_sharded, write_single
+from tests.jax.nn.checkpoints import FIELDS, attention_tensors, write_sharded, write_single
 from tsmla_jax.nn import (
     Checkpoint,
     CheckpointError,

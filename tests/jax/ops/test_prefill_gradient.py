@@ -1,4 +1,4 @@
-"""The derivative of prefill's custom calls on CPUs: an emulation takes the kernels' place, the reference is the oracle."""
+"""The derivative of prefill's custom calls on CPUs: an emulation for the kernels, the reference as the oracle."""
 
 import re
 from collections.abc import Callable

@@ -11,33 +11,13 @@ from hypothesis import strategies as st
 
 import tsmla_jax
 from tests.jax.ops.programs import ints
+from tests.jax.ops.sparse_calls import IMPLEMENTATIONS, RUN, SCALE, check_v32_layout, close, rows_of
 from tests.oracles import sparse as oracle
 from tests.oracles import sparse_inputs
+from tests.oracles.sparse_refusals import ARGUMENTS, REFUSED
 from tsmla_jax import sparse
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-SCALE = 192**-0.5
-IMPLEMENTATIONS = ("xla", "reference")  # on any backend; tests/gpu/test_sparse_mla.py adds "cute"
-RUN = {
-    name: jax.jit(
-        functools.partial(tsmla_jax.sparse_mla, return_lse=True, implementation=name),
-        static_argnames=("latent_dim", "window", "page_size", "page_span", "compressed_page_size", "batch_invariant"),
-    )
-    for name in (*IMPLEMENTATIONS, "cute")
-}
-
-
-def rows_of(cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None = None) -> list[np.ndarray]:
-    """The valid rows of each token, from a flat cache [slots, D]."""
-    if lengths is None:
-        lengths = np.full(len(indices), indices.shape[1])
-    return [cache[[i for i in row[:n] if i >= 0]] for row, n in zip(indices, lengths, strict=True)]
-
-
-def close(got: tuple[jax.Array, jax.Array], want: tuple[np.ndarray, np.ndarray], tolerance: float = 2e-5) -> None:
-    np.testing.assert_allclose(np.asarray(got[0], np.float64), want[0], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(np.asarray(got[1], np.float64), want[1], rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=12)
@@ -80,29 +60,7 @@ def test_any_selection(seed: int, sinks: bool, lengths: bool, heads: int, implem
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", ["bfloat16", "float8_e4m3fn", "packed"])
 def test_v32_layouts(implementation: str, layout: str) -> None:
-    rng = np.random.default_rng(0)
-    heads, pages, size, tokens, selected = 3, 5, 8, 4, 20
-    kv = rng.standard_normal((pages * size, 576)).astype(np.float32)
-    q = jnp.asarray(rng.standard_normal((tokens, heads, 576)), jnp.bfloat16)
-    indices = rng.integers(-1, pages * size, (tokens, selected))
-    kv_scale = None
-    slots = jnp.arange(pages * size, dtype=jnp.int32)
-    if layout == "packed":
-        empty = jnp.zeros((pages, size, 656), jnp.uint8)
-        cache = jax.jit(sparse.write_packed_kv_cache)(empty, kv[:, :512], kv[:, 512:], slots)
-        unpacked = jax.jit(sparse.unpack_v32_rows)(cache.reshape(-1, 656))
-        stored = np.concatenate([np.asarray(x, np.float32) for x in unpacked], axis=1)
-    else:
-        kv_scale = 0.02 if layout == "float8_e4m3fn" else None
-        stored = oracle.e4m3(kv / 0.02) if kv_scale else np.asarray(jnp.asarray(kv, jnp.bfloat16))
-        cache = jnp.asarray(stored).reshape(pages, size, 576)
-        stored = stored.astype(np.float64) * (kv_scale or 1)
-    got = RUN[implementation](q, cache, ints(indices), softmax_scale=SCALE, kv_scale=kv_scale)
-    assert got[0].dtype == jnp.bfloat16 and got[0].shape == (tokens, heads, 512)
-    assert got[1].dtype == jnp.float32
-    want = oracle.sparse_mla(np.asarray(q, np.float64), rows_of(stored, indices), scale=SCALE, latent_dim=512)
-    close((got[0], got[1]), want, 2**-7)
-    np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
+    check_v32_layout(implementation, layout)
 
 
 def test_scaled_fp8_queries() -> None:
@@ -292,47 +250,8 @@ def test_memory_stays_bounded(layout: str) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 64 << 20
 
 
-ARGUMENTS = {
-    "q": jnp.zeros((2, 1, 576)),
-    "kv_cache": jnp.zeros((3, 4, 576)),
-    "indices": ints([[0, 1, 2, 3]] * 2),
-    "softmax_scale": 1.0,
-}
-
-
 def call(**change: object) -> object:
     return tsmla_jax.sparse_mla(**(ARGUMENTS | change))
-
-
-V4_CACHE = jnp.zeros((2, 37440), jnp.uint8)
-
-
-REFUSED = [
-    ({"q": jnp.zeros((2, 576))}, "q: got shape"),
-    ({"q": jnp.zeros((2, 1, 576), jnp.int32)}, "q: got dtype int32"),
-    ({"q": jnp.zeros((2, 1, 500))}, "latent_dim: got 512; it must be at most q's last axis D = 500"),
-    ({"indices": ints([[0]])}, "indices: got shape.*T, q's tokens"),
-    ({"indices": jnp.zeros((2, 4))}, "indices: got dtype float32; legal: int32"),
-    ({"lengths": ints([1])}, "lengths: got shape"),
-    ({"sinks": jnp.zeros(2)}, "sinks: got shape.*H, q's heads"),
-    ({"kv_cache": jnp.zeros((3, 4, 500), jnp.uint8)}, r"kv_cache: got shape.*\[P, Z, 656\].*\[P, page_bytes\]"),
-    ({"kv_cache": V4_CACHE}, "kv_cache: got keys of width 512 .v4.; q's D is 576"),
-    ({"kv_cache": V4_CACHE, "page_size": 65}, "stride is narrower than the page"),
-    ({"page_size": 5}, "page_span: got 4; legal: at least the page size 5"),
-    ({"page_span": 6}, "page_span: got 6; legal: kv_cache's axis 1, 4"),
-    ({"window": 2}, "window: got 2 without compressed_kv_cache"),
-    ({"compressed_kv_cache": jnp.zeros((3, 4, 576))}, "window: got None; compressed_kv_cache is given"),
-    ({"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 5}, "window: got 5; it must be at most K = 4"),
-    (
-        {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2, "indices": ints([[0, 1, 2]] * 2)},
-        "indices: got K = 3 with compressed_kv_cache; legal: a multiple of 4",
-    ),
-    ({"compressed_kv_cache": V4_CACHE, "window": 2}, "compressed_kv_cache: got keys of width 512"),
-    ({"kv_cache": jnp.zeros((3, 4, 656), jnp.uint8), "kv_scale": 2.0}, "kv_scale: got a scale for packed rows"),
-    ({"compressed_kv_scale": 2.0}, "compressed_kv_scale: got a scale for no cache"),
-    ({"softmax_scale": jnp.ones(2)}, "softmax_scale: got an array"),
-]
-"""What is changed in ARGUMENTS, and what the ValueError says."""
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)

@@ -4,8 +4,8 @@ many tokens are dealt out in turn."""
 import numpy as np
 import pytest
 
+from tests.emulator.schedule_checks import check, check_fixed_cuts
 from tests.emulator.schedule_interpreter import Interpreter, Piece
-from tests.kernels.sm90.decode.test_schedule import check, check_fixed_cuts
 from tsmla_kernels.sm90.latent.shape import OVERHEAD
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 
