@@ -1,10 +1,11 @@
-"""The gradient of mla_prefill: the backward pass alone, through torch's autograd, causal, head dims 192 and 128, random
-normal bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of
-kv and shared rope columns.
+"""The gradient of mla_prefill: the operator of the backward pass alone, causal, head dims 192 and 128, random normal
+bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of kv and
+shared rope columns. cuDNN's is the operator that torch's autograd calls. A function holds all operands of its operator,
+because the replays of a CUDA graph read them where they were. Older records have calls through autograd, by CUDA
+events.
 
-Times are medians of several calls, in turns, by CUDA events: cuDNN's backward pass through autograd can't be captured
-into a CUDA graph. Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens
-and 16 heads, and every row of a peer repeats them.
+Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
+every row of a peer repeats them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import functools
 import itertools
 import random
 import re
-import statistics
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -21,11 +21,10 @@ import torch
 
 import tsmla_bridge
 from benchmarks.cases.prefill import QK_DIM, SCALE, V_DIM
-from benchmarks.harness import Case, Object, Run, ints, randn
+from benchmarks.harness import Case, Object, Run, device, ints, randn
 from benchmarks.peers import dense
 
 NOPE = 128
-ROUNDS, TURN_MS = 3, 40.0  # turns of each peer at a point, and how long it runs in one, at least twice
 CHECKED = "2048h16"
 MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope"}
 
@@ -52,6 +51,7 @@ class PrefillBackward(Case):
         self.q, self.k, self.v, self.d_out = (randn(sum(self.lens), self.heads, n) for n in (192, 192, 128, 128))
         self.k[..., NOPE:] = self.k[:, :1, NOPE:]  # all heads share the rope columns
         self.cu = ints([0, *itertools.accumulate(self.lens)])
+        self.iterations = 20 if max(self.lens) < 16384 else 10
 
     @classmethod
     def objects(cls, point: str) -> Iterable[Object]:
@@ -69,10 +69,19 @@ class PrefillBackward(Case):
         whole = (self.q, self.k, self.v)
         kv = torch.cat([self.k[..., :NOPE], self.v], -1)
         return {
-            "tsmla": self.gradient(tsmla_bridge.mla_prefill, *whole),
-            "tsmla_deterministic": self.gradient(tsmla_bridge.mla_prefill, *whole, deterministic=True),
-            "tsmla_kv": self.gradient(tsmla_bridge.mla_prefill_kv, self.q, kv, self.k[:, 0, NOPE:]),
+            "tsmla": self.operator("mla_prefill", *whole),
+            "tsmla_deterministic": self.operator("mla_prefill", *whole, deterministic=True),
+            "tsmla_kv": self.operator("mla_prefill_kv", self.q, kv, self.k[:, 0, NOPE:].contiguous()),
         }
+
+    def operator(self, name: str, *inputs: Any, deterministic: bool = False) -> Run:
+        """The backward operator of one of our operations."""
+        out, lse = self.forward(getattr(tsmla_bridge, name), [*inputs], return_lse=True)
+        scales, longest = torch.tensor([SCALE, 1.0], device=device()), max(self.lens)
+        given = (self.d_out, torch.zeros_like(lse), out, lse, *inputs, self.cu, self.cu, scales, 1.0, 1.0)
+        return functools.partial(
+            getattr(torch.ops.tsmla, f"{name}_backward"), *given, longest, longest, True, deterministic, None
+        )
 
     def of_peer(self, name: str) -> Run:
         if name == "fa4":
@@ -83,23 +92,6 @@ class PrefillBackward(Case):
             raise ValueError("cuDNN takes requests of one length")
         return dense.cudnn_gradient(self.q, self.k, self.v, self.d_out, SCALE)
 
-    def time(self, functions: dict[str, Run]) -> dict[str, float]:
-        """Medians over ROUNDS turns of TURN_MS."""
-
-        def milliseconds(function: Run, calls: int) -> float:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            function()
-            start.record()
-            for _ in range(calls):
-                function()
-            stop.record()
-            torch.cuda.synchronize()
-            return float(start.elapsed_time(stop)) / calls
-
-        calls = {name: max(2, round(TURN_MS / milliseconds(run, 1))) for name, run in functions.items()}
-        turns = [{name: milliseconds(run, calls[name]) for name, run in functions.items()} for _ in range(ROUNDS)]
-        return {name: statistics.median(turn[name] for turn in turns) * 1e3 for name in functions}
-
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
         flops = self.heads * sum(n * (n + 1) // 2 for n in self.lens) * 2 * (3 * QK_DIM + 2 * V_DIM)
         errors = errors_of(name)
@@ -107,20 +99,14 @@ class PrefillBackward(Case):
         case |= {"mode": MODES.get(name, "default"), "tflops": round(flops / us / 1e6, 1)}
         return case | dict(zip(("dq_err", "dk_err", "dv_err"), errors, strict=True))
 
-    def gradient(self, call: Any, *inputs: Any, **options: Any) -> Run:
-        """A function that runs the backward pass of one of our operations."""
-        leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        out = self.forward(call, leaves, **options)
-        d_out = self.d_out.to(out.dtype)
-        return lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
-
 
 @functools.cache
 def _checked() -> tuple[PrefillBackward, list[Any]]:
     """The case whose errors are measured, and its gradients in float64 by the definition."""
     case = PrefillBackward(CHECKED)
-    wide = [x.double() for x in (case.q, case.k, case.v)]
-    return case, case.gradient(tsmla_bridge.mla_prefill, *wide, implementation="reference")()
+    wide = [x.double().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = case.forward(tsmla_bridge.mla_prefill, wide, implementation="reference")
+    return case, [*torch.autograd.grad(out, wide, case.d_out.double())]
 
 
 @functools.cache

@@ -105,18 +105,13 @@ def cudnn_prefill(q: Any, k: Any, v: Any, batch: int, scale: float) -> Run:
 
 
 def cudnn_gradient(q: Any, k: Any, v: Any, d_out: Any, scale: float) -> Run:
-    """cuDNN's backward pass through torch, of one request; the gradients of q, k and v."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q, k, v, d_out = (x.detach()[None].transpose(1, 2) for x in (q, k, v, d_out))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale)
-
-    def run() -> list[Any]:
-        return [x.transpose(1, 2)[0] for x in torch.autograd.grad(out, inputs, d_out, retain_graph=True)]
-
-    return run
+    """cuDNN's backward pass of one request, by the operator of torch's autograd; the gradients of q, k and v."""
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    q, k, v, d_out = (x[None].transpose(1, 2) for x in (q, k, v, d_out))
+    out, lse, cu_q, cu_k, longest_q, longest_k, *random, _ = forward(q, k, v, None, True, 0.0, True, scale=scale)
+    given = (d_out, q, k, v, out, lse, *random, None, cu_q, cu_k, longest_q, longest_k, 0.0, True)
+    return lambda: [x.transpose(1, 2)[0] for x in backward(*given, scale=scale)]
 
 
 def fa4_gradient(inputs: tuple[Any, ...], saved: tuple[Any, Any, Any], cu: Any, longest: int, scale: float) -> Run:

@@ -1,5 +1,6 @@
 """Every case of `benchmarks.run` on a CPU, at a size for one: ours by the definitions, and what the rows say."""
 
+import gc
 import itertools
 import json
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ pytest.importorskip("torch")
 import torch
 from absl import flags
 from absl.testing import flagsaver
+from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import harness, peers, run
 from benchmarks.cases import (
@@ -52,7 +55,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for module in (harness, cache, compress):
         monkeypatch.setattr(module, "time_all", clock)
-    monkeypatch.setattr(prefill_backward.PrefillBackward, "time", lambda self, functions: clock(functions, 1))
     monkeypatch.setattr(prefill_backward, "CHECKED", "40h2")
     for module, sizes in (
         (sparse_mla, {"CONTEXT": 256, "COMPRESSED": 128}), (sparse_mla_prefill, {"CONTEXT": 256, "COMPRESSED": 128}),
@@ -128,6 +130,58 @@ def test_a_recorded_command_has_no_path_of_the_machine(monkeypatch: pytest.Monke
     for path in (Path(run.__file__).parent / "results").rglob("*.json"):
         for row in json.loads(path.read_text()):
             assert "/tmp" not in row["command"] and "/root" not in row["command"], path
+
+
+class Calls(TorchDispatchMode):
+    """The operators that run in this context, and where their operands lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree.tree_leaves((args, kwargs))
+        where = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given)
+        self.found.append((str(func), where))
+        return func(*args, **kwargs or {})
+
+
+def gradients() -> dict[str, Any]:
+    """Our functions of a case that is forgotten."""
+    functions = prefill_backward.PrefillBackward("40h2").ours()
+    gc.collect()
+    return functions
+
+
+def test_a_gradient_is_one_operator_whose_operands_stay_where_they_are() -> None:
+    """A graph's replay reads what was captured at the captured addresses: nothing of it may have died or moved."""
+    for name, function in gradients().items():
+        seen, first = [], function()
+        for _ in range(2):
+            with Calls() as calls:
+                function()
+            seen.append([call for call in calls.found if call[0].startswith("tsmla")])
+        kind = "mla_prefill_kv" if name == "tsmla_kv" else "mla_prefill"
+        assert seen[0] == seen[1] and [call[0] for call in seen[0]] == [f"tsmla.{kind}_backward.default"]
+        noise = [torch.full((1 << 12,), torch.nan) for _ in range(64)]  # what was freed is written over
+        assert all(torch.equal(a, b) for a, b in zip(function(), first, strict=True)) and noise
+
+
+@pytest.mark.gpu
+def test_the_replayed_gradient_is_that_of_a_call() -> None:
+    functions = gradients()
+    for function in functions.values():
+        function()
+    torch.cuda.synchronize()
+    for function in functions.values():
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = function()
+        noise = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, want in zip(captured, function(), strict=True):
+            assert float((got - want).float().norm()) <= 2**-7 * float(want.float().norm()) and noise
 
 
 # ---- objects

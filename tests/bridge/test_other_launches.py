@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import tsmla_bridge
 from tests.bridge.inputs import inputs
 from tests.emulator.launcher import NUM_SMS, Gpu
+from tsmla_bridge.runtime import loaded_kernels
+from tsmla_kernels import launch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -240,3 +244,11 @@ def test_indexer_logits_go_to_the_catalogs_kernel(gpu: Gpu, ragged: bool) -> Non
     assert torch.equal(tsmla_bridge.indexer_logits(**(given | {"k_cache": wide})), want)
     with pytest.raises(NotImplementedError, match=r"indexer_logits: .* k_cache has strides .* the kernel can't read"):
         tsmla_bridge.indexer_logits(**(given | {"k_cache": wide}), implementation="cute")
+
+
+def test_the_runtime_is_looked_for_until_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every call: looking takes a fifth of a millisecond."""
+    answers: list[Path | None] = [None, Path("libcute_dsl_runtime.so")]
+    monkeypatch.setattr(loaded_kernels, "_found_runtime", False)
+    monkeypatch.setattr(launch, "runtime_library", lambda: answers.pop(0))
+    assert [loaded_kernels._runtime_is_here() for _ in range(4)] == [False, True, True, True]

@@ -51,9 +51,20 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     arch = devices.arch(devices.index_of(device))
     if arch not in kernel.archs:
         return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
-    if launch.runtime_library() is None:
+    if not _runtime_is_here():
         return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []
+
+
+def _runtime_is_here() -> bool:
+    """Whether the DSL's runtime library is installed. Once it was found no call looks for it again: looking takes 0.2
+    ms, and many operations ask at every call."""
+    global _found_runtime
+    _found_runtime = _found_runtime or launch.runtime_library() is not None
+    return _found_runtime
+
+
+_found_runtime = False
 
 
 def is_chosen(
