@@ -365,7 +365,7 @@ def logits(ragged: bool, k: int | None = None) -> Row:
         run, arrays, shapes if k is None else static,
         [] if ragged else [(0,) * (count - 1) + (None,)], [] if k is not None else [(0,) * count],
         splits={} if ragged else {"tokens": split}, gathered=(data, data) if ragged else (),
-        derivative="" if k is not None else "forward", inputs=(1,), kernels=1 if k is None else 2, portable=shapes,
+        derivative="" if k is not None else "both", inputs=(1,), kernels=1 if k is None else 2, portable=shapes,
     )  # fmt: skip
 
 
