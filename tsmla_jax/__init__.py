@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
     from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
     from tsmla_jax.ops.select_topk.api import select_topk
+    from tsmla_jax.ops.selection_bits.api import selection_bits
     from tsmla_jax.ops.sparse_mla.api import sparse_mla
     from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 
@@ -73,6 +74,7 @@ __all__ = [
     "register_custom_calls",
     "rope_write_kv_cache",
     "select_topk",
+    "selection_bits",
     "sparse",
     "sparse_mla",
     "write_kv_cache",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tsmla_bridge.ops.packed_caches import indexer_quantize, write_indexer_cache, write_packed_kv_cache
     from tsmla_bridge.ops.products import block_scaled_matmul, grouped_block_scaled_matmul, quantize_blocks
     from tsmla_bridge.ops.select_topk import select_topk
+    from tsmla_bridge.ops.selection_bits import selection_bits
     from tsmla_bridge.ops.sparse_mla import sparse_mla
     from tsmla_bridge.runtime.workspace import (
         Workspace,
@@ -50,6 +51,7 @@ _MODULES = {
     "mla_prefill_kv": "ops.mla_prefill_kv",
     "quantize_blocks": "ops.products",
     "select_topk": "ops.select_topk",
+    "selection_bits": "ops.selection_bits",
     "sparse_mla": "ops.sparse_mla",
     "sparse_workspace_size": "runtime.workspace",
     "to_jax": "interop",
@@ -81,6 +83,7 @@ __all__ = [
     "mla_prefill_kv",
     "quantize_blocks",
     "select_topk",
+    "selection_bits",
     "sparse_mla",
     "sparse_workspace_size",
     "to_jax",

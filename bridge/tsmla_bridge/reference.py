@@ -18,6 +18,7 @@ import torch
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.tensors import DTYPES, Scale, accumulation_dtype, dtype_name
+from tsmla_bridge.selection_reference import selected
 from tsmla_kernels.contract import FP8, FP8_MAX, CacheGatherSpec, CacheWriteSpec, DecodeSpec, MergeSpec, PrefillSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
@@ -71,12 +72,14 @@ def mla_prefill(
     cu_seqlens_kv: torch.Tensor,
     logit_scale: Scale,
     out_scale: Scale,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
 ) -> Computed:
     """out and lse of mla_prefill; the scales are what logits and outputs are multiplied by."""
     dtype = accumulation_dtype(spec.q_dtype)
     out = torch.zeros((*q.shape[:2], spec.v_head_dim), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-    for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv):
+    for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv, selection, selection_rows):
         found = _attend(q[mine].to(dtype), k[theirs].to(dtype), v[theirs].to(dtype), visible, logit_scale, out_scale)
         out[mine], lse[mine] = found
     return out.to(DTYPES[spec.out_dtype]), lse.to(DTYPES[spec.lse_dtype])
@@ -96,13 +99,15 @@ def mla_prefill_backward(
     cu_seqlens_kv: torch.Tensor,
     logit_scale: Scale,
     out_scale: Scale,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v from mla_prefill's results and their cotangents, in the dtypes of q, k and v."""
     dtype = accumulation_dtype(spec.q_dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
     shift = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse.to(dtype)
-    for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv):
+    for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv, selection, selection_rows):
         query, d_rows, key, value = (x.to(dtype) for x in (q[mine], dout[mine], k[theirs], v[theirs]))
         hidden = ~visible[:, None, :]
         scores = torch.einsum("shd,khd->shk", query, key) * logit_scale
@@ -116,7 +121,11 @@ def mla_prefill_backward(
 
 
 def _requests(
-    spec: PrefillSpec, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor
+    spec: PrefillSpec,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    selection: torch.Tensor | None,
+    selection_rows: torch.Tensor | None,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """The rows of each request's queries, those of its keys, and which query sees which key [S, K]."""
     queries, keys = _spans(cu_seqlens_q, spec.total_q_len), _spans(cu_seqlens_kv, spec.total_kv_len)
@@ -127,7 +136,12 @@ def _requests(
         position = torch.arange(kv_len, device=cu_seqlens_q.device)[: spec.max_kv_len]
         token = torch.arange(q_len, device=cu_seqlens_q.device)[: spec.max_q_len]
         last = token + (kv_len - q_len) if spec.causal else torch.full_like(token, kv_len)
-        yield mine, theirs, position <= last[:, None]
+        visible = position <= last[:, None]
+        if selection is not None:
+            rows = torch.arange(mine.start, mine.stop, device=token.device)
+            rows = rows if selection_rows is None else selection_rows[rows]
+            visible &= selected(selection, rows, position)
+        yield mine, theirs, visible
 
 
 def _attend(

@@ -3,6 +3,7 @@ jax or torch."""
 
 from tsmla_kernels.cache_ops.record import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
+from tsmla_kernels.selection.record import SELECTION_BITS
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
@@ -31,6 +32,7 @@ KERNELS = {
         MERGE_ATTENTION_STATES,
         INDEXER_LOGITS,
         SELECT_TOPK,
+        SELECTION_BITS,
         SPARSE_MLA,
         WRITE_PACKED_KV_CACHE,
         WRITE_INDEXER_CACHE,

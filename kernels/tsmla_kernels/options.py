@@ -18,6 +18,7 @@ from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, Cache
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8, SLOTS
+from tsmla_kernels.contract.selection import SelectionBitsSpec
 from tsmla_kernels.contract.sparse import (
     TOPK_ORDERS,
     CompressSpec,
@@ -77,6 +78,7 @@ _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cac
 _LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
 _INDEXER_TOPK = {**_LOGITS, "index_n_heads": "", "ragged": "true", "return_slots": "true", "return_scores": "false"}
 _PRODUCT = {**_TOPK, "in_features": "7168", "out_features": "7168", "num_groups": "256", "power_of_two": "false"}
+_BITS = {**_TOPK, "lengths": "false", "starts": "false"}
 _SPARSE = {
     **_TOPK,
     "layout": "v32",
@@ -150,6 +152,11 @@ def topk_spec(options: Mapping[str, str]) -> TopKSpec:
     if values["order"] not in TOPK_ORDERS:
         raise ValueError(f"--config: got order={values['order']}; legal: {' or '.join(TOPK_ORDERS)}")
     return _spec(TopKSpec, values, dtype="float32", page_size=0, row_starts=False)
+
+
+def selection_bits_spec(options: Mapping[str, str]) -> SelectionBitsSpec:
+    """The spec of selection_bits, whose kernel reads all sizes at the launch."""
+    return _spec(SelectionBitsSpec, _filled_in(options, _BITS))
 
 
 def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:

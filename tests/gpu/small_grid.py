@@ -24,6 +24,7 @@ import torch
 import tsmla_bridge
 from tests.oracles import sparse_inputs
 from tests.oracles.inputs import poisoned_cache
+from tsmla_kernels.contract.selection import selection_words
 
 LATENT, ROPE, PAGE = 512, 64, 64
 FP8 = torch.float8_e4m3fn
@@ -173,6 +174,55 @@ def prefill_calls(generator: torch.Generator) -> Iterator[Call]:
             keys = k.to(dtype)
             far = {**tensors, "q": far_below(q, keys), "k": keys}
             yield Call(f"{name} far below", tsmla_bridge.mla_prefill, far, options | {"softmax_scale": FAR})
+
+
+def random_selection(
+    generator: torch.Generator, tokens: int, max_kv_len: int, *, rows: bool
+) -> dict[str, torch.Tensor]:
+    """A selection of half of the keys of most tokens, of none of some tokens' keys, and with `rows` of all keys of
+    others, whose words lie in another order than the tokens."""
+    words = torch.randint(-(2**31), 2**31, (tokens + 1, selection_words(max_kv_len)), generator=generator)
+    words = words.to(torch.int32)
+    words[::7] = 0
+    if not rows:
+        return {"selection": words[:tokens].contiguous()}
+    order = torch.randperm(tokens + 1, generator=generator)[:tokens].to(torch.int32)
+    order[3::5] = -1
+    return {"selection": words, "selection_rows": order}
+
+
+def selection_calls(generator: torch.Generator) -> Iterator[Call]:
+    """mla_prefill and mla_prefill_kv of selected keys: ragged, behind a context, causal and not, all dtypes."""
+    lengths = [([70, 0, 5], [70, 30, 200]), ([130, 1], [300, 64]), ([3, 1], [0, 2])]
+    for i, (dtype, (q_lens, kv_lens)) in enumerate(itertools.product((torch.bfloat16, torch.float16, FP8), lengths)):
+        tokens, keys = sum(q_lens) + 2, sum(kv_lens) + 2
+        q = normal(generator, tokens, 3, 192, dtype=dtype)
+        k, v = (normal(generator, keys, 3, width, dtype=torch.float32) for width in (192, 128))
+        k[-2:], v[-2:] = float("nan"), float("nan")
+        offsets = {f"cu_seqlens_{name}": offsets_of(lens) for name, lens in (("q", q_lens), ("kv", kv_lens))}
+        bounds = {"max_q_len": max(q_lens), "max_kv_len": max(kv_lens)}
+        for causal in (False, True):
+            options = {**bounds, "softmax_scale": SCALE, "return_lse": True, "causal": causal}
+            selected = random_selection(generator, tokens, max(kv_lens), rows=(i + causal) % 2 == 0)
+            name = f"{dtype} {q_lens} over {kv_lens}{' causal' * causal}"
+            tensors = {"q": q, "k": k.to(dtype), "v": v.to(dtype), **offsets, **selected}
+            yield Call(name, tsmla_bridge.mla_prefill, tensors, options)
+            if dtype != FP8:
+                joint = {"kv": torch.cat((k[..., :-ROPE], v), -1).to(dtype), "k_rope": k[:, 0, -ROPE:].to(dtype)}
+                given = {"q": q, **joint, **offsets, **selected}
+                yield Call(f"{name} kv and k_rope", tsmla_bridge.mla_prefill_kv, given, options)
+
+
+def bits_calls(generator: torch.Generator) -> Iterator[Call]:
+    """selection_bits: duplicates, positions outside of the keys, few keys and more than a span of words, with lengths
+    and with starts."""
+    for num_keys, k in ((77, 64), (3001, 512), (150_000, 300)):
+        positions = torch.randint(-5, num_keys + 5, (5, k), generator=generator, dtype=torch.int32)
+        positions[1], positions[2] = -1, 3
+        each = {"lengths": int32([k, 0, 7, k + 9, -1]), "starts": int32([0, 9, num_keys, 64, -7])}
+        for names in ((), ("lengths",), ("starts",), ("lengths", "starts")):
+            tensors = {"positions": positions, **{name: each[name] for name in names}}
+            yield Call(f"{num_keys} {' '.join(names)}", tsmla_bridge.selection_bits, tensors, {"num_keys": num_keys})
 
 
 def gradients(
@@ -441,11 +491,13 @@ def product_calls(generator: torch.Generator) -> Iterator[Call]:
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "mla_decode": decode_calls,
     "mla_prefill": prefill_calls,
+    "mla_prefill_selection": selection_calls,
     "mla_prefill_gradient": gradient_calls,
     "mla_prefill_kv_gradient": functools.partial(gradient_calls, function=prefill_kv_gradient),
     "kv_cache": cache_calls,
     "merge_attention_states": merge_calls,
     "select_topk": topk_calls,
+    "selection_bits": bits_calls,
     "indexer_topk": indexer_calls,
     "packed_caches": packed_calls,
     "compress_write_kv_cache": compress_calls,

@@ -27,7 +27,9 @@ FAST = {
     "kv_cache": ("write torch.bfloat16", "gather torch.float8_e4m3fn"),
     "merge_attention_states": ("torch.bfloat16",),
     "mla_prefill": ("torch.float8_e4m3fn [130, 1] over [131, 64] causal",),
+    "mla_prefill_selection": ("torch.float8_e4m3fn [130, 1] over [300, 64] causal",),
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),
+    "selection_bits": ("77 lengths starts",),
     "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),
 }
 """Calls of every run of the tests, by the beginning of their names: compiling takes a second, or ten for attention."""

@@ -43,6 +43,11 @@ def prefill(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array
     return behind(partial(values.prefill, spec), cu_seqlens_q, cu_seqlens_kv)
 
 
+def prefill_selection(num_rows: int, selection_rows: jax.Array) -> jax.Array:
+    """selection_rows, behind the check that each is -1 or a row of the selection."""
+    return behind(partial(values.prefill_selection, num_rows), selection_rows)
+
+
 def cache_write(spec: CacheWriteSpec, slot_mapping: jax.Array) -> jax.Array:
     """slot_mapping, behind the check that every slot is -1 or in the cache and none is written twice."""
     return behind(partial(values.cache_write, spec), slot_mapping)

@@ -23,6 +23,7 @@ from tsmla_jax.ops.operation import Explanation
 from tsmla_jax.ops.quantize_blocks import api as quantize_blocks
 from tsmla_jax.ops.rope_write_kv_cache import api as rope_write_kv_cache
 from tsmla_jax.ops.select_topk import api as select_topk
+from tsmla_jax.ops.selection_bits import api as selection_bits
 from tsmla_jax.ops.sparse_mla import api as sparse_mla
 from tsmla_jax.ops.write_indexer_cache import api as write_indexer_cache
 from tsmla_jax.ops.write_kv_cache import api as write_kv_cache
@@ -43,6 +44,7 @@ OPERATIONS = {
         compress_write_kv_cache,
         indexer_logits,
         select_topk,
+        selection_bits,
         indexer_topk,
         indexer_selected_logits,
         indexer_loss,

@@ -16,5 +16,6 @@ from tsmla_bridge.ops import (
     packed_caches,
     products,
     select_topk,
+    selection_bits,
     sparse_mla,
 )

@@ -12,13 +12,13 @@ from tsmla_bridge import reference
 from tsmla_bridge.ops import prefill_launch, prefill_operators
 from tsmla_bridge.ops.prefill_launch import Gradients, PrefillInputs, PrefillOptions, Saved
 from tsmla_bridge.ops.prefill_operators import Asked, Form
-from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
+from tsmla_bridge.runtime import loaded_kernels, tensors
 from tsmla_bridge.runtime.results import Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL
-from tsmla_kernels.contract import PrefillSpec, values
+from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
 
@@ -38,6 +38,8 @@ def mla_prefill(
     v_scale: Scale | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -62,6 +64,12 @@ def mla_prefill(
       return_lse, implementation, out, lse: as mla_decode's.
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
         asks for everywhere. With it the backward kernel takes 1 to 8 % longer on an H200.
+      selection: [R, W] int32, words of bits that say which keys a query token selects, see selection_bits: bit j of
+        word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. A token
+        sees, of the keys that `causal` and the lengths leave it, only those that it selects; one that selects none of
+        them gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
+      selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
+        its keys and needs no words. None: token t has row t.
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for
@@ -78,7 +86,9 @@ def mla_prefill(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
-    inputs = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+    inputs = PrefillInputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows
+    )
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
     given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))
@@ -114,11 +124,11 @@ def run(
     by_definition = loaded_kernels.is_by_definition(implementation, device)
     if not by_definition and (reasons := why_not(spec, device)):
         raise contract.not_runnable("mla_prefill", "cute", reasons)
-    data_checks.check(values.prefill, spec, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    prefill_launch.check_values(spec, inputs)
     if prefill_launch.sees_no_key(spec):
         return layout.hand_over(layout.without_keys(), return_lse, out, lse)
     if by_definition:
-        return layout.hand_over(reference.mla_prefill(spec, *inputs, *pair), return_lse, out, lse)
+        return layout.hand_over(reference.mla_prefill(spec, *inputs[:5], *pair, *inputs[5:]), return_lse, out, lse)
     out, lse = layout.take(return_lse, out, lse)
     prefill_launch.launch(spec, inputs, pair, out, lse, wide_v=wide_v and not inputs.v.is_contiguous())
     return out, lse
@@ -148,7 +158,7 @@ def gradients(inputs: PrefillInputs, pair: Pair, options: PrefillOptions, saved:
             return prefill_launch.launch_backward(spec, inputs, pair, saved)
         if options.implementation == "cute":
             raise contract.not_runnable("the gradient of mla_prefill", "cute", reasons)
-    return reference.mla_prefill_backward(spec, *saved, *inputs, *pair)
+    return reference.mla_prefill_backward(spec, *saved, *inputs[:5], *pair, *inputs[5:])
 
 
 def _value_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

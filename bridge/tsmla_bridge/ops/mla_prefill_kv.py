@@ -14,12 +14,12 @@ import torch
 from tsmla_bridge.ops import mla_prefill, prefill_launch, prefill_operators
 from tsmla_bridge.ops.prefill_launch import Gradients, KvInputs, PrefillInputs, PrefillOptions, Saved
 from tsmla_bridge.ops.prefill_operators import Asked, Form
-from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
+from tsmla_bridge.runtime import loaded_kernels, tensors
 from tsmla_bridge.runtime.results import Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_kernels import contract
-from tsmla_kernels.contract import PrefillSpec, values
+from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.record import SHARED_ROPE_DIM
 
@@ -37,6 +37,8 @@ def mla_prefill_kv(
     causal: bool = True,
     return_lse: bool = False,
     deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -50,7 +52,7 @@ def mla_prefill_kv(
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype. All three without gaps on a GPU.
       cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as mla_prefill's.
-      return_lse, deterministic, implementation, out, lse: as mla_prefill's.
+      return_lse, deterministic, selection, selection_rows, implementation, out, lse: as mla_prefill's.
 
     Returns:
       As `mla_prefill`. q, kv and k_rope have gradients, that of k_rope summed over the heads: by the kernel where
@@ -59,7 +61,9 @@ def mla_prefill_kv(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
-    inputs = KvInputs(q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv)
+    inputs = KvInputs(
+        q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows
+    )
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
     given = {"softmax_scale": softmax_scale}
     return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))
@@ -83,11 +87,11 @@ def _value_width(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> int
 
 def _expanded(inputs: KvInputs) -> PrefillInputs:
     """The same call on k and v."""
-    q, kv, k_rope, *offsets = inputs
+    q, kv, k_rope, *others = inputs
     nope = q.shape[-1] - k_rope.shape[-1]
     rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
     # Dense, as the kernels take them.
-    return PrefillInputs(q, torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous(), *offsets)
+    return PrefillInputs(q, torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous(), *others)
 
 
 def _reads_in_place(spec: PrefillSpec, inputs: KvInputs, implementation: str | None) -> bool:
@@ -110,7 +114,7 @@ def _run(
 ) -> Results:
     if not _reads_in_place(spec, inputs, implementation) or prefill_launch.sees_no_key(spec):
         return mla_prefill.run(spec, _expanded(inputs), pair, implementation, return_lse, out, lse)
-    data_checks.check(values.prefill, spec, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    prefill_launch.check_values(spec, inputs)
     out, lse = prefill_launch.result_layout(spec, inputs.q).take(return_lse, out, lse)
     prefill_launch.launch(spec, inputs, pair, out, lse, inputs.k_rope.shape[1])
     return out, lse

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge.runtime import devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import ResultLayout
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.workspace import Layout
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
-from tsmla_kernels.contract import PrefillSpec
+from tsmla_kernels.contract import PrefillSpec, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
@@ -26,23 +26,27 @@ TensorOrShape = torch.Tensor | tuple[tuple[int, ...], str]
 
 
 class PrefillInputs(NamedTuple):
-    """The tensors of a call of mla_prefill, in the order of the kernel's operands."""
+    """The tensors of a call of mla_prefill; those of a selection may be missing."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
+    selection: torch.Tensor | None = None
+    selection_rows: torch.Tensor | None = None
 
 
 class KvInputs(NamedTuple):
-    """The tensors of a call of mla_prefill_kv, in the order of the kernel's operands."""
+    """The tensors of a call of mla_prefill_kv; those of a selection may be missing."""
 
     q: torch.Tensor
     kv: torch.Tensor
     k_rope: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
+    selection: torch.Tensor | None = None
+    selection_rows: torch.Tensor | None = None
 
 
 Inputs = PrefillInputs | KvInputs
@@ -88,6 +92,13 @@ class Saved(NamedTuple):
 def result_layout(spec: PrefillSpec, q: torch.Tensor) -> ResultLayout:
     """Shapes and dtypes of the results of a call."""
     return ResultLayout.of(q, spec.v_head_dim, spec.out_dtype, spec.lse_dtype)
+
+
+def check_values(spec: PrefillSpec, inputs: Inputs) -> None:
+    """TSMLA_CHECK's checks of the offsets and of the selection's rows."""
+    data_checks.check(values.prefill, spec, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    if inputs.selection is not None and inputs.selection_rows is not None:
+        data_checks.check(values.prefill_selection, len(inputs.selection), inputs.selection_rows)
 
 
 def sees_no_key(spec: PrefillSpec) -> bool:
@@ -172,12 +183,15 @@ def _run_kernel(
     others: Mapping[str, TensorOrShape],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Launch a kernel whose operands are the inputs, the scales and the others, in this order. `shapes` has those of
-    inputs that are passed as the wider tensor that they are columns of."""
+    """Launch a kernel whose operands are the inputs, the scales and the others. `shapes` has those of inputs that are
+    passed as the wider tensor that they are columns of."""
     shapes = shapes or {}
-    for name, tensor in inputs._asdict().items():
+    given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
+    for name, tensor in given.items():
         if name not in shapes:
             tensors.check_dense(name, tensor)
+    if inputs.selection is not None and inputs.selection_rows is None:
+        given["selection_rows"] = torch.arange(len(inputs.q), dtype=torch.int32, device=inputs.q.device)
     index = inputs.q.get_device()
     memory = Layout({name: other for name, other in others.items() if isinstance(other, tuple)})
     with devices.made_current(index):
@@ -185,7 +199,7 @@ def _run_kernel(
         scratch = torch.empty(memory.size, dtype=torch.uint8, device=inputs.q.device)
         base = scratch.data_ptr()
         pair_on_device = scales.on_device(pair, index, stream)
-        arrays = {name: loaded_kernels.view(tensor, shapes.get(name)) for name, tensor in inputs._asdict().items()}
+        arrays = {name: loaded_kernels.view(tensor, shapes.get(name)) for name, tensor in given.items()}
         arrays["scales"] = loaded_kernels.view(pair_on_device)
         for name, other in others.items():
             if isinstance(other, tuple):

@@ -15,8 +15,8 @@ from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_kernels.contract import PrefillSpec
 
-NUM_INPUTS = 5
-"""Tensors of a call: three that have gradients, and the offsets."""
+NUM_INPUTS = 7
+"""Tensors of a call: three that have gradients, the offsets, and the two of a selection, which may be None."""
 
 
 class Asked(NamedTuple):
@@ -97,7 +97,8 @@ def register(form: Form) -> Operators:
         return form.gradients(inputs, pair, options, Saved(out, lse, dout, dlse))
 
     names = form.inputs._fields  # type: ignore[attr-defined]
-    tensors = ", ".join(f"Tensor {name}" for name in names)
+    optional = form.inputs._field_defaults  # type: ignore[attr-defined]
+    tensors = ", ".join(f"Tensor{'?' if name in optional else ''} {name}" for name in names)
     parameters = f"{tensors}, {operators.PAIR_SCHEMA}, {prefill_launch.OPTIONS_SCHEMA}"
     forward = operators.register_attention(
         form.name, run, parameters, lambda *arguments: form.value_width(*arguments[:3]), memory=("out", "lse")

@@ -8,6 +8,7 @@ most).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tsmla_kernels.contract.selection import SELECTION_WORDS, selection_words
 from tsmla_kernels.contract.rules import (
     FLOATS,
     FP8,
@@ -24,6 +25,7 @@ from tsmla_kernels.contract.rules import (
     check_ints,
     check_rank,
     check_scales,
+    check_size,
     check_static_last,
     least_latent_dim,
     listed,
@@ -103,7 +105,7 @@ class DecodeSpec(ResultDtypes):
 @dataclass(frozen=True)
 class PrefillSpec(ResultDtypes):
     """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. `deterministic` is about
-    the gradients."""
+    the gradients. selection: whether the call selects keys by bits."""
 
     batch: Dim
     total_q_len: Dim
@@ -117,6 +119,7 @@ class PrefillSpec(ResultDtypes):
     kv_dtype: str
     causal: bool
     deterministic: bool = False
+    selection: bool = False
 
     def without_sizes(self) -> "PrefillSpec":
         """The static facts alone: what calls on a part of the heads, or on several calls', have in common."""
@@ -245,6 +248,8 @@ def prefill_spec(
     v_scale: Scale = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    selection: Array | None = None,
+    selection_rows: Array | None = None,
 ) -> PrefillSpec:
     """The spec of mla_prefill, or ValueError / TypeError naming the argument that is not legal."""
     causal = static_bool("causal", causal)
@@ -274,6 +279,7 @@ def prefill_spec(
     batch = cu_seqlens_q.shape[0] - 1
     check_ints("cu_seqlens_kv", cu_seqlens_kv, "B + 1", (batch + 1, "B + 1, B from cu_seqlens_q"))
     check_scales(softmax_scale=softmax_scale, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    _check_selection(selection, selection_rows, total_q_len, max_kv_len)
     return PrefillSpec(
         batch=batch,
         total_q_len=total_q_len,
@@ -287,7 +293,32 @@ def prefill_spec(
         kv_dtype=k.dtype,
         causal=causal,
         deterministic=deterministic,
+        selection=selection is not None,
     )
+
+
+def _check_selection(
+    selection: Array | None, selection_rows: Array | None, total_q_len: Dim, max_kv_len: int
+) -> None:
+    """ValueError unless both are None, or words of bits for max_kv_len keys and, where it is given, a row number for
+    each query token."""
+    if selection is None:
+        if selection_rows is not None:
+            raise ValueError("selection_rows: got an array without selection, whose rows it numbers; legal: None")
+        return
+    check_ints("selection", selection, "R W")
+    rows, words = selection.shape
+    least = selection_words(max_kv_len)
+    if not isinstance(words, int) or words % SELECTION_WORDS or words < least:
+        raise ValueError(
+            f"selection: got shape {show(selection.shape)}; its W must be a multiple of {SELECTION_WORDS}, at least"
+            f" {least}: a bit for each of max_kv_len = {max_kv_len} keys"
+        )
+    if selection_rows is None:
+        check_size("selection", selection, 0, total_q_len, "Tq from q, as selection_rows is None")
+        return
+    check_ints("selection_rows", selection_rows, "Tq", (total_q_len, "Tq from q"))
+    check_at_least_one("selection", (rows,), 0, "R")
 
 
 def prefill_kv_spec(
@@ -303,6 +334,8 @@ def prefill_kv_spec(
     causal: bool = True,
     return_lse: bool = False,
     deterministic: bool = False,
+    selection: Array | None = None,
+    selection_rows: Array | None = None,
 ) -> PrefillSpec:
     """The spec of mla_prefill_kv, which is that of mla_prefill on the k and v that kv and k_rope stand for, or
     ValueError / TypeError naming the argument that is not legal."""
@@ -342,6 +375,8 @@ def prefill_kv_spec(
         causal=causal,
         return_lse=return_lse,
         deterministic=deterministic,
+        selection=selection,
+        selection_rows=selection_rows,
     )
 
 

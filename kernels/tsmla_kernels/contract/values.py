@@ -55,6 +55,17 @@ def decode(
                 )
 
 
+def prefill_selection(num_rows: int, selection_rows: np.ndarray) -> None:
+    """selection_rows: each -1 or the number of one of selection's rows."""
+    wrong = np.flatnonzero((selection_rows < -1) | (selection_rows >= num_rows))
+    if wrong.size:
+        token = int(wrong[0])
+        raise ValueError(
+            f"selection_rows: got {selection_rows[token]} for query token {token}; legal: -1 to R - 1 = {num_rows - 1},"
+            " R from selection"
+        )
+
+
 def prefill(spec: PrefillSpec, cu_seqlens_q: np.ndarray, cu_seqlens_kv: np.ndarray) -> None:
     """Both arrays of offsets are sound."""
     _check_offsets("cu_seqlens_q", cu_seqlens_q, spec.total_q_len, "max_q_len", spec.max_q_len)

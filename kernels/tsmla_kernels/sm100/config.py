@@ -223,6 +223,8 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
         )
     if isinstance(spec.num_heads, int):
         reasons += _too_large("Tq", spec.total_q_len, spec.num_heads * V_HEAD_DIM)
+    if spec.selection:
+        reasons.append("the call has a selection; TokenSpeed's prefill takes none")
     return reasons
 
 

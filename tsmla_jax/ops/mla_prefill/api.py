@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
+from tsmla_jax.ops.mla_prefill.selection import operands
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -33,6 +34,8 @@ def mla_prefill(
     v_scale: Scale | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    selection: Int32[Array, "R W"] | None = None,
+    selection_rows: Int32[Array, " Tq"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
     """Attention of packed requests with their own packed keys (expanded MLA: 192 wide keys, 128 wide values).
@@ -56,6 +59,12 @@ def mla_prefill(
       return_lse: also return the logsumexp of the scaled logits.
       deterministic: the gradients of two equal calls are equal bit by bit. Without it only "cute" adds in an order that
         may differ between calls; with it the backward kernel takes 1 to 8 % longer on an H200.
+      selection: [R, W] int32, words of bits that say which keys a query token selects, see `selection_bits`: bit j of
+        word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. A token
+        sees, of the keys that `causal` and the lengths leave it, only those that it selects; one that selects none of
+        them gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
+      selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
+        its keys and needs no words. None: token t has row t.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
@@ -78,7 +87,8 @@ def mla_prefill(
     if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
         out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
     else:
-        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale, q_scale, k_scale, v_scale))
+        scales = Scales(softmax_scale, q_scale, k_scale, v_scale)
+        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *operands(spec, selection, selection_rows))
         out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 

@@ -56,16 +56,16 @@ def note(spec: PrefillSpec, arch: str) -> str:
 
 
 def backward(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
-    """The cotangents of q, k, v, the scales and the offsets, in this order, from a call's operands in this order, its
-    results and their cotangents."""
-    (q, k, v, scales, *offsets), results = saved
-    spec = call.spec_of(q, k, offsets[0])
+    """The cotangents of q, k, v, the scales, the offsets and the selection, in this order, from a call's operands in
+    this order, its results and their cotangents."""
+    (q, k, v, scales, *shared), results = saved
+    spec = call.spec_of(q, k, shared[0])
     if not why_no_kernel(spec, call.arch):
         return by_kernel(call, saved, cotangents)
-    d_q, d_k, d_v, d_logit_scale, d_v_scale, *_ = xla.backward(
-        spec, ((q, k, v, scales[0], scales[1], *offsets), results), cotangents
+    d_q, d_k, d_v, d_logit_scale, d_v_scale, *unknown = xla.backward(
+        spec, ((q, k, v, scales[0], scales[1], *shared), results), cotangents
     )
-    return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), None, None
+    return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), *unknown
 
 
 def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:

@@ -43,18 +43,19 @@ def mla_prefill(
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
     scales: Scales,
-    *,
+    *selection: jax.Array,
     spec: PrefillSpec,
 ) -> Results:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
     operand = scales.operand()
-    results: Results = _differentiable(planned(spec, operand))(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv)
+    attend = _differentiable(planned(spec, operand))
+    results: Results = attend(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
     return results
 
 
 @functools.cache
 def _differentiable(call: Planned) -> Callable[..., Any]:
-    """The call as a function (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse)."""
+    """The call as a function (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> (out, lse)."""
     return transforms.with_backward(_transformable(call), functools.partial(backward.backward, call))
 
 
@@ -62,21 +63,22 @@ def _differentiable(call: Planned) -> Callable[..., Any]:
 def _transformable(call: Planned) -> Callable[..., Any]:
     """The call without its derivative."""
 
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, scales: jax.Array, *offsets: jax.Array) -> Results:
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, scales: jax.Array, *shared: jax.Array) -> Results:
+        offsets, selection = shared[:2], shared[2:]
         spec = call.spec_of(q, k, offsets[0])
         if call.arch not in MLA_PREFILL_SM100.archs:
-            return on_hopper(call, spec, (q, k, v, *offsets, scales))
+            return on_hopper(call, spec, (q, k, v, *offsets, *selection, scales))
         return blackwell.on_one_device(
             q, k, v, scales, *offsets, spec=spec, static_scales=call.static_scales, arch=call.arch
         )
 
     return transforms.transformable(
         on_device,
-        rule="t h k, s h k, s h v, c, b, b -> t h v, t h",
-        fixed=("t", "k", "s", "v", "c", "b"),
+        rule=f"t h k, s h k, s h v, c, b, b{', r w, t' * call.spec.selection} -> t h v, t h",
+        fixed=("t", "k", "s", "v", "c", "b", *("r", "w") * call.spec.selection),
         partition=_partition,
         fold=_fold,
-        shared=3,
+        shared=5 if call.spec.selection else 3,
         derivative=refuse_second_derivative,
     )
 
@@ -110,5 +112,6 @@ def _fold(
 def _partition(shapes: Sequence[Any]) -> transforms.Partition:
     """Heads split everything that has them. Rows can't be split: where a request ends is only known on the device."""
     heads = transforms.named_axes(shapes[0])[1]
-    rows, line = P(None, heads, None), P(None)
-    return (rows, rows, rows, line, line, line), (rows, P(None, heads))
+    rows = P(None, heads, None)
+    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[3:])
+    return (rows, rows, rows, *shared), (rows, P(None, heads))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
+from tsmla_jax.ops.mla_prefill.selection import selected
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels.contract import PrefillSpec
 
@@ -17,7 +18,7 @@ def mla_prefill(
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
     scales: Scales,
-    *,
+    *selection: jax.Array,
     spec: PrefillSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_prefill documents them; both are always returned. Differentiable."""
@@ -31,6 +32,8 @@ def mla_prefill(
         q_len, kv_len = cu_seqlens_q[1:] - cu_seqlens_q[:-1], cu_seqlens_kv[1:] - cu_seqlens_kv[:-1]
         last_visible = q_position + (kv_len - q_len)[q_request]
         visible &= kv_position <= last_visible[:, None]
+    if spec.selection:
+        visible &= selected(*selection, kv_position)
     visible = visible[:, None, :]
 
     # Padding rows may hold NaN, and 0 * NaN is NaN.

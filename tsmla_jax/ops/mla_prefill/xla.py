@@ -7,7 +7,7 @@ so memory is linear in the number of tokens in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.mla_prefill.call import SEVERAL_TIMES
+from tsmla_jax.ops.mla_prefill.selection import selected
 from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract import PrefillSpec
 
@@ -46,12 +47,12 @@ def mla_prefill(
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
     scales: Scales,
-    *,
+    *selection: jax.Array,
     spec: PrefillSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
-    operands = (q, k, v, scales.logits(dtype), as_scale(scales.v, dtype), cu_seqlens_q, cu_seqlens_kv)
+    operands = (q, k, v, scales.logits(dtype), as_scale(scales.v, dtype), cu_seqlens_q, cu_seqlens_kv, *selection)
     # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
     # cotangent.
     return _attend(spec, *(carry(x, *operands) for x in operands))
@@ -67,27 +68,33 @@ def _attend(
     v_scale: jax.Array,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
+    *selection: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     dtype = accumulation_dtype(spec.q_dtype)
-    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv)
+    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *selection)
     padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
     heads, v_dim = spec.num_heads, spec.v_head_dim
     num_tiles, tile_of = _tiling(spec, cu_seqlens_q, cu_seqlens_kv, padded_q.shape[0])
+    select = _selecting(selection)
 
     def step(t: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         outs, lses = results
         tile = tile_of(t)
         query = _rows(padded_q, tile.row, Q_TILE).astype(dtype)
 
-        def block(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
-            _, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
+        def block(i: jax.Array, so_far: tuple[online_softmax.State, jax.Array]) -> Any:
+            state, chosen = so_far
+            _, key, value, visible = _block(tile, i, padded_k, padded_v, dtype, select)
             scores = _dot("qhd,khd->hqk", query, key, spec) * logit_scale
             scores = jnp.where(visible, scores, -jnp.inf)
-            return online_softmax.update(state, scores, lambda weights: _dot("hqk,khv->hqv", weights, value, spec))
+            state = online_softmax.update(state, scores, lambda weights: _dot("hqk,khv->hqv", weights, value, spec))
+            return state, chosen | visible.any(-1)
 
         start = online_softmax.start((heads, Q_TILE), v_dim, dtype, *operands)
-        state = lax.fori_loop(0, tile.num_blocks, block, start)
+        state, chosen = lax.fori_loop(0, tile.num_blocks, block, (start, carry(jnp.zeros(Q_TILE, bool), *operands)))
         seen = tile.valid & (tile.kv_start < tile.kv_end) & (tile.kv_start <= tile.last_visible)
+        if spec.selection:
+            seen &= chosen  # a row may select none of its keys
         total, lse = online_softmax.finish(state, seen)
         out = jnp.where(seen[..., None], state.out / total[..., None] * v_scale, 0)
         outs = _replace(outs, out.swapaxes(0, 1).astype(spec.out_dtype), tile)
@@ -109,17 +116,18 @@ def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, 
 def backward(
     spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, ...]:
-    """The cotangents of the seven operands (None for the offsets), from the operands, the forward pass' out and lse and
-    their cotangents. Any implementation may have computed out and lse."""
-    (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
+    """The cotangents of the operands (None for the offsets and the selection), from the operands, the forward pass' out
+    and lse and their cotangents. Any implementation may have computed out and lse."""
+    (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *selection), (out, lse) = saved
     d_out, d_lse = cotangents
-    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, d_out, d_lse)
+    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *selection, d_out, d_lse)
     dtype = accumulation_dtype(spec.q_dtype)
     # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
     shift = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse.astype(dtype)
     padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
     padded_d_out, padded_shift, padded_lse = (_at_least(x, Q_TILE) for x in (d_out, shift, lse))
     num_tiles, tile_of = _tiling(spec, cu_seqlens_q, cu_seqlens_kv, padded_q.shape[0])
+    select = _selecting(selection)
 
     def step(t: jax.Array, totals: Operands) -> Operands:
         d_q, *of_keys = totals
@@ -132,7 +140,7 @@ def backward(
 
         def block(i: jax.Array, state: Operands) -> Operands:
             d_query, d_k, d_v, d_logit_scale, d_v_scale = state
-            row, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
+            row, key, value, visible = _block(tile, i, padded_k, padded_v, dtype, select)
             scores = _dot("qhd,khd->hqk", query, key, spec)
             visible = visible & (tile_lse != -jnp.inf)
             weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores * logit_scale - tile_lse, 0)), 0)
@@ -159,7 +167,8 @@ def backward(
     )
     d_q, d_k, d_v = d_q[: spec.total_q_len], d_k[: spec.total_kv_len], d_v[: spec.total_kv_len]
     found = (d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_logit_scale, d_v_scale)
-    return *refuse_derivative(found, (), "the gradient of mla_prefill", SEVERAL_TIMES), None, None
+    unknown = (None,) * (2 + len(selection))
+    return *refuse_derivative(found, (), "the gradient of mla_prefill", SEVERAL_TIMES), *unknown
 
 
 _attend.defvjp(_forward, backward)
@@ -193,8 +202,21 @@ def _tiling(
     return ends[-1], tile_of
 
 
+Select = Callable[[_Tile, jax.Array], jax.Array]
+"""Of a tile and the positions of keys in its request, which [Q_TILE, keys] pairs the selection lets see each other."""
+
+
+def _selecting(selection: Sequence[jax.Array]) -> Select | None:
+    """The function that a call's selection is; None without one."""
+    if not selection:
+        return None
+    words, rows = selection
+    padded = _at_least(rows, Q_TILE)
+    return lambda tile, positions: selected(words, _rows(padded, tile.row, Q_TILE), positions)
+
+
 def _block(
-    tile: _Tile, i: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype
+    tile: _Tile, i: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype, select: Select | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The tile's i-th block of keys: its first row, keys, values, and which [Q_TILE, KV_BLOCK] pairs are visible."""
     first = tile.kv_start + i * KV_BLOCK
@@ -205,6 +227,8 @@ def _block(
     key = jnp.where(used[:, None, None], _rows(k, row, KV_BLOCK).astype(dtype), 0)
     value = jnp.where(used[:, None, None], _rows(v, row, KV_BLOCK).astype(dtype), 0)
     visible = tile.valid[:, None] & used & (rows <= tile.last_visible[:, None])
+    if select is not None:
+        visible &= select(tile, rows - tile.kv_start)
     return row, key, value, visible
 
 

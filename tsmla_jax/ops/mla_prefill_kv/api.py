@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
+from tsmla_jax.ops.mla_prefill.selection import operands
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -34,6 +35,8 @@ def mla_prefill_kv(
     causal: bool = True,
     return_lse: bool = False,
     deterministic: bool = False,
+    selection: Int32[Array, "R W"] | None = None,
+    selection_rows: Int32[Array, " Tq"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
@@ -46,7 +49,7 @@ def mla_prefill_kv(
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype.
       cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as in `mla_prefill`.
-      return_lse, deterministic, implementation: as in `mla_prefill`.
+      return_lse, deterministic, selection, selection_rows, implementation: as in `mla_prefill`.
 
     Returns:
       As `mla_prefill`; derivatives in reverse mode too.
@@ -61,7 +64,8 @@ def mla_prefill_kv(
     if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
         out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
     else:
-        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale))
+        selected = operands(spec, selection, selection_rows)
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale), *selected)
         out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 

@@ -36,47 +36,47 @@ def mla_prefill_kv(
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
     scales: Scales,
-    *,
+    *selection: jax.Array,
     spec: PrefillSpec,
 ) -> Results:
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
     and v. Reverse-mode differentiable."""
     if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
-        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales)
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales, *selection)
         return reference.mla_prefill_kv(*arrays, spec=spec, attend=prefill.mla_prefill)
     operand = scales.operand()
     attend = _differentiable(planned(spec, operand))
-    results: Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv)
+    results: Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
     return results
 
 
 @functools.cache
 def _differentiable(call: Planned) -> Callable[..., Any]:
-    """The call as a function (q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse). vmap makes one call
-    after another."""
+    """The call as a function (q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> (out, lse). vmap makes
+    one call after another."""
 
     def on_device(
-        q: jax.Array, kv: jax.Array, k_rope: jax.Array, scales: jax.Array, *offsets: jax.Array
+        q: jax.Array, kv: jax.Array, k_rope: jax.Array, scales: jax.Array, *shared: jax.Array
     ) -> Results:
-        spec = call.spec_of(q, kv, offsets[0])
-        return prefill.on_hopper(call, spec, (q, kv, k_rope, *offsets, scales), k_rope.shape[1])
+        spec = call.spec_of(q, kv, shared[0])
+        return prefill.on_hopper(call, spec, (q, kv, k_rope, *shared, scales), k_rope.shape[1])
 
     run = transforms.transformable(
         on_device,
-        rule="t h k, s h w, s r, c, b, b -> t h v, t h",
-        fixed=("t", "k", "s", "w", "r", "c", "b", "v"),
+        rule=f"t h k, s h w, s r, c, b, b{', n m, t' * call.spec.selection} -> t h v, t h",
+        fixed=("t", "k", "s", "w", "r", "c", "b", *("n", "m") * call.spec.selection, "v"),
         partition=_partition,
         derivative=refuse_second_derivative,
     )
 
     def derivative(saved: Saved, cotangents: Results) -> Cotangents:
-        (q, kv, k_rope, scales, *offsets), results = saved
+        (q, kv, k_rope, scales, *shared), results = saved
         expand = functools.partial(reference.expand, k_dim=q.shape[2])
-        spec = call.spec_of(q, kv, offsets[0])
+        spec = call.spec_of(q, kv, shared[0])
         if k_rope.shape[1] == SHARED_ROPE_DIM and not backward.why_no_kernel(spec, call.arch):
             return backward.by_kernel(call, saved, cotangents)
         (k, v), contract_keys = jax.vjp(expand, kv, k_rope)
-        saved = ((q, k, v, scales, *offsets), results)
+        saved = ((q, k, v, scales, *shared), results)
         d_q, d_k, d_v, *others = backward.backward(call, saved, cotangents)
         return d_q, *contract_keys((d_k, d_v)), *others
 
@@ -86,5 +86,6 @@ def _differentiable(call: Planned) -> Callable[..., Any]:
 def _partition(shapes: Sequence[Any]) -> transforms.Partition:
     """q's sharding along heads, everything else whole."""
     heads = transforms.named_axes(shapes[0])[1]
-    rows, line = P(None, heads, None), P(None)
-    return (rows, rows, P(None, None), line, line, line), (rows, P(None, heads))
+    rows = P(None, heads, None)
+    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[2:])
+    return (rows, rows, *shared), (rows, P(None, heads))

@@ -21,13 +21,14 @@ def mla_prefill_kv(
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
     scales: Scales,
-    *,
+    *selection: jax.Array,
     spec: PrefillSpec,
     attend: Callable[..., Results] = reference.mla_prefill,
 ) -> Results:
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
     and v, and `attend` the mla_prefill to use."""
-    return attend(q, *expand(kv, k_rope, spec.qk_head_dim), cu_seqlens_q, cu_seqlens_kv, scales, spec=spec)
+    k, v = expand(kv, k_rope, spec.qk_head_dim)
+    return attend(q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *selection, spec=spec)
 
 
 def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:

@@ -24,12 +24,14 @@ from tsmla_kernels.sm90.prefill.memory import (
     Results,
     Rows,
     Scale,
+    Selection,
     Shared,
     Stage,
     ThreadIndex,
     Tile,
     release,
 )
+from tsmla_kernels.sm90.prefill.selection import SelectedKeys
 from tsmla_kernels.sm90.prefill.softmax import LaggingSoftmax, Softmax
 from tsmla_kernels.sm90.warp import advance, transpose_quad, uniform
 
@@ -44,6 +46,7 @@ class Warpgroup(NamedTuple):
     next_rows: Rows
     results: Results
     out_scale: Float32
+    selection: Selection | None
 
 
 class Cursor(NamedTuple):
@@ -68,11 +71,14 @@ class Attention:
         self.gemms = Gemms(traits)
         self.softmax = Softmax(traits)
         self.lagging_softmax = LaggingSoftmax(traits, self.softmax)
+        self.selected_keys = SelectedKeys(traits)
 
     @cute.jit
-    def run(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> None:
+    def run(
+        self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, selection: Selection | None, group: Int32
+    ) -> None:
         """Run compute warpgroup `group`: attention of its rows of all tiles of this CTA."""
-        wg = self.set_up(shared, mma, scales, results, group)
+        wg = self.set_up(shared, mma, scales, results, selection, group)
         cute.arch.mbarrier_wait(shared.q.full + group, 0)
         blocks = uniform(shared.tiles[Tile.BLOCKS, 0])
         if blocks > 0:
@@ -82,7 +88,9 @@ class Attention:
             self.last_values(wg, cursor)
 
     @cute.jit
-    def set_up(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> Warpgroup:
+    def set_up(
+        self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, selection: Selection | None, group: Int32
+    ) -> Warpgroup:
         """Make the warpgroup's operands, accumulators and softmax state."""
         traits = self.traits
         t = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
@@ -99,6 +107,8 @@ class Attention:
             cute.make_rmem_tensor((2,), Int32),
             scale,
         )
+        if const_expr(traits.selection):
+            rows = rows._replace(selected=self.selected_keys.registers())
         next_rows = rows._replace(
             maximum=cute.make_rmem_tensor((2,), Float32), total=cute.make_rmem_tensor((2,), Float32)
         )
@@ -106,7 +116,7 @@ class Attention:
         rows.total.fill(0.0)
         return Warpgroup(
             shared=shared, thread=thread, products=products, rows=rows, next_rows=next_rows, results=results,
-            out_scale=out_scale,
+            out_scale=out_scale, selection=selection,
         )  # fmt: skip
 
     def row_view(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
@@ -119,6 +129,7 @@ class Attention:
         shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
         self.gemms.start_turns(thread.group)
         keys, unmasked_keys = self.limits(wg, Int32(0))
+        self.load_selection(wg, blocks - 1)
         cute.arch.mbarrier_wait(shared.k.full, 0)
         self.gemms.scores(products, shared.k.memory, Int32(0))
         warpgroup.wait_group(0)
@@ -169,19 +180,32 @@ class Attention:
         for b in cutlass.range(masked, unroll=1):
             block_index = cursor.blocks - 2 - b
             self.zero_rows(shared.v, cursor.v, cursor.v_keys, thread)
+            self.load_selection(wg, block_index)
             self.issue(wg, cursor, block_index)
-            self.softmax.mask(rows, block_index, thread.lane)
+            if const_expr(self.traits.selection):
+                self.selected_keys.mask(rows, block_index, thread.lane, limited=True)
+            else:
+                self.softmax.mask(rows, block_index, thread.lane)
             self.softmax.finish_block(products, rows, shared.v, cursor.v)
             v_keys = cursor.keys - block_index * self.traits.block
             cursor = cursor._replace(k=self.next_stage(cursor.k), v=cursor.k, v_keys=v_keys)
         for b in cutlass.range(masked, cursor.blocks - 1, unroll=1):
+            self.load_selection(wg, cursor.blocks - 2 - b)
             self.issue(wg, cursor, cursor.blocks - 2 - b)
+            if const_expr(self.traits.selection):
+                self.selected_keys.mask(rows, cursor.blocks - 2 - b, thread.lane, limited=False)
             if const_expr(self.traits.fp8):
                 self.lagging_softmax.finish_block(products, rows, shared.v, cursor.v.index)
             else:
                 self.softmax.finish_block(products, rows, shared.v, cursor.v)
             cursor = cursor._replace(k=self.next_stage(cursor.k), v=cursor.k)
         return cursor
+
+    @cute.jit
+    def load_selection(self, wg: Warpgroup, block_index: Int32) -> None:
+        """Load the words of a block's keys, if the call has a selection. They arrive while S is computed."""
+        if const_expr(self.traits.selection):
+            self.selected_keys.load(wg.selection, wg.rows.selected, block_index)
 
     @cute.jit
     def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
@@ -214,6 +238,7 @@ class Attention:
                 release(shared.k.empty + k.index)
                 k = self.next_stage(k)
         block_index = blocks - 1
+        self.load_selection(wg, block_index)
         self.gemms.issue(shared, products, k, cursor.v, thread.group)
         release(shared.k.empty + k.index)
         if const_expr(traits.fp8 and traits.causal):
@@ -269,7 +294,8 @@ class Attention:
 
     @cute.jit
     def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
-        """Return (the request's keys, the keys that all rows of this warpgroup see), and set `rows.limit`."""
+        """Return (the request's keys, the keys that all rows of this warpgroup see, selected or not), and set
+        `rows.limit`, and with a selection `rows.selected.places`."""
         tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
         keys = uniform(tiles[Tile.KEYS, slot])
         unmasked_keys = keys
@@ -281,6 +307,8 @@ class Attention:
         else:
             for i in cutlass.range_constexpr(2):
                 limit[i] = keys
+        if const_expr(self.traits.selection):
+            self.selected_keys.find_rows(wg.selection, wg.rows.selected, tiles, slot, thread)
         return keys, unmasked_keys
 
     @cute.jit

@@ -19,6 +19,7 @@ PLAN_WORDS = 8  # int32 words of one row of the plan
 PROGRESS_WORDS = 2  # words of memory.Progress. `progress` has one word per CTA, so a grid has at least 2 CTAs
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
 FP8_HEAD_DIMS = ((192, 128),)
+SELECTION_HEAD_DIMS = ((192, 128),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class PrefillConfig:
       block: keys of one pipeline stage.
       stages: the number of stages of K, and of V.
       wide_v: whether the operand v is [Tk, H, W], with v in the first V of W columns.
+      selection: whether a query row sees, of those keys, only the ones that its words of bits select.
     """
 
     dtype: str
@@ -46,6 +48,7 @@ class PrefillConfig:
     block: int = 128
     stages: int = 2
     wide_v: bool = False
+    selection: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -64,6 +67,12 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
         reasons.append(
             f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim}; the sm_90 prefill kernel takes"
             f" {legal}{f' in {FP8}' if spec.q_dtype == FP8 else ''}"
+        )
+    elif spec.selection and (spec.qk_head_dim, spec.v_head_dim) not in SELECTION_HEAD_DIMS:
+        legal = ", ".join(f"{k} and {v}" for k, v in SELECTION_HEAD_DIMS)
+        reasons.append(
+            f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim} with a selection; the sm_90 prefill"
+            f" kernel takes {legal} with one"
         )
     return reasons
 
@@ -87,6 +96,7 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False
         causal=spec.causal,
         groups=3 if spec.q_dtype == FP8 else 2,
         wide_v=wide_v,
+        selection=spec.selection,
     )
 
 

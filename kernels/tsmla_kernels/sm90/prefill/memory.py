@@ -40,6 +40,7 @@ class KernelTraits:
         self.swizzle_kind = SmemLayoutAtomKind.K_SW64 if self.fp8 else SmemLayoutAtomKind.K_SW128
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.causal, self.groups = config.causal, config.groups
+        self.selection = config.selection
         self.block, self.stages, self.tile_rows = config.block, config.stages, config.tile_rows
         self.k_column_tiles, self.v_column_tiles = self.qk_head_dim // 64, self.v_head_dim // 64
         self.rope_column_tiles = config.rope_dim // 64
@@ -129,6 +130,27 @@ class Operands(NamedTuple):
     lse: cute.Tensor
     plan: cute.Tensor
     progress: cute.Tensor
+    selection: Selection | None = None
+
+
+class Selection(NamedTuple):
+    """Which keys query rows select, in global memory: `words` [R, W] int32, where bit j of word w stands for key 32 w +
+    j of the row's request, and `rows` [Tq] int32, the row of `words` that each query row has. A query row with a
+    negative number selects all keys. W is a multiple of 4, so that a block's words are one load of 16 bytes."""
+
+    words: cute.Tensor
+    rows: cute.Tensor
+
+
+SELECTION_OPERANDS = slice(5, 7)  # the places of Selection's arrays among the launcher's
+
+
+def named_operands(tensors: tuple[cute.Tensor, ...], selection: bool) -> Operands:
+    """The launcher's arrays by name. Those of a selection follow the offsets."""
+    if not selection:
+        return Operands(*tensors)
+    first, last = tensors[: SELECTION_OPERANDS.start], tensors[SELECTION_OPERANDS.stop :]
+    return Operands(*first, *last, selection=Selection(*tensors[SELECTION_OPERANDS]))
 
 
 class TmaCopy(NamedTuple):
@@ -230,7 +252,7 @@ class Products(NamedTuple):
 class Rows(NamedTuple):
     """The softmax state of this thread's two rows: S and O [2, columns], and for each row the maximum of `scale` * S
     (fp8: minus P_SCALE_BITS), the sum of P, and the number of keys that the row sees. `scale` is the logits' scale
-    times log2(e)."""
+    times log2(e). `selected` is there if the call has a selection."""
 
     s: cute.Tensor
     o: cute.Tensor
@@ -238,6 +260,15 @@ class Rows(NamedTuple):
     total: cute.Tensor
     limit: cute.Tensor
     scale: Float32
+    selected: Selected | None = None
+
+
+class Selected(NamedTuple):
+    """The selection's part in a thread's softmax state: its two query rows' rows of `Selection.words` (negative: all
+    keys), and the words [2 rows, 4] of one block of keys."""
+
+    places: cute.Tensor
+    words: cute.Tensor
 
 
 def make_storage(traits: KernelTraits) -> Any:

@@ -12,6 +12,10 @@ SHARED_ROPE_DIM = 64
 """The width R of k_rope in the objects for mla_prefill_kv that `tsmla compile` makes."""
 
 
+SELECTION = (Operand("selection", "int32", (None, None)), Operand("selection_rows", "int32", (None,), align=4))
+"""The operands of a call with a selection, after its offsets."""
+
+
 def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
     """The operands q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv takes them. The number of
     heads is read at the launch. With wide_v, v is [Tk, H, W]. W is only the distance between rows: the last row may be
@@ -28,6 +32,7 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
         *keys,
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        *(SELECTION if config.selection else ()),
         Operand("scales", "float32", (2,), align=4),
         Operand("out", attention_out_dtype(config.dtype), (None, None, v_dim), output=True),
         Operand("lse", "float32", (None, None), output=True, align=4),

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, Rows, Stage, release
+from tsmla_kernels.sm90.prefill.selection import SelectedKeys
 from tsmla_kernels.sm90.warp import store_matrices
 
 # fp8: P is 2^5 for a score that equals the row's running maximum. Values of P from 2^-6 up are normal e4m3 numbers with
@@ -33,6 +34,7 @@ class Softmax:
 
     def __init__(self, traits: KernelTraits) -> None:
         self.traits = traits
+        self.selected_keys = SelectedKeys(traits)
 
     @cute.jit
     def mask(self, rows: Rows, block_index: Int32, lane: Int32) -> None:
@@ -82,8 +84,11 @@ class Softmax:
     @cute.jit
     def start_tile(self, rows: Rows, block_index: Int32, unmasked_keys: Int32, lane: Int32) -> None:
         """Replace S of a tile's first block by P. All rows of the warpgroup see the first `unmasked_keys` keys."""
-        if (block_index + 1) * self.traits.block > unmasked_keys:
-            self.mask(rows, block_index, lane)
+        if const_expr(self.traits.selection):
+            self.selected_keys.mask(rows, block_index, lane, limited=True)
+        else:
+            if (block_index + 1) * self.traits.block > unmasked_keys:
+                self.mask(rows, block_index, lane)
         self.update_maximum(rows)
         for i in cutlass.range_constexpr(2):
             self.exponentiate(rows, i)

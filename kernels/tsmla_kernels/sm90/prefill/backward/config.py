@@ -57,6 +57,8 @@ def backward_reasons(spec: PrefillSpec) -> list[str]:
             f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim}; the sm_90 prefill gradient takes"
             f" {legal}"
         )
+    if spec.selection:
+        reasons.append("the call has a selection; the sm_90 prefill gradient takes none")
     return reasons
 
 

@@ -1,0 +1,39 @@
+"""Which kernel of selection_bits serves a call: its static configuration. Imports no cutlass.
+
+All sizes are dynamic, so one compiled object serves every number of tokens, positions and words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.selection import SelectionBitsSpec
+
+THREADS = 256  # of a CTA, which has one token
+SPAN_WORDS = 4096  # words in shared memory at once: the bits of 131,072 keys
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionBitsConfig:
+    """The static facts that an object of selection_bits is compiled for.
+
+    Attributes:
+      lengths: whether a token says how many of its positions count.
+      starts: whether a token says which key its first bit stands for.
+    """
+
+    lengths: bool = False
+    starts: bool = False
+
+
+def selection_bits_reasons(spec: SelectionBitsSpec) -> list[str]:
+    """Why the kernel cannot run this call; empty, as it can run every legal one."""
+    del spec
+    return []
+
+
+def selection_bits_config(spec: SelectionBitsSpec) -> SelectionBitsConfig:
+    """The configuration that serves `spec`."""
+    return SelectionBitsConfig(spec.lengths, spec.starts)

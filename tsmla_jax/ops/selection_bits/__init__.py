@@ -1,0 +1,1 @@
+"""The operation selection_bits: api, reference, xla and cute."""
