@@ -7,7 +7,6 @@ import torch
 from tsmla_kernels.contract.selection import WORD_KEYS, SelectionBitsSpec
 
 
-
 def selection_bits(
     spec: SelectionBitsSpec, positions: torch.Tensor, lengths: torch.Tensor | None, starts: torch.Tensor | None
 ) -> torch.Tensor:

@@ -168,11 +168,17 @@ class StandInLauncher(launch.Launcher):
         inputs[2] = inputs[2][..., : self.config.v_head_dim]
         tensors = dict(zip(("q", "k", "v"), inputs, strict=True))
         tensors |= {name: operands[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
-        longest = 1 << 20
+        names = ("selection", "selection_rows") if self.config.selection else ()
+        selected = {name: operands[name] for name in names}
+        longest = 32 * selected["selection"].shape[1] if selected else 1 << 20
         spec = prefill_spec(
-            **describe(tensors), max_q_len=longest, max_kv_len=longest, softmax_scale=1.0, causal=self.config.causal
+            **describe(tensors | selected),
+            max_q_len=longest,
+            max_kv_len=longest,
+            softmax_scale=1.0,
+            causal=self.config.causal,
         )
-        return spec, [*tensors.values(), *operands["scales"]]
+        return spec, [*tensors.values(), *operands["scales"], *selected.values()]
 
     def _mla_prefill(self, operands: Operands) -> None:
         for name in ("plan", "progress"):
@@ -240,6 +246,13 @@ class StandInLauncher(launch.Launcher):
             operands["row_lens"][-rows:], operands["row_requests"][-rows:] = lens[-rows:], request[-rows:]
             given |= {"block_tables": given["block_tables"][request[-rows:]], "seq_lens": lens[-rows:]}
         operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
+
+    def _selection_bits(self, operands: Operands) -> None:
+        given = {name: operands[name] for name in ("lengths", "starts") if name in operands}
+        num_keys = 32 * operands["selection"].shape[1]
+        tsmla_bridge.selection_bits(
+            operands["positions"], num_keys, **given, out=operands["selection"], implementation="reference"
+        )
 
     def _select_topk(self, operands: Operands) -> None:
         config = self.config

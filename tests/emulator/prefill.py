@@ -52,8 +52,11 @@ def emulate(
             q_dtype=q.dtype.name,
             kv_dtype=q.dtype.name,
             causal=config.causal,
+            selection=config.selection,
         )
-        return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(scales[0], v=scales[1]), spec=spec)
+        selected = [given[name] for name in ("selection", "selection_rows") if name in given]
+        factors = Scales(scales[0], v=scales[1])
+        return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, factors, *selected, spec=spec)
 
     inputs = [given[name] for name in names]
     if isinstance(config, BackwardConfig):

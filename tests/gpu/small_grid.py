@@ -250,6 +250,17 @@ def prefill_kv_gradient(
     return gradients(call, {"q": q, "kv": kv, "k_rope": k_rope}, dout, dlse)
 
 
+def selection_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
+    """The gradients of mla_prefill and mla_prefill_kv of selected keys, causal and not, in both modes."""
+    functions = (prefill_gradient, prefill_kv_gradient)
+    for i, function in enumerate(functions):
+        for j, call in enumerate(gradient_calls(generator, function)):
+            if (i + j) % 2 == 0:
+                rows, longest = len(call.tensors["q"]), call.options["max_kv_len"]
+                selected = random_selection(generator, rows, longest, rows=j % 4 < 2)
+                yield call._replace(name=f"{call.name}{' shared rope' * i}", tensors={**call.tensors, **selected})
+
+
 def gradient_calls(generator: torch.Generator, function: Callable[..., Any] = prefill_gradient) -> Iterator[Call]:
     """The gradient of prefill: ragged, empty queries and keys, behind a context, causal and not, in both modes."""
     lengths = [([70, 0, 5], [70, 30, 200]), ([3, 1], [0, 2]), ([130, 1], [131, 64])]
@@ -493,6 +504,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "mla_prefill": prefill_calls,
     "mla_prefill_selection": selection_calls,
     "mla_prefill_gradient": gradient_calls,
+    "mla_prefill_selection_gradient": selection_gradient_calls,
     "mla_prefill_kv_gradient": functools.partial(gradient_calls, function=prefill_kv_gradient),
     "kv_cache": cache_calls,
     "merge_attention_states": merge_calls,

@@ -54,6 +54,7 @@ def calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             {"softmax_scale": 0.1},
         ),
         "select_topk": ((of(F32, 5, 32), slots), {"k": 4}),
+        "selection_bits": ((of(I32, 5, 4),), {"num_keys": 30}),
         "indexer_topk": (
             (of(F32, 5, 2, 32), of(F32, 5, 2), of(F32, 6, 16, 32), tables, lens, starts),
             {"k": 4, "return_slots": True},

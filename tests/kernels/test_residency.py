@@ -23,6 +23,8 @@ DETERMINISTIC = "torch.bfloat16 [130, 1] over [131, 64] causal deterministic"
 OTHERS = {
     "mla_decode": "",
     "mla_prefill": "torch.bfloat16 [130, 1]",
+    "mla_prefill_selection": "torch.bfloat16 [130, 1]",
+    "selection_bits": "",
     "mla_prefill_gradient": "torch.float16 [130, 1] over [131, 64]",
     "merge_attention_states": "",
     "kv_cache": "gather",

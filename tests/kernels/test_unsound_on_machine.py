@@ -32,6 +32,12 @@ CALLED = {
         "torch.float8_e4m3fn [130, 1] over [131, 64]",
     ),
     "mla_prefill_gradient": ("torch.bfloat16 [3, 1] over [0, 2] causal deterministic",),
+    "mla_prefill_selection": (
+        "torch.bfloat16 [70, 0, 5] over [70, 30, 200]",
+        "torch.float8_e4m3fn [130, 1] over [300, 64] causal",
+    ),
+    "mla_prefill_selection_gradient": ("torch.bfloat16 [70, 0, 5] over [70, 30, 200] causal",),
+    "selection_bits": ("3001 lengths starts",),
     "kv_cache": ("write torch.bfloat16", "write torch.float8_e4m3fn int64 slots", "gather torch.bfloat16"),
     "select_topk": ("3001 value from their starts", "77 slots"),
     "indexer_logits": ("flat", "ragged"),

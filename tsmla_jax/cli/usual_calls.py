@@ -71,6 +71,7 @@ def usual_calls() -> tuple[UsualCall, ...]:
         usual("indexer_loss", "bf16, 2,048 selected keys", *plain_index, of((64, 128, 576), bf16), cache,
               of((64, 128), f32), indices=chosen, softmax_scale=0.135),
         usual("select_topk", "V3.2", of((64, 4096), f32), tokens, 2048),
+        usual("selection_bits", "V3.2", of((4096, 2048), i32), num_keys=4096),
         usual("indexer_topk", "V3.2", *index, 2048),
         usual("compress_kv", "V4, ratio 4", of((512, 2, 1024), f32), of((4, 1024), f32), state, state_slots=lens,
               seq_lens=lens, cu_seqlens_q=starts, ratio=4, overlap=True),

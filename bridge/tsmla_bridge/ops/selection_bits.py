@@ -1,4 +1,4 @@
-"""selection_bits on torch tensors: the positions that a top-k chose as words of bits, by which mla_prefill selects keys.
+"""selection_bits on torch tensors: the positions that a top-k chose as bits, by which mla_prefill selects keys.
 
 On a Hopper GPU by the catalog's kernel, one launch; in torch operations on CPUs. Neither reads a value on the host, so
 both can be captured into CUDA graphs.

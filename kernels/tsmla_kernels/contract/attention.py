@@ -8,7 +8,6 @@ most).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tsmla_kernels.contract.selection import SELECTION_WORDS, selection_words
 from tsmla_kernels.contract.rules import (
     FLOATS,
     FP8,
@@ -34,6 +33,7 @@ from tsmla_kernels.contract.rules import (
     static_int,
     table_shape,
 )
+from tsmla_kernels.contract.selection import SELECTION_WORDS, selection_words
 
 
 class ResultDtypes:

@@ -1,5 +1,5 @@
-"""selection_bits in one launch: a CTA has one token. Its threads set the bits of the token's positions in shared memory,
-span by span of words, and then store the words. DESIGN.md in this folder gives the reasons.
+"""selection_bits in one launch: a CTA has one token. Its threads set the bits of the token's positions in shared
+memory, span by span of words, and then store the words. DESIGN.md in this folder gives the reasons.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class SelectionBits:
         """Launch the kernel on `stream`. `arrays` are those of `selection_bits_operands`, in order."""
         each = [name for name in ("lengths", "starts") if getattr(self.config, name)]
         operands = Operands(arrays[0], arrays[-1], **dict(zip(each, arrays[1:-1], strict=True)))
-        self.mark(operands).launch(
-            grid=[operands.positions.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        self.mark(operands).launch(grid=[operands.positions.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def mark(self, operands: Operands):

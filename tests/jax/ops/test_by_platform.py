@@ -80,6 +80,7 @@ CALLS: dict[str, tuple[Arrays, dict[str, Any]]] = {
     ),
     "indexer_logits": (QUERY | KEYS, {}),
     "select_topk": ({"logits": zeros(2, 300, dtype=F32), "seq_lens": ints([300, 7])}, {"k": 16}),
+    "selection_bits": ({"positions": ints([[3, 9], [0, -1]])}, {"num_keys": 30}),
     "indexer_topk": (QUERY | KEYS, {"k": 16}),
     "indexer_quantize": ({"q": zeros(2, 64, 128), "weights": zeros(2, 64)} | ANGLES, {}),
     "write_indexer_cache": (

@@ -35,10 +35,17 @@ class Operands(NamedTuple):
     scales: jax.Array
     cu_seqlens_q: jax.Array
     cu_seqlens_kv: jax.Array
+    selection: jax.Array | None = None
+    selection_rows: jax.Array | None = None
+
+    @property
+    def selected(self) -> tuple[jax.Array, ...]:
+        """The selection's arrays, if there are any."""
+        return () if self.selection is None or self.selection_rows is None else (self.selection, self.selection_rows)
 
 
-SHARED = 3
-"""The operands at the end that calls of one vmap have in common."""
+HEADED = 7
+"""The operands at the beginning, which have heads; calls of one vmap have the others in common."""
 
 
 def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:
@@ -70,12 +77,12 @@ def backward(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
 
 def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
     """`backward` by the kernel; k and v may also be kv and k_rope. A scale's cotangent is NaN where the scale is 0."""
-    (q, k, v, scales, *offsets), (out, lse) = saved
+    (q, k, v, scales, *shared), (out, lse) = saved
     d_out, d_lse = cotangents
-    d_q, *d_keys = _transformable(call, v.ndim == 2)(*Operands(q, k, v, out, lse, d_out, d_lse, scales, *offsets))
+    d_q, *d_keys = _transformable(call, v.ndim == 2)(q, k, v, out, lse, d_out, d_lse, scales, *shared)
     # q is a factor of the logits as their scale is, and out is proportional to its own scale.
     d_scales = jnp.stack([_dot(d_q, q), _dot(out, d_out)]) / scales
-    return d_q, *d_keys, d_scales, None, None
+    return d_q, *d_keys, d_scales, *(None for _ in shared)
 
 
 @jax.jit
@@ -90,11 +97,11 @@ def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]
     keys, columns = ("s h w, s r", ("w", "r")) if shared_rope else ("s h k, s h v", ())
     return transforms.transformable(
         functools.partial(_on_device, call),
-        rule=f"t h k, {keys}, t h v, t h, t h v, t h, c, b, b -> t h k, {keys}",
-        fixed=("t", "k", "s", *columns, "v", "c", "b"),
+        rule=f"t h k, {keys}, t h v, t h, t h v, t h, c, b, b{', n m, t' * call.spec.selection} -> t h k, {keys}",
+        fixed=("t", "k", "s", *columns, "v", "c", "b", *("n", "m") * call.spec.selection),
         partition=functools.partial(_partition, shared_rope),
         fold=None if shared_rope else _fold,
-        shared=SHARED,
+        shared=5 if call.spec.selection else 3,
         derivative=refuse_second_derivative,
         summed=2 if shared_rope else None,
     )
@@ -111,7 +118,7 @@ def _on_device(call: Planned, *arrays: jax.Array) -> Gradients:
     gradients = kernel_call(
         MLA_PREFILL_BACKWARD,
         config,
-        (x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, x.scales, x.out, x.lse, x.d_out, x.d_lse),
+        (x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, *x.selected, x.scales, x.out, x.lse, x.d_out, x.d_lse),
         (x.q.shape, x.k.shape, x.v.shape, *(shape for shape, _ in workspaces.values())),
         arch=call.arch,
     )
@@ -120,14 +127,15 @@ def _on_device(call: Planned, *arrays: jax.Array) -> Gradients:
 
 def _fold(run: Callable[..., Gradients], axis_size: int, *arrays: jax.Array) -> Gradients:
     """vmap's axis V, leading in all arrays but the shared ones, becomes V * H heads of one call."""
-    folded = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in arrays[:-SHARED])
-    gradients = run(*folded, *arrays[-SHARED:])
+    folded = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in arrays[:HEADED])
+    gradients = run(*folded, *arrays[HEADED:])
     return tuple(x.reshape(x.shape[0], axis_size, -1, x.shape[2]).swapaxes(0, 1) for x in gradients)
 
 
 def _partition(shared_rope: bool, shapes: Sequence[Any]) -> transforms.Partition:
     """q's sharding along heads; what has no heads is whole."""
     heads = transforms.named_axes(shapes[0])[1]
-    rows, terms, line = P(None, heads, None), P(None, heads), P(None)
+    rows, terms = P(None, heads, None), P(None, heads)
     gradients = (rows, rows, P(None, None) if shared_rope else rows)
-    return (*gradients, rows, terms, rows, terms, line, line, line), gradients
+    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[HEADED:])
+    return (*gradients, rows, terms, rows, terms, *shared), gradients

@@ -1,4 +1,4 @@
-"""The selection of keys by bits, as arrays: what the implementations are given, and which pairs it lets see each other."""
+"""The selection of keys by bits: the arrays that implementations are given, and which pairs they let see each other."""
 
 from __future__ import annotations
 

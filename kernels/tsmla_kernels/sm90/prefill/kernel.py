@@ -57,7 +57,7 @@ class MlaPrefill:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
         """Launch both kernels on `stream`. `tensors` are those of `mla_prefill_operands`, in order."""
-        operands = named_operands(tensors, self.traits.selection)
+        operands = named_operands(Operands, tensors, self.traits.selection)
         copies = self.make_copies(operands)
         mma = self.make_mma()
         heads, total_q, total_kv = Int32(operands.q.shape[1]), Int32(operands.q.shape[0]), Int32(operands.k.shape[0])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +16,8 @@ from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
+
+Named = TypeVar("Named")
 
 TILE_SLOTS = 8  # places in the ring of tile descriptors: the producer is at most three tiles ahead of an epilogue
 TILE_WORDS = 8
@@ -145,12 +148,12 @@ class Selection(NamedTuple):
 SELECTION_OPERANDS = slice(5, 7)  # the places of Selection's arrays among the launcher's
 
 
-def named_operands(tensors: tuple[cute.Tensor, ...], selection: bool) -> Operands:
-    """The launcher's arrays by name. Those of a selection follow the offsets."""
+def named_operands(named: Callable[..., Named], tensors: tuple[cute.Tensor, ...], selection: bool) -> Named:
+    """The launcher's arrays by name, in the tuple `named`. Those of a selection follow the offsets."""
     if not selection:
-        return Operands(*tensors)
+        return named(*tensors)
     first, last = tensors[: SELECTION_OPERANDS.start], tensors[SELECTION_OPERANDS.stop :]
-    return Operands(*first, *last, selection=Selection(*tensors[SELECTION_OPERANDS]))
+    return named(*first, *last, selection=Selection(*tensors[SELECTION_OPERANDS]))
 
 
 class TmaCopy(NamedTuple):

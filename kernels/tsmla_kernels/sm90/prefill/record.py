@@ -88,6 +88,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         *(Operand(name, config.dtype, shape) for name, shape in keys),
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        *(SELECTION if config.selection else ()),
         Operand("scales", "float32", (2,), align=4),
         Operand("out", config.dtype, (None, None, v_dim)),
         Operand("lse", "float32", (None, None), align=4),

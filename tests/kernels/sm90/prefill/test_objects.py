@@ -13,6 +13,9 @@ CONFIGS = {
     "128 and 128, f16": {"qk_head_dim": "128", "dtype": "float16"},
     "kv and k_rope": {"shared_rope": "true"},
     "64 and 64": {"qk_head_dim": "64", "v_head_dim": "64"},
+    "selected keys": {"selection": "true"},
+    "selected keys, kv and k_rope, f16": {"selection": "true", "shared_rope": "true", "dtype": "float16"},
+    "selected keys, fp8": {"selection": "true", "dtype": "float8_e4m3fn"},
     "fp8": {"dtype": "float8_e4m3fn"},
     "fp8, not causal": {"dtype": "float8_e4m3fn", "causal": "false"},
 }
@@ -47,6 +50,10 @@ def test_everything_stays_in_registers(name: str) -> None:
         (
             {"v_head_dim": "64"},
             "no kernel for it: the head dims of k and v are 192 and 64; the sm_90 prefill kernel takes",
+        ),
+        (
+            {"selection": "true", "qk_head_dim": "128"},
+            "the head dims of k and v are 128 and 128 with a selection; the sm_90 prefill kernel takes 192 and 128",
         ),
         ({"head_dim": "64"}, "got option 'head_dim'; legal: batch_invariant, causal, "),
         ({"causal": "maybe"}, "got causal=maybe; legal: true or false"),

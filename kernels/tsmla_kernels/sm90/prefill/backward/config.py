@@ -36,6 +36,7 @@ class BackwardConfig:
         operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees, of m keys, only keys j <= i + m - n.
       deterministic: whether sums over key tiles are added in a fixed order, so that repeated calls give equal bits.
+      selection: whether a query row sees, of those keys, only the ones that its words of bits select.
     """
 
     dtype: str
@@ -44,6 +45,7 @@ class BackwardConfig:
     rope_dim: int = 0
     causal: bool = True
     deterministic: bool = False
+    selection: bool = False
 
 
 def backward_reasons(spec: PrefillSpec) -> list[str]:
@@ -57,8 +59,6 @@ def backward_reasons(spec: PrefillSpec) -> list[str]:
             f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim}; the sm_90 prefill gradient takes"
             f" {legal}"
         )
-    if spec.selection:
-        reasons.append("the call has a selection; the sm_90 prefill gradient takes none")
     return reasons
 
 
@@ -71,6 +71,7 @@ def backward_config(spec: PrefillSpec, rope_dim: int = 0) -> BackwardConfig:
         rope_dim=rope_dim,
         causal=spec.causal,
         deterministic=spec.deterministic,
+        selection=spec.selection,
     )
 
 

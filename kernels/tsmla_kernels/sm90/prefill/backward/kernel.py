@@ -36,7 +36,7 @@ from tsmla_kernels.sm90.prefill.backward.plan import BackwardPlanner
 from tsmla_kernels.sm90.prefill.backward.products import Consumer
 from tsmla_kernels.sm90.prefill.backward.rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
 from tsmla_kernels.sm90.prefill.backward.sums import Reducer
-from tsmla_kernels.sm90.prefill.memory import Scale, Schedule
+from tsmla_kernels.sm90.prefill.memory import Scale, Schedule, Selection, named_operands
 from tsmla_kernels.sm90.prefill.plan import Requests
 
 
@@ -54,8 +54,8 @@ class MlaPrefillBackward:
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
-        """Launch the kernels on `stream`. `tensors` are the fields of `Operands`, in order."""
-        operands = Operands(*tensors)
+        """Launch the kernels on `stream`. `tensors` are those of `mla_prefill_backward_operands`, in order."""
+        operands = named_operands(Operands, tensors, self.traits.selection)
         traits = self.traits
         sums = Sums(operands.dq_sum, operands.row_terms, operands.turns, operands.dq_sum, operands.turns)
         gradients = KeyGradients(operands.dk, operands.dv)
@@ -75,7 +75,9 @@ class MlaPrefillBackward:
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
         copies, mmas = self.producer.make_copies(operands), self.consumer.make_mmas()
-        self.differentiate(copies, sums, schedule, gradients, operands.scales, mmas, heads).launch(
+        self.differentiate(
+            copies, sums, schedule, gradients, operands.scales, mmas, heads, operands.selection
+        ).launch(
             grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
@@ -107,6 +109,7 @@ class MlaPrefillBackward:
         scales: cute.Tensor,
         mma: Mma,
         heads: Int32,
+        selection: Selection | None,
     ):
         """Run one CTA: set up the barriers, then give each warpgroup its role."""
         tidx = cute.arch.thread_idx()[0]
@@ -135,7 +138,7 @@ class MlaPrefillBackward:
                     self.reducer.reduce_tiles(sums, shared, reduced)
         else:
             cute.arch.setmaxregister_increase(traits.compute_registers)
-            self.consumer.compute(gradients, factors(scales), shared, mma, group)
+            self.consumer.compute(gradients, factors(scales), shared, mma, selection, group)
 
     @cute.kernel
     def finish(self, requests: Requests, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):

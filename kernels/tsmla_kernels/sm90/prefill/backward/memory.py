@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
-from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
+from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
@@ -77,6 +77,7 @@ class Operands(NamedTuple):
     progress: cute.Tensor
     rope_sum: cute.Tensor | None = None
     rope_turns: cute.Tensor | None = None
+    selection: Selection | None = None
 
 
 class Copies(NamedTuple):
@@ -190,6 +191,7 @@ class Traits:
         self.dtype = DTYPES[config.dtype]
         self.element_bytes = self.dtype.width // 8
         self.causal, self.deterministic = config.causal, config.deterministic
+        self.selection = config.selection
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.rope_columns, self.nope_columns = config.rope_dim, config.qk_head_dim - config.rope_dim
         self.dq_columns = self.qk_head_dim // GROUPS

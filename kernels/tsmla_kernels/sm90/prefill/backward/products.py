@@ -31,8 +31,9 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Tile,
     Traits,
 )
+from tsmla_kernels.sm90.prefill.backward.selection import SelectedQueries
 from tsmla_kernels.sm90.prefill.backward.sums import SumStaging
-from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
+from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage, ThreadIndex
 from tsmla_kernels.sm90.warp import store_matrices, transpose_quad, uniform
 
 FAR = 2**31 - 1
@@ -45,6 +46,7 @@ class Consumer:
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
         self.staging = SumStaging(traits)
+        self.selected_queries = SelectedQueries()
 
     def make_mmas(self) -> Mma:
         dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
@@ -83,7 +85,15 @@ class Consumer:
     # ---- tiles
 
     @cute.jit
-    def compute(self, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
+    def compute(
+        self,
+        gradients: KeyGradients,
+        factors: Factors,
+        shared: Shared,
+        mma: Mma,
+        selection: Selection | None,
+        group: Int32,
+    ):
         """Run one compute warpgroup, which computes its half of the keys of every tile."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
@@ -106,7 +116,7 @@ class Consumer:
             for step in cutlass.range(steps, unroll=1):
                 stage, previous = self.stage(count), self.stage(count - 1)
                 tile = self.traits.query_tile(step, steps)
-                self.probabilities(acc, factors, shared, mma, stage, slot, tile, t)
+                self.probabilities(acc, factors, shared, mma, selection, stage, slot, tile, t)
                 self.keys_products(acc, factors, shared, mma, stage, t)
                 warpgroup.wait_group(1)
                 self.leave(shared.dout.empty)
@@ -182,12 +192,16 @@ class Consumer:
         factors: Factors,
         shared: Shared,
         mma: Mma,
+        selection: Selection | None,
         stage: Stage,
         slot: Int32,
         step: Int32,
         t: ThreadIndex,
     ):
         """Compute S = K Q^T, P, and dP = V dO^T."""
+        if const_expr(self.traits.selection):
+            # The words arrive while S is computed.
+            words = self.selected_queries.load(selection, shared.tiles, slot, step, t)
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)
         rows = uniform(shared.tiles[Tile.ROWS, slot]) - step * Q_ROWS
         if rows < Q_ROWS:
@@ -201,6 +215,8 @@ class Consumer:
         keys = uniform(shared.tiles[Tile.KEYS, slot])
         if diagonal > 1 - KEY_ROWS or keys < KEY_ROWS:
             self.mask(s, diagonal, keys, t)
+        if const_expr(self.traits.selection):
+            self.selected_queries.mask(s, words, t)
         self.powers(acc, factors, shared, stage, t)
         dout = self.dout_stage(stage)
         cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
