@@ -157,7 +157,7 @@ def test_what_the_kernels_are_given(gpu: Gpu, rows: bool) -> None:
 def test_illegal_selections() -> None:
     q, k, v = numbers(torch.float32)
     words = selection()["selection"]
-    with pytest.raises(ValueError, match=r"selection: got shape \[52, 4\]; its W must be a multiple of 4, at least 8"):
+    with pytest.raises(ValueError, match=r"selection: got shape \[50, 4\]; its W must be a multiple of 4, at least 8"):
         tsmla_bridge.mla_prefill(q, k, v, **OPTIONS, selection=words[:, :4])
     with pytest.raises(ValueError, match=r"selection_rows: got an array without selection"):
         tsmla_bridge.mla_prefill(q, k, v, **OPTIONS, selection_rows=words[:, 0])

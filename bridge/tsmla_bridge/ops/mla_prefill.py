@@ -86,9 +86,7 @@ def mla_prefill(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
-    inputs = PrefillInputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows
-    )
+    inputs = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows)
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
     given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))

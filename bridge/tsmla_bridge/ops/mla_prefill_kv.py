@@ -61,9 +61,7 @@ def mla_prefill_kv(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
-    inputs = KvInputs(
-        q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows
-    )
+    inputs = KvInputs(q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows)
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
     given = {"softmax_scale": softmax_scale}
     return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))
