@@ -39,6 +39,7 @@ KERNEL_PAGES = {
     "sparse.md": KERNELS / "sm90/sparse/DESIGN.md",
     "sparse_log.md": KERNELS / "sm90/sparse/LOG.md",
     "merge.md": KERNELS / "merge/DESIGN.md",
+    "selection.md": KERNELS / "selection/DESIGN.md",
     "products.md": KERNELS / "sm90/products/DESIGN.md",
     "products_log.md": KERNELS / "sm90/products/LOG.md",
     "caches.md": KERNELS / "cache_ops/DESIGN.md",

@@ -126,7 +126,9 @@ def run(
     if prefill_launch.sees_no_key(spec):
         return layout.hand_over(layout.without_keys(), return_lse, out, lse)
     if by_definition:
-        return layout.hand_over(reference.mla_prefill(spec, *inputs[:5], *pair, *inputs[5:]), return_lse, out, lse)
+        selected, rows = inputs.selection, inputs.selection_rows
+        results = reference.mla_prefill(spec, *inputs[:5], *pair, selection=selected, selection_rows=rows)
+        return layout.hand_over(results, return_lse, out, lse)
     out, lse = layout.take(return_lse, out, lse)
     prefill_launch.launch(spec, inputs, pair, out, lse, wide_v=wide_v and not inputs.v.is_contiguous())
     return out, lse
@@ -156,7 +158,8 @@ def gradients(inputs: PrefillInputs, pair: Pair, options: PrefillOptions, saved:
             return prefill_launch.launch_backward(spec, inputs, pair, saved)
         if options.implementation == "cute":
             raise contract.not_runnable("the gradient of mla_prefill", "cute", reasons)
-    return reference.mla_prefill_backward(spec, *saved, *inputs[:5], *pair, *inputs[5:])
+    selected, rows = inputs.selection, inputs.selection_rows
+    return reference.mla_prefill_backward(spec, *saved, *inputs[:5], *pair, selection=selected, selection_rows=rows)
 
 
 def _value_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

@@ -85,11 +85,12 @@ def _value_width(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> int
 
 def _expanded(inputs: KvInputs) -> PrefillInputs:
     """The same call on k and v."""
-    q, kv, k_rope, *others = inputs
+    q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, *selected = inputs
     nope = q.shape[-1] - k_rope.shape[-1]
     rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
     # Dense, as the kernels take them.
-    return PrefillInputs(q, torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous(), *others)
+    k, v = torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous()
+    return PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, *selected)
 
 
 def _reads_in_place(spec: PrefillSpec, inputs: KvInputs, implementation: str | None) -> bool:

@@ -49,7 +49,7 @@ def selection_bits(
     arguments = (positions, num_keys, lengths, starts, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(positions, derivatives=False):
         if out is None:
-            return torch.ops.tsmla.selection_bits(*arguments)  # type: ignore[no-any-return]
+            return torch.ops.tsmla.selection_bits(*arguments)
         torch.ops.tsmla.selection_bits_into(*arguments, out)
         return out
     return _mark(*arguments, out)

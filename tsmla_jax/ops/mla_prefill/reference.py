@@ -33,7 +33,8 @@ def mla_prefill(
         last_visible = q_position + (kv_len - q_len)[q_request]
         visible &= kv_position <= last_visible[:, None]
     if spec.selection:
-        visible &= selected(*selection, kv_position)
+        words, rows = selection
+        visible &= selected(words, rows, kv_position)
     visible = visible[:, None, :]
 
     # Padding rows may hold NaN, and 0 * NaN is NaN.

@@ -42,11 +42,11 @@ def mla_prefill_kv(
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
     and v. Reverse-mode differentiable."""
     if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
-        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales, *selection)
-        return reference.mla_prefill_kv(*arrays, spec=spec, attend=prefill.mla_prefill)
+        attend, offsets = prefill.mla_prefill, (cu_seqlens_q, cu_seqlens_kv)
+        return reference.mla_prefill_kv(q, kv, k_rope, *offsets, scales, *selection, spec=spec, attend=attend)
     operand = scales.operand()
-    attend = _differentiable(planned(spec, operand))
-    results: Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
+    run = _differentiable(planned(spec, operand))
+    results: Results = run(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
     return results
 
 
