@@ -72,6 +72,7 @@ def mla_prefill(
     cu_seqlens_kv: torch.Tensor,
     logit_scale: Scale,
     out_scale: Scale,
+    *,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
 ) -> Computed:
@@ -99,6 +100,7 @@ def mla_prefill_backward(
     cu_seqlens_kv: torch.Tensor,
     logit_scale: Scale,
     out_scale: Scale,
+    *,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

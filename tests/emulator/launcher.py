@@ -157,8 +157,8 @@ class StandInLauncher(launch.Launcher):
         found = reference.mla_decode(spec, *tensors.values(), offsets, visible, *operands["scales"])
         out[written], lse[written] = (x.view(y.shape)[written] for x, y in zip(found, (out, lse), strict=True))
 
-    def _prefill_call(self, operands: Operands) -> tuple[PrefillSpec, list[torch.Tensor]]:
-        """The spec of the call on k and v, and the operands of its definition."""
+    def _prefill_call(self, operands: Operands) -> tuple[PrefillSpec, list[torch.Tensor], Operands]:
+        """The spec of the call on k and v, and the operands of its definition, those of a selection by name."""
         inputs = [operands[name] for name in (("q", "kv", "k_rope") if self.config.rope_dim else ("q", "k", "v"))]
         if self.config.rope_dim:
             q, kv, k_rope = inputs
@@ -178,21 +178,22 @@ class StandInLauncher(launch.Launcher):
             softmax_scale=1.0,
             causal=self.config.causal,
         )
-        return spec, [*tensors.values(), *operands["scales"], *selected.values()]
+        return spec, [*tensors.values(), *operands["scales"]], selected
 
     def _mla_prefill(self, operands: Operands) -> None:
         for name in ("plan", "progress"):
             operands[name].view(torch.uint8).fill_(0xFF)
-        spec, given = self._prefill_call(operands)
-        for name, result in zip(("out", "lse"), reference.mla_prefill(spec, *given), strict=True):
+        spec, given, selected = self._prefill_call(operands)
+        for name, result in zip(("out", "lse"), reference.mla_prefill(spec, *given, **selected), strict=True):
             operands[name].copy_(result)
 
     def _mla_prefill_backward(self, operands: Operands) -> None:
         for name in ("dq_sum", "row_terms", "turns", "plan", "progress"):
             operands[name].view(torch.uint8).fill_(0xFF)
-        spec, given = self._prefill_call(operands)
+        spec, given, selected = self._prefill_call(operands)
         saved = (operands[name] for name in ("out", "lse", "dout", "dlse"))
-        found = dict(zip(("dq", "dk", "dv"), reference.mla_prefill_backward(spec, *saved, *given), strict=True))
+        gradients = reference.mla_prefill_backward(spec, *saved, *given, **selected)
+        found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
         if self.config.rope_dim:
             dk, nope = found.pop("dk"), found["dq"].shape[2] - self.config.rope_dim
             found["dkv"] = torch.cat((dk[..., :nope], found.pop("dv")), -1)
