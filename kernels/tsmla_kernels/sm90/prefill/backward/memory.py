@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
-from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, TmaCopy
+from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
@@ -174,6 +174,15 @@ class Block(NamedTuple):
     columns: int
     width: int
     pitch: int
+
+
+class Step(NamedTuple):
+    """A step of a tile: the stage of its queries, the slot of the tile's descriptor, and the number of its queries'
+    tile, counted from the descriptor's first row."""
+
+    stage: Stage
+    slot: Int32
+    queries: Int32
 
 
 class Operand(NamedTuple):

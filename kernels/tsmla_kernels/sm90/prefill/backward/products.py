@@ -27,6 +27,7 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Mma,
     Operand,
     Shared,
+    Step,
     Term,
     Tile,
     Traits,
@@ -116,7 +117,7 @@ class Consumer:
             for step in cutlass.range(steps, unroll=1):
                 stage, previous = self.stage(count), self.stage(count - 1)
                 tile = self.traits.query_tile(step, steps)
-                self.probabilities(acc, factors, shared, mma, selection, stage, slot, tile, t)
+                self.probabilities(acc, factors, shared, mma, selection, Step(stage, slot, tile), t)
                 self.keys_products(acc, factors, shared, mma, stage, t)
                 warpgroup.wait_group(1)
                 self.leave(shared.dout.empty)
@@ -193,15 +194,14 @@ class Consumer:
         shared: Shared,
         mma: Mma,
         selection: Selection | None,
-        stage: Stage,
-        slot: Int32,
-        step: Int32,
+        at: Step,
         t: ThreadIndex,
     ):
         """Compute S = K Q^T, P, and dP = V dO^T."""
+        stage, slot, step = at
         if const_expr(self.traits.selection):
             # The words arrive while S is computed.
-            words = self.selected_queries.load(selection, shared.tiles, slot, step, t)
+            words = self.selected_queries.load(selection, shared.tiles, at, t)
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)
         rows = uniform(shared.tiles[Tile.ROWS, slot]) - step * Q_ROWS
         if rows < Q_ROWS:
