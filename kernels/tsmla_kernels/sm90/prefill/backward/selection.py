@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward.memory import GROUP_KEYS, Tile
+from tsmla_kernels.sm90.prefill.backward.memory import GROUP_KEYS, Step, Tile
 from tsmla_kernels.sm90.prefill.memory import Selection, ThreadIndex
 from tsmla_kernels.sm90.prefill.selection import ALL_KEYS, WORD_KEYS
 
@@ -22,14 +22,15 @@ class SelectedQueries:
     """Device code of a compute warpgroup's selection."""
 
     @cute.jit
-    def load(self, selection: Selection, tiles: cute.Tensor, slot: Int32, step: Int32, t: ThreadIndex) -> cute.Tensor:
+    def load(self, selection: Selection, tiles: cute.Tensor, at: Step, t: ThreadIndex) -> cute.Tensor:
         """Load the words that have the warp's keys: those of queries `lane` and `lane` + 32 of the step. A query that
         selects all keys, or that is past the request's end, has all bits."""
         words = cute.make_rmem_tensor((Q_ROWS // WARP_QUERIES,), Int32)
+        slot, first_query = at.slot, at.queries * Q_ROWS
         first_key = tiles[Tile.ORDER, slot] * KEY_ROWS + t.group * GROUP_KEYS + (t.thread // 32) * 16
         column, width = first_key // WORD_KEYS, Int32(selection.words.shape[1])
-        rows = tiles[Tile.ROWS, slot] - step * Q_ROWS
-        first_row = tiles[Tile.FIRST_ROW, slot] + step * Q_ROWS
+        rows = tiles[Tile.ROWS, slot] - first_query
+        first_row = tiles[Tile.FIRST_ROW, slot] + first_query
         for i in cutlass.range_constexpr(Q_ROWS // WARP_QUERIES):
             query = t.lane + i * WARP_QUERIES
             place = Int32(ALL_KEYS)
@@ -42,12 +43,12 @@ class SelectedQueries:
         return words
 
     @cute.jit
-    def mask(self, s: cute.Tensor, words: cute.Tensor, t: ThreadIndex) -> None:
+    def mask(self, s: cute.Tensor, loaded: cute.Tensor, t: ThreadIndex) -> None:
         """Set scores to -inf for queries that do not select a key."""
         for g in cutlass.range_constexpr(Q_ROWS // 8):
             first = g * 8 % WARP_QUERIES
             for e in cutlass.range_constexpr(2):
                 source = first + (t.lane % 4) * 2 + e
-                word = cute.arch.shuffle_sync(words[g * 8 // WARP_QUERIES], offset=source) >> (t.row % WORD_KEYS)
+                word = cute.arch.shuffle_sync(loaded[g * 8 // WARP_QUERIES], offset=source) >> (t.row % WORD_KEYS)
                 for i in cutlass.range_constexpr(2):
                     s[i, 2 * g + e] = cutlass.select_(word & (1 << (8 * i)) != 0, s[i, 2 * g + e], -Float32.inf)
