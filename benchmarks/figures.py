@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import table
-from benchmarks.records import RECORDS, operations, write_summary
+from benchmarks.records import RECORDS, operations, write_headline, write_summary
 from benchmarks.table import Record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None, records: Sequence[Record] = RECORDS)
     page = root / "benchmarks" / "README.md"
     if page.exists():
         written.append((Path("summary"), partial(write_summary, results / "h200", page)))
+    if (root / "README.md").exists():
+        written.append((Path("headline"), partial(write_headline, results / "h200", root / "README.md")))
     written.append((Path("errors"), partial(operations.write_errors, results / "h200", figures)))
     for path, function in written:
         try:

@@ -1,5 +1,7 @@
 """The declared records: what each file of `benchmarks/results` is shown as, and the summary of all."""
 
+import math
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,3 +44,33 @@ def write_summary(results: Path, page: Path) -> str:
         heads = ["", "the fastest of", "tsmla's time over it"]
         page.write_text(between_markers(text, "summary", table_of(heads, lines).replace("---:", "---")))
     return f"{len(lines)} comparisons"
+
+
+HEADLINE = (
+    "- **Faster**: a decode call takes {decode_bf16} times as long as with the fastest of FlashMLA, FA3 and FA4 (bf16,"
+    " {points} shapes), over an fp8 cache {decode_fp8} times; sparse decode {sparse_mla} times, exact top-k"
+    " {select_topk} times, a prompt {prefill} times. Geometric means on one H200; [every point](docs/performance.md)"
+    " has its record."
+)
+"""The README's sentence of results: our times over the fastest others', by record."""
+WIDTH = 108
+"""Columns of the README's lines."""
+
+
+def write_headline(results: Path, readme: Path) -> str:
+    """Write the README's sentence of results between its comments, if it has them and all records are here."""
+    known = {record.name: record for record in RECORDS if record.folder == results.name}
+    text, said = readme.read_text(), {}
+    if "<!-- headline -->" not in text:
+        return "no headline"
+    for _, name, _, ratio in SUMMARY:
+        if f"{{{name}}}" in HEADLINE:
+            found = [ratio(point) for point in load(results / f"{name}.json", known[name]).points]
+            ratios = [each for each in found if each is not None]
+            said[name] = f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}"
+            if name == "decode_bf16":
+                said["points"] = str(len(ratios))
+    sentence = HEADLINE.format(**said)
+    body = textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    readme.write_text(between_markers(text, "headline", body))
+    return sentence

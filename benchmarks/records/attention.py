@@ -15,7 +15,7 @@ PEERS = {"flashmla": "FlashMLA", "legacy": "SGLang", "fa3": "FA3", "fa4": "FA4 S
 MODES = {"v32": "V3.2", "v4-512": "V4, 128 + 512", "v4-1024": "V4, 128 + 1024"}
 DENSE, PACKED = ("flashmla", "fa3", "fa4"), ("flashmla", "legacy")
 """The peers that are compared: FA3's sparse form reads a bf16 cache."""
-# The README shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
+# The page of results shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
 SHORT = ((1, 1, 16, 4096), (4, 1, 16, 81920), (64, 1, 16, 8192), (16, 1, 128, 8192), (64, 4, 128, 8192),
          (32, 4, 128, 81920))  # fmt: skip
 SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32", 64, 1, 128), ("v32", 128, 2, 128),
@@ -79,7 +79,7 @@ def decode(dtype: str) -> tb.Record:
     return tb.Record(
         name, f"MLA decode, {dtype}", ("h", "s", "b", "keys", "varlen", "page"), caption,
         tb.whole(lambda _: columns, lambda point: f"{point['h']} heads"), short, panels,
-        order=lambda point: point.key, readme="README.md",
+        order=lambda point: point.key,
     )  # fmt: skip
 
 

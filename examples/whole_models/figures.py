@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 import benchmarks.table as tb
 from benchmarks import figures
 from benchmarks.plots import Mark, Style, chart
+from benchmarks.records import WIDTH
 
 CUSTOM = "CUSTOM"
 """Our backend in vLLM."""
@@ -194,6 +196,41 @@ def vllm() -> tb.Record:
     )  # fmt: skip
 
 
+# The README shows these steps: mode, context, requests, and the cache's dtype ("auto": that of the weights).
+SHORT = (("decode", 512, 64, "auto"), ("decode", 16000, 1, "auto"), ("decode", 16000, 256, "fp8"),
+         ("prefill", 16000, 1, "auto"))  # fmt: skip
+
+
+def vllm_steps() -> tb.Record:
+    """The README's table: a few of vLLM's steps, with the fastest other backend and with ours."""
+
+    def caption(loaded: tb.Loaded) -> str:
+        versions = ", ".join(sorted({row["vllm"] for row in loaded.rows}))
+        said = (
+            f"Milliseconds of a step of vLLM {versions}, a model of DeepSeek-V2-Lite's shape with random weights. "
+            f"{tb.provenance(loaded.rows)}"
+        )
+        return textwrap.fill(said, WIDTH)
+
+    def short(loaded: tb.Loaded) -> list[str]:
+        heads = ["step", "fastest other backend", "**tsmla**", "tsmla / other"]
+        lines = []
+        for (mode, context, b, kv), point in itertools.product(SHORT, loaded.points):
+            if point["mode"].endswith(mode) and (point["context"], point["b"]) == (context, b):
+                ours, theirs = ([peer for peer in point.rows if peer[2] == kv and (peer[0] == CUSTOM) is custom]
+                                for custom in (True, False))  # fmt: skip
+                if (ratio := compared(point, kv)) is not None:
+                    requests = f"{b} request{'s' * (b > 1)}{cache_of(kv)}"
+                    times = (milliseconds(point.best(*peers)) for peers in (theirs, ours))
+                    lines.append([f"{mode}, {context:,} tokens, {requests}", *times, f"{ratio:.2f}"])
+        return [tb.table_of(heads, lines)]
+
+    return tb.Record(
+        "vllm", "", ("mode", "context", "b"), caption, short=short, peer=backend_of, rows_of=of_checkpoints,
+        readme="README.md", part="vllm_steps",
+    )  # fmt: skip
+
+
 def equal_share(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
     """The share of the texts' tokens that are those of the others, place by place; all texts have as many."""
     pairs = [pair for text, other in zip(texts, others, strict=True) for pair in zip(text, other, strict=True)]
@@ -336,7 +373,7 @@ def generate_mesh() -> tb.Record:
     return tb.Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
 
 
-RECORDS = (generate(), vllm(), vllm_prompts(), context_parallel(), generate_mesh())
+RECORDS = (generate(), vllm(), vllm_steps(), vllm_prompts(), context_parallel(), generate_mesh())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ def written(argv: list[str]) -> int:
 def place(folder: Path, rows: object) -> list[str]:
     """Write `rows` and a README with markers into the tree `folder`; return main's arguments."""
     put(folder, "decode_bf16", rows)
-    (folder / "README.md").write_text("before\n<!-- decode_bf16 -->\nold\n<!-- /decode_bf16 -->\nafter\n")
+    page = folder / "benchmarks" / "README.md"
+    page.write_text("before\n<!-- decode_bf16 -->\nold\n<!-- /decode_bf16 -->\nafter\n")
     return arguments(folder)
 
 
@@ -40,6 +41,7 @@ def with_markers(folder: Path, *names: str) -> list[str]:
     """A benchmarks/README.md with these parts to fill; main's arguments."""
     text = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names)
     (folder / "benchmarks" / "README.md").write_text(text)
+    (folder / "README.md").write_text("<!-- vllm_steps -->\nold\n<!-- /vllm_steps -->\n")
     return arguments(folder)
 
 
@@ -61,7 +63,7 @@ def test_readme_table_and_figures_come_from_the_file(tmp_path: Path) -> None:
     rows += [row("tsmla", 9.0, h=128, varlen=True), row("fa3", 6.0, h=128, varlen=True)]
     given = place(tmp_path, rows)
     assert written(given) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = (tmp_path / "benchmarks" / "README.md").read_text()
     assert readme.startswith("before\n<!-- decode_bf16 -->\n") and readme.endswith("<!-- /decode_bf16 -->\nafter\n")
     assert "old" not in readme
     assert "| B, S, H, keys | floor | FlashMLA | FA4 SM90 | **tsmla** | / best peer | of floor |" in readme
@@ -70,14 +72,14 @@ def test_readme_table_and_figures_come_from_the_file(tmp_path: Path) -> None:
     full = (tmp_path / "benchmarks" / "figures" / "decode_bf16.md").read_text()
     assert "## 128 heads\n\n| B, S, H, keys | floor | FlashMLA | FA3 | FA4 SM90 |" in full  # the columns of all heads
     assert "| 4, 1, 128, 4096, ragged | 5.0 | - | 6.0 | - | **9.0** | 1.50 | 56% |" in full
-    assert "(benchmarks/figures/decode_bf16_relative.png)" in readme and "(benchmarks/figures/decode_bf16.md)" in readme
+    assert "(figures/decode_bf16_relative.png)" in readme and "(figures/decode_bf16.md)" in readme
     assert "2 points; tsmla's time over the best peer's: geometric mean 0.87" in readme  # sqrt(0.5 * 1.5)
     assert "worst 1.50, ahead at 1 of 2" in readme
     assert "NVIDIA H200; commit abc1234; 2026-11-21" in readme
     assert "(decode_bf16_relative.png)" in full
     assert is_png(tmp_path / "benchmarks" / "figures" / "decode_bf16_relative.png")
     assert written(given) == 0
-    assert (tmp_path / "README.md").read_text() == readme
+    assert (tmp_path / "benchmarks" / "README.md").read_text() == readme
 
 
 def test_a_point_measured_again_replaces_the_older(tmp_path: Path) -> None:
@@ -90,14 +92,14 @@ def test_a_point_measured_again_replaces_the_older(tmp_path: Path) -> None:
 
 def test_bf16_queries_are_shown_and_not_compared(tmp_path: Path) -> None:
     assert written(place(tmp_path, [row("tsmla", 10.0), row("tsmla_bf16_q", 12.0), row("fa3", 20.0)])) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = (tmp_path / "benchmarks" / "README.md").read_text()
     assert "| **tsmla** | / best peer | of floor | bf16 queries |" in readme
     assert "| 4, 1, 16, 4096 | 5.0 | 20.0 | **10.0** | 0.50 | 50% | 12.0 |" in readme
 
 
 def test_only_ours_measured_shows_no_comparison(tmp_path: Path) -> None:
     assert written(place(tmp_path, [row("tsmla", 10.0)])) == 0
-    readme = (tmp_path / "README.md").read_text()
+    readme = (tmp_path / "benchmarks" / "README.md").read_text()
     assert "geometric mean" not in readme
     assert "| 4, 1, 16, 4096 | 5.0 | **10.0** | 50% |" in readme
 
@@ -141,9 +143,10 @@ def test_missing_markers_are_refused() -> None:
 
 
 def test_nothing_recorded_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("as it was")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "README.md").write_text("as it was")
     assert written(arguments(tmp_path)) == 0
-    assert (tmp_path / "README.md").read_text() == "as it was"
+    assert (tmp_path / "benchmarks" / "README.md").read_text() == "as it was"
 
 
 def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
