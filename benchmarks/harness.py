@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -142,6 +143,28 @@ class Case:
                 raise
             print(f"{name} failed at {self.text(self.point)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
             return None
+
+
+class Errors:
+    """rel_err of rows of out (norm) and, where their lse is given, lse_err, the greatest one, against float64."""
+
+    def __init__(self) -> None:
+        self.differs, self.norm, self.worst = 0.0, 0.0, None
+
+    def add(self, out: Any, lse: Any, scores: Any, values: Any, sinks: Any = None) -> None:
+        """Rows [n, V], and their lse [n] or None: of scaled scores [n, N] over values [N, V], both float64."""
+        want_lse = scores.logsumexp(-1)
+        want = scores.softmax(-1) @ values
+        if sinks is not None:
+            want *= (want_lse - sinks.double()).sigmoid()[:, None]
+        self.differs += float((out.double() - want).square().sum())
+        self.norm += float(want.square().sum())
+        if lse is not None:
+            self.worst = max(self.worst or 0.0, float((lse.double() - want_lse).abs().max()))
+
+    def fields(self) -> dict[str, float]:
+        found = {"rel_err": float(f"{math.sqrt(self.differs / self.norm):.3e}")}
+        return found if self.worst is None else found | {"lse_err": float(f"{self.worst:.2e}")}
 
 
 # ---- the device

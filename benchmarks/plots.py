@@ -14,12 +14,13 @@ Draw = Callable[[Loaded, Path], bool]
 
 
 class Mark(NamedTuple):
-    """A dot: the panel and the line that it is in, and its place. Values of x are sorted, and stand side by side."""
+    """A dot: the panel and the line that it is in, and its place. Values of x are sorted, and stand side by side. There
+    is no dot where y is None."""
 
     panel: str
     line: str
     x: Any
-    y: float
+    y: Any
 
 
 @contextlib.contextmanager
@@ -76,7 +77,7 @@ def chart(marks: Callable[[Loaded], Iterable[Mark]], style: Style) -> Draw:
     """Times, or times over others': a panel for each of the marks' panels, a line or a row of dots for each line."""
 
     def draw(loaded: Loaded, path: Path) -> bool:
-        if not (found := list(marks(loaded))):
+        if not (found := [mark for mark in marks(loaded) if mark.y is not None]):
             return False
         panels, lines = (list(dict.fromkeys(each)) for each in ((m.panel for m in found), (m.line for m in found)))
         places = list(dict.fromkeys(mark.x for mark in found))

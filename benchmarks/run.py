@@ -35,11 +35,14 @@ def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: l
 
 
 def show_list() -> None:
-    """A line for each case: the peers that can run here, and what the others lack."""
+    """A line for each case: what can run here, ours and peers, and what the others lack."""
     for name in CASES:
-        reasons = {peer: peers.why_not(library) for peer, library in case(name).peers.items()}
-        here = [harness.OURS, *(peer for peer, reason in reasons.items() if reason is None)]
-        print(f"{name}: {', '.join(here)}")
+        try:
+            reasons = {harness.OURS: peers.no_gpu()}
+            reasons |= {peer: peers.why_not(library) for peer, library in case(name).peers.items()}
+        except ImportError as error:
+            reasons = {harness.OURS: str(error)}
+        print(f"{name}: {', '.join(peer for peer, reason in reasons.items() if reason is None) or 'nothing'}")
         for peer, reason in reasons.items():
             if reason is not None:
                 print(f"    without {peer}: {reason}")

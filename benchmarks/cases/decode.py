@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 
 import tsmla_bridge
 from benchmarks.floors import BYTES_PER_KEY, LATENT, PAGE, ROPE, floor_us
-from benchmarks.harness import Case, Object, Run, device, ints
+from benchmarks.harness import Case, Errors, Object, Run, device, ints
 from benchmarks.peers import dense
 
 E4M3 = "float8_e4m3fn"
@@ -95,21 +94,14 @@ class DecodeBf16(Case):
         """rel_err of out (norm) and, of ours, the greatest error of lse."""
         b, s, h, keys, lengths = self.point
         q, q_scale = self.q[self.modes.get(name, self.modes["tsmla"])[0]]
-        out, lse = results
-        out, differs, norm, worst = out.reshape(b, s, h, LATENT), 0.0, 0.0, 0.0
+        out, lse, errors = results[0].reshape(b, s, h, LATENT), results[1], Errors()
         for r, token in itertools.product(sorted({0, b - 1}), range(s)):
             n = int(self.lens[r])
             rows = self.cache[self.table[r, : -(-n // PAGE)].long()].flatten(0, 1)[: n - (s - 1) + token]
             rows = rows.double() * self.kv_scale
             scores = q[r, token].double() @ rows.T * (SCALE * q_scale)
-            want = torch.softmax(scores, -1) @ rows[:, :LATENT]
-            differs += float((out[r, token].double() - want).square().sum())
-            norm += float(want.square().sum())
-            if name in self.modes:
-                worst = max(worst, float((lse[r, token].double() - torch.logsumexp(scores, -1)).abs().max()))
-        case = {"b": b, "s": s, "h": h, "keys": keys, "varlen": lengths == "varlen"}
-        error = {"rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
-        return case | error | ({"lse_err": float(f"{worst:.2e}")} if name in self.modes else {})
+            errors.add(out[r, token], lse[r, token] if name in self.modes else None, scores, rows[:, :LATENT])
+        return {"b": b, "s": s, "h": h, "keys": keys, "varlen": lengths == "varlen", **errors.fields()}
 
 
 class DecodeFp8(DecodeBf16):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 
 import tsmla_bridge
 from benchmarks.floors import LATENT, PAGE
-from benchmarks.harness import Case, Object, Run, device
+from benchmarks.harness import Case, Errors, Object, Run, device
 
 WINDOW = 128
 V4_DATA, V4_ROWS, V4_PAGE = PAGE * 576, PAGE * 584, 37440
@@ -72,21 +71,12 @@ def widened(*caches: Any) -> Any:
 def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any = None, lse: Any = None) -> Any:
     """rel_err of out (norm) and, with an lse, lse_err, the greatest one, against float64 on the tokens of `keys`, which
     has the rows that each of them selects. out and lse may have more heads than q [T, H, D]."""
-    differs, norm, worst = 0.0, 0.0, 0.0
-    out = out.reshape(len(q), -1, LATENT)[:, : q.shape[1]]
+    found, out = Errors(), out.reshape(len(q), -1, LATENT)[:, : q.shape[1]]
     for token, rows in keys.items():
         rows = rows.double()
         scores = q[token].double() @ rows.T * scale
-        want_lse = torch.logsumexp(scores, -1)
-        want = torch.softmax(scores, -1) @ rows[:, :LATENT]
-        if sinks is not None:
-            want *= torch.sigmoid(want_lse - sinks.double())[:, None]
-        differs += float((out[token].double() - want).square().sum())
-        norm += float(want.square().sum())
-        if lse is not None:
-            worst = max(worst, float((lse[token].double() - want_lse).abs().max()))
-    found = {"rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
-    return found if lse is None else found | {"lse_err": float(f"{worst:.2e}")}
+        found.add(out[token], None if lse is None else lse[token], scores, rows[:, :LATENT], sinks)
+    return found.fields()
 
 
 def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 import tsmla_bridge
-from benchmarks.harness import Case, Object, Run, ints, randn
+from benchmarks.harness import Case, Errors, Object, Run, ints, randn
 from benchmarks.peers import dense
 
 QK_DIM, V_DIM = 192, 128
@@ -90,21 +90,16 @@ class Prefill(Case):
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
         q, k, v = (x[:, -1].double() for x in self.inputs.get(name, self.inputs["tsmla"]))
-        out, lse, is_ours = results[0][:, -1], results[1], name in self.inputs
-        row, key, differs, norm, worst = 0, 0, 0.0, 0.0, 0.0
+        out, lse = results[0][:, -1], results[1][:, -1] if name in self.inputs else None
+        row, key, errors = 0, 0, Errors()
         for n, m in zip(self.q_lens, self.kv_lens, strict=True):
             for first in range(0, n, 2048):
                 at = slice(row + first, row + min(n, first + 2048))
                 scores = q[at] @ k[key : key + m].T * SCALE
                 seen = torch.arange(first, first + len(scores), device=q.device)[:, None] + (m - n)
                 scores = scores.masked_fill(torch.arange(m, device=q.device) > seen, -math.inf)
-                want = torch.softmax(scores, -1) @ v[key : key + m]
-                differs += float((out[at].double() - want).square().sum())
-                norm += float(want.square().sum())
-                if is_ours:
-                    worst = max(worst, float((lse[at, -1].double() - torch.logsumexp(scores, -1)).abs().max()))
+                errors.add(out[at], None if lse is None else lse[at], scores, v[key : key + m])
             row, key = row + n, key + m
         case = {"point": self.point, "b": len(self.q_lens), "h": self.heads, "tq": len(q), "tk": len(k)}
-        case |= {"tflops": round(self.flops / us / 1e6, 1), "rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
-        case |= {"lse_err": float(f"{worst:.2e}")} if is_ours else {}
+        case |= {"tflops": round(self.flops / us / 1e6, 1), **errors.fields()}
         return case | ({"dtype": "fp8"} if name == "tsmla_fp8" else {})

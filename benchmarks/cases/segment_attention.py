@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import peers
-from benchmarks.harness import Case, least_seconds
+from benchmarks.harness import Case, Run, least_seconds
 from tsmla_jax.nn import Segments, segment_attention, segment_attention_kv
 
 TURNS, CALLS = 10, 10
@@ -104,6 +103,9 @@ class Function:
         self.forward = functools.partial(jax.jit(attend), *arrays)
         self.both = functools.partial(jax.jit(with_gradient), d_out, *arrays)
 
+    def __call__(self) -> Any:
+        return self.both()
+
 
 def functions(shape: Shape, implementation: str = "cute", dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """Makers of the functions, by the names of their rows."""
@@ -150,22 +152,22 @@ class SegmentAttention(Case):
     patience = 240
     peers: ClassVar = {"cudnn": "cudnn_jax"}
 
-    def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
-        def microseconds(run: Callable[[], Any]) -> float:
-            """Of one call, among CALLS that wait for each other on the device alone."""
+    def ours(self) -> dict[str, Run]:
+        made = functions(Shape.of(self.point))
+        return {name: made[name]() for name in ("tsmla", "tsmla_kv")}
+
+    def of_peer(self, name: str) -> Run:
+        function: Run = functions(Shape.of(self.point))[name]()
+        return function
+
+    def time(self, functions: dict[str, Any]) -> dict[str, float]:
+        """Microseconds of one call, among CALLS that wait for each other on the device alone."""
+
+        def of(run: Run) -> float:
             return least_seconds(lambda: jax.block_until_ready([run() for _ in range(CALLS)][-1]), TURNS) / CALLS * 1e6
 
-        found = []
-        for name, make in functions(Shape.of(self.point)).items():
-            if (name, self.point) in skipped or (name == "cudnn" and peers.why_not("cudnn_jax")):
-                continue
-            hear(name)
-            try:
-                function = make()
-                times = {"forward_us": microseconds(function.forward), "us": microseconds(function.both)}
-                found.append({"point": self.point, "peer": name, **times, "rel_err": errors_here(name)})
-            except Exception as error:
-                if name.startswith("tsmla"):
-                    raise
-                print(f"{name} failed at {self.point}: {type(error).__name__}: {str(error)[:160]}", flush=True)
-        return found
+        self.forward_us = {name: of(function.forward) for name, function in functions.items()}
+        return {name: of(function) for name, function in functions.items()}
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        return {"point": self.point, "forward_us": round(self.forward_us[name], 2), "rel_err": errors_here(name)}

@@ -63,12 +63,17 @@ def find(name: str) -> Path | None:
 
 
 @functools.cache
-def why_not(name: str) -> str | None:
-    """Why a library can't be used here, all reasons; None if it can."""
+def no_gpu() -> str | None:
+    """Why no kernel can be timed here, ours or a peer's; None if they can."""
     import torch
 
-    no_gpu = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9
-    reasons = ["no Hopper GPU"] * no_gpu
+    return None if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "no Hopper GPU"
+
+
+@functools.cache
+def why_not(name: str) -> str | None:
+    """Why a library can't be used here, all reasons; None if it can."""
+    reasons = [reason] if (reason := no_gpu()) else []
     title, wheel, inside = LIBRARIES[name]
     if wheel and find(name) is None:
         reasons.append(f"no {inside} of {wheel} (python -m benchmarks.peers DIR {name}, then --peers DIR)")

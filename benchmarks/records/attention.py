@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import benchmarks.table as tb
 from benchmarks.plots import Draw, Mark, Style, chart
@@ -46,17 +46,16 @@ def decode_columns(peers: Sequence[str], keys: Callable[[tb.Point], str]) -> Seq
 def relative(peers: Sequence[str], of: Callable[[tb.Point], bool], label: str, *, same_keys: bool = False) -> Draw:
     """Our time over the best peer's, a panel for each number of heads, a dot a point."""
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for point in filter(of, loaded.points):
-            if (ratio := point.ratio(OURS, *peers)) is not None:
-                b, keys = point["b"], point["keys"]
-                yield Mark(f"H = {point['h']}", f"S = {point['s']}", (b * keys, b, keys), ratio)
+    def mark(p: tb.Point) -> Mark:
+        at = (p["b"] * p["keys"], p["b"], p["keys"])
+        return Mark(f"H = {p['h']}", f"S = {p['s']}", at, p.ratio(OURS, *peers))
 
     def name(x: tuple[int, ...]) -> str:
         return str(x[1]) if same_keys else f"{x[1]} x {x[2] // 1024}k"
 
-    return chart(marks, Style(f"time / best peer's, {label}", "B" if same_keys else "B x keys", dots=True, spread=0.16,
-                              x_name=name, width=(0, 4.2), columns=2))  # fmt: skip
+    style = Style(f"time / best peer's, {label}", "B" if same_keys else "B x keys", dots=True, spread=0.16, x_name=name,
+                  width=(0, 4.2), columns=2)  # fmt: skip
+    return chart(lambda loaded: map(mark, filter(of, loaded.points)), style)
 
 
 def decode(dtype: str) -> tb.Record:
@@ -156,13 +155,12 @@ def sparse_prefill() -> tb.Record:
         name: tb.Column = "T, H, selection", lambda p: f"{p['length']}, {p['h']}, {PROMPT_MODES[p['mode']]}"
         return [tb.table([p for p in loaded.points if p["length"] == 4096], columns(name), loaded.points)]
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for p in loaded.points:
-            if (ratio := p.ratio(OURS, "flashmla")) is not None:
-                yield Mark(PROMPT_MODES[p["mode"]], f"T = {p['length']}", p["h"], ratio)
+    def mark(p: tb.Point) -> Mark:
+        return Mark(PROMPT_MODES[p["mode"]], f"T = {p['length']}", p["h"], p.ratio(OURS, "flashmla"))
 
     full = columns(("T, H", lambda p: f"{p['length']}, {p['h']}"))
-    lines = chart(marks, Style("time / FlashMLA's", "heads", width=(0, 4.2), columns=2))
+    style = Style("time / FlashMLA's", "heads", width=(0, 4.2), columns=2)
+    lines = chart(lambda loaded: map(mark, loaded.points), style)
     panels = (tb.Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),)
     return tb.Record(
         "sparse_mla_prefill", "Sparse MLA, prefill", ("mode", "length", "h"), caption,
@@ -218,11 +216,9 @@ def prefill() -> tb.Record:
         return [tb.table([chosen[name] for name in SHORT_PREFILL if name in chosen] or loaded.points, columns,
                       loaded.points)]  # fmt: skip
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for point in loaded.points:
-            for peer, title in PREFILL_PEERS.items():
-                if (ratio := point.ratio(OURS, peer)) is not None:
-                    yield Mark("", f"over {title}", point.key[0], ratio)
+    def marks(loaded: tb.Loaded) -> Iterable[Mark]:
+        return (Mark("", f"over {title}", point.key[0], point.ratio(OURS, peer))
+                for point in loaded.points for peer, title in PREFILL_PEERS.items())  # fmt: skip
 
     colours = {"over FA3": "tab:green", "over FA4 SM90": "tab:orange", "over cuDNN": "tab:red"}
     style = Style("tsmla's time / a peer's", dots=True, spread=0.12, width=(8.4, 0), angle=30, in_order=True,
@@ -254,12 +250,11 @@ def prefill_backward() -> tb.Record:
             f"deterministic over default {repeats}. {tb.provenance(loaded.rows)}"
         )
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
+    def marks(loaded: tb.Loaded) -> Iterable[Mark]:
         names = {OURS: OURS, "tsmla_deterministic": "tsmla, deterministic", "fa4": "FA4 SM90"}
-        for point in sorted(loaded.points, key=lambda point: (point["h"], point["length"])):
-            for peer, name in names.items():
-                if point["b"] == 1 and (ratio := point.ratio(peer, "cudnn")) is not None:
-                    yield Mark(f"H = {point['h']}", name, point["length"], ratio)
+        points = sorted((p for p in loaded.points if p["b"] == 1), key=lambda p: (p["h"], p["length"]))
+        return (Mark(f"H = {p['h']}", name, p["length"], p.ratio(peer, "cudnn"))
+                for p in points for peer, name in names.items())  # fmt: skip
 
     style = Style("time / cuDNN's", "tokens of the request", x_name=lambda length: f"{length // 1024}k")
     panels = (tb.Panel("prefill_backward_relative", "time of the backward pass over cuDNN's", chart(marks, style)),)
@@ -305,12 +300,10 @@ def segment_attention() -> tb.Record:
         return [*blocks, "## Errors", f"Relative, at {at}, against the reference in float32.",
                 tb.table_of(["", "out", "dq", "dk", "dv"], lines)]  # fmt: skip
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for kind, name in KINDS.items():
-            for point in timed(loaded, name):
-                for peer in (OURS, "tsmla_kv"):
-                    if (ratio := point.ratio(peer, "cudnn")) is not None:
-                        yield Mark(kind, SEGMENT_PEERS[peer].strip("*"), point.key[0], ratio)
+    def marks(loaded: tb.Loaded) -> Iterable[Mark]:
+        return (Mark(kind, SEGMENT_PEERS[peer].strip("*"), point.key[0], point.ratio(peer, "cudnn"))
+                for kind, name in KINDS.items() for point in timed(loaded, name)
+                for peer in (OURS, "tsmla_kv"))  # fmt: skip
 
     style = Style("time / cuDNN's", dots=True, spread=0.12, width=(0, 4.2), angle=30, in_order=True,
                   colours={"tsmla": "tab:blue", "tsmla, kv": "tab:purple"})  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import benchmarks.table as tb
@@ -23,12 +23,11 @@ NAME: tb.Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + "
 def by_keys(ratio: Callable[[tb.Point], float | None], label: str) -> plots.Draw:
     """A panel for each number of requests of a decode step, and one for prefill; a line a number of query tokens."""
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for p in sorted(loaded.points, key=lambda point: point.key):
-            if (found := ratio(p)) is not None:
-                yield Mark(f"{p['mode']}, B = {p['b']}", f"S = {p['s']}", p["keys"], found)
+    def mark(p: tb.Point) -> Mark:
+        return Mark(f"{p['mode']}, B = {p['b']}", f"S = {p['s']}", p["keys"], ratio(p))
 
-    return chart(marks, Style(label, "keys of a request", x_name=thousands, width=(2, 1.8)))
+    style = Style(label, "keys of a request", x_name=thousands, width=(2, 1.8))
+    return chart(lambda loaded: map(mark, sorted(loaded.points, key=lambda point: point.key)), style)
 
 
 def indexer_record(
@@ -63,11 +62,9 @@ def topk() -> tb.Record:
         )
         return f"{said}ascending positions. {tb.provenance(loaded.rows)}"
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for point in sorted(loaded.points, key=lambda point: point.key):
-            if (ratio := point.ratio(OURS, *TOPK)) is not None:
-                rows = point["b"]
-                yield Mark("", f"{rows} row" + "s" * (rows > 1), point["keys"], ratio)
+    def marks(loaded: tb.Loaded) -> Iterable[Mark]:
+        return (Mark("", f"{p['b']} row" + "s" * (p["b"] > 1), p["keys"], p.ratio(OURS, *TOPK))
+                for p in sorted(loaded.points, key=lambda point: point.key))  # fmt: skip
 
     name: tb.Column = "rows x keys", lambda point: f"{point['b']} x {point['keys']}"
     columns = (name, tb.FLOOR, *(tb.time(title, peer) for peer, title in TOPK.items()), tb.our_time(),
@@ -205,11 +202,10 @@ def sparse_layer() -> tb.Record:
     def tables(loaded: tb.Loaded) -> list[str]:
         return [tb.table(loaded.points, columns)]
 
-    def marks(loaded: tb.Loaded) -> Iterator[Mark]:
-        for point in sorted(loaded.points, key=lambda point: (point["h"], point["b"])):
-            for peer, title in ((theirs, "engines' kernels"), (ours, "tsmla")):
-                if (us := point.us(peer)) is not None:
-                    yield Mark(f"H = {point['h']}", title, point["b"], us)
+    def marks(loaded: tb.Loaded) -> Iterable[Mark]:
+        return (Mark(f"H = {p['h']}", title, p["b"], p.us(peer))
+                for p in sorted(loaded.points, key=lambda point: (point["h"], point["b"]))
+                for peer, title in ((theirs, "engines' kernels"), (ours, "tsmla")))  # fmt: skip
 
     colours = {"engines' kernels": "tab:orange", "tsmla": "tab:blue"}
     style = Style("us a step", "requests", bars=True, spread=0.4, width=(2, 3), one=False, colours=colours)

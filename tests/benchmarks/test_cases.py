@@ -108,8 +108,29 @@ def test_what_cannot_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with flagsaver.flagsaver(list=True):
         assert run.main(["run"]) == 0
     said = capsys.readouterr().out
-    needs = "no Hopper GPU, no vllm/_flashmla_C.abi3.so of vllm==0.26.0 (python -m benchmarks.peers DIR flashmla"
-    assert f"decode_bf16: tsmla\n    without flashmla: {needs}" in said and said.count("tsmla\n") >= len(CASES)
+    ours, needs = (
+        "no Hopper GPU",
+        "no vllm/_flashmla_C.abi3.so of vllm==0.26.0 (python -m benchmarks.peers DIR flashmla",
+    )
+    assert f"decode_bf16: nothing\n    without tsmla: {ours}\n    without flashmla: {ours}, {needs}" in said
+    assert said.count(f": nothing\n    without tsmla: {ours}\n") == len(CASES)
+
+
+def test_a_list_names_what_a_case_cannot_import(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And on a GPU what runs is named first."""
+
+    def only_merge(name: str) -> type[harness.Case]:
+        if name != "merge":
+            raise ModuleNotFoundError("No module named 'jax'")
+        return case(name)
+
+    monkeypatch.setattr(run, "case", only_merge)
+    monkeypatch.setattr(peers, "no_gpu", lambda: None)
+    run.show_list()
+    said = capsys.readouterr().out
+    assert "merge: tsmla\n" in said and "cache: nothing\n    without tsmla: No module named 'jax'\n" in said
 
 
 def test_a_library_is_found_in_the_folder_of_peers(tmp_path: Path) -> None:
