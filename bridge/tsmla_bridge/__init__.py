@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tsmla_bridge.ops.compress import compress_write_kv_cache
     from tsmla_bridge.ops.indexer_logits import indexer_logits
     from tsmla_bridge.ops.indexer_topk import indexer_topk
+    from tsmla_bridge.ops.indexer_training import indexer_loss, indexer_selected_logits
     from tsmla_bridge.ops.merge import merge_attention_states
     from tsmla_bridge.ops.mla_decode import mla_decode
     from tsmla_bridge.ops.mla_prefill import mla_prefill
@@ -40,6 +41,8 @@ _MODULES = {
     "grouped_block_scaled_matmul": "ops.products",
     "indexer_quantize": "ops.packed_caches",
     "indexer_logits": "ops.indexer_logits",
+    "indexer_loss": "ops.indexer_training",
+    "indexer_selected_logits": "ops.indexer_training",
     "indexer_topk": "ops.indexer_topk",
     "indexer_topk_workspace_size": "runtime.workspace",
     "install_as_flash_mla": "engines.install",
@@ -71,7 +74,9 @@ __all__ = [
     "gather_kv_cache",
     "grouped_block_scaled_matmul",
     "indexer_logits",
+    "indexer_loss",
     "indexer_quantize",
+    "indexer_selected_logits",
     "indexer_topk",
     "indexer_topk_workspace_size",
     "install_as_flash_mla",

@@ -9,6 +9,7 @@ from tsmla_bridge.ops import (
     compress,
     indexer_logits,
     indexer_topk,
+    indexer_training,
     merge,
     mla_decode,
     mla_prefill,
