@@ -24,6 +24,8 @@ _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
 _BIAS = 127
 _FP8_MAX_EXPONENT = 8
 _FP8_MAX_MANTISSA = 0x600000
+BACKWARD_SCORES = 1 << 24
+"""Scores, or numbers of gathered keys, that sparse_mla's gradient holds at once."""
 
 
 def select_topk(
@@ -255,6 +257,66 @@ def sparse_mla(
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.to(dtype))[..., None]
     return out.to(DTYPES[spec.out_dtype]), lse.masked_fill(~seen, -torch.inf).to(DTYPES[spec.lse_dtype])
+
+
+@in_own_precision
+def sparse_mla_backward(
+    spec: SparseMLASpec,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    compressed_kv_cache: torch.Tensor | None,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    factors: Factors,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of q, kv_cache, compressed_kv_cache and sinks (None without them) over plain caches, from the
+    results and their cotangents, by chunks of tokens: beside the gradients memory for BACKWARD_SCORES scores is made.
+    """
+    dtype = accumulation_dtype(spec.q_dtype)
+    caches = [cache for cache in (kv_cache, compressed_kv_cache) if cache is not None]
+    bounds = ((0, spec.window), (spec.window, spec.num_selected))
+    d_q = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    d_caches = [cache.new_zeros(cache.shape, dtype=dtype).flatten(0, 1) for cache in caches]
+    d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
+    widest = max(spec.num_heads, spec.head_dim) * spec.num_selected
+    step = max(1, BACKWARD_SCORES // max(1, widest))
+    for first in range(0, spec.num_tokens, step):
+        rows = slice(first, first + step)
+        query, d_rows = q[rows].to(dtype), d_out[rows].to(dtype)
+        dots = (out[rows].to(dtype) * d_rows).sum(-1)
+        seen = lse[rows].isfinite()
+        log, share = torch.where(seen, lse[rows].to(dtype), 0), torch.ones((), dtype=dtype, device=q.device)
+        if sinks is not None and d_sinks is not None:
+            share = torch.sigmoid(log - sinks.to(dtype))
+            d_sinks -= torch.where(seen, dots * torch.sigmoid(sinks.to(dtype) - log), 0).sum(0)
+        shift = (d_lse[rows].to(dtype) - share * dots)[..., None]
+        share = share.expand_as(log)[..., None]
+        for (begin, end), cache, d_cache, factor, cache_spec in zip(
+            bounds, caches, d_caches, factors[1:], spec.caches, strict=False
+        ):
+            slots = indices[rows, begin:end]
+            valid = _valid_slots(slots, cache_spec)
+            if lengths is not None:
+                valid &= torch.arange(begin, end, device=q.device) < lengths[rows, None]
+            slots = torch.where(valid, slots, 0).long()
+            kv = (cache.flatten(0, 1)[slots].to(dtype) * factor).masked_fill(~valid[..., None], 0)
+            power = torch.einsum("thd,tkd->thk", query, kv) * factors[0] - log[..., None]
+            weights = torch.exp(power).masked_fill(~(valid[:, None] & seen[..., None]), 0)
+            d_weights = torch.einsum("thl,tkl->thk", d_rows, kv[..., : spec.latent_dim])
+            d_scores = (weights * (share * d_weights + shift)).masked_fill(weights == 0, 0) * factors[0]
+            d_q[rows] += torch.einsum("thk,tkd->thd", d_scores, kv)
+            d_kv = torch.einsum("thk,thd->tkd", d_scores, query)
+            d_kv[..., : spec.latent_dim] += torch.einsum("thk,thl->tkl", weights * share, d_rows)
+            d_kv = (d_kv * factor).masked_fill(~valid[..., None], 0)
+            d_cache.index_put_((slots.flatten(),), d_kv.flatten(0, 1), accumulate=True)
+    of_caches = [d.view(cache.shape).to(cache.dtype) for d, cache in zip(d_caches, caches, strict=True)]
+    of_sinks = None if d_sinks is None or sinks is None else d_sinks.to(sinks.dtype)
+    return d_q.to(q.dtype), of_caches[0], of_caches[1] if len(of_caches) > 1 else None, of_sinks
 
 
 def _valid_slots(slots: torch.Tensor, spec: CacheSpec) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""Which calls Hopper's kernel of sparse_mla's gradient serves, its configuration and its workspaces. Imports no cutlass.
+
+The numbers of tokens, heads, columns of the indices and pages, and all lengths, are dynamic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.layouts import CacheSpec
+    from tsmla_kernels.contract.rules import Dim
+    from tsmla_kernels.contract.sparse import SparseMLASpec
+
+LATENT_DIM = 512
+HEAD_DIMS = (512, 576)
+DTYPES = ("bfloat16", "float16")
+TILE_HEADS = 64  # heads of one token that a CTA works on
+BLOCK = 32  # keys of one step
+NUM_SCALES = 3  # the operand `scales`, as sparse_mla's kernel takes it; only the first may differ from 1
+MAX_SLOTS = 1 << 31  # rows of both caches together must stay below this
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseBackwardConfig:
+    """The static choices of a compiled gradient. Everything else is dynamic.
+
+    Attributes:
+      dtype: the dtype of q, the caches, out, out's cotangent and the gradients: "bfloat16" or "float16".
+      head_dim: D, the width of a key. Values are its first 512 columns.
+      page_size, page_span: rows of a page that are in use, and rows from one page to the next. (0, 0) if all rows are.
+      window: leading columns of the indices that select from the first cache; None if there is only one cache.
+      compressed_page_size, compressed_page_span: the same for the second cache.
+      lengths: whether tokens have lengths; otherwise all columns of the indices are active.
+      sinks: whether heads have sinks.
+    """
+
+    dtype: str
+    head_dim: int = 576
+    page_size: int = 0
+    page_span: int = 0
+    window: int | None = None
+    compressed_page_size: int = 0
+    compressed_page_span: int = 0
+    lengths: bool = False
+    sinks: bool = False
+
+    @property
+    def two_caches(self) -> bool:
+        return self.window is not None
+
+
+def sparse_backward_reasons(spec: SparseMLASpec) -> list[str]:
+    """Why the Hopper kernel cannot compute the gradient of this call; empty if it can."""
+    reasons = []
+    if spec.q_dtype not in DTYPES:
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 sparse gradient takes {' or '.join(DTYPES)}")
+    if spec.head_dim not in HEAD_DIMS:
+        reasons.append(f"q's D is {spec.head_dim}; the sm_90 sparse gradient takes {' or '.join(map(str, HEAD_DIMS))}")
+    if spec.latent_dim != LATENT_DIM:
+        reasons.append(f"latent_dim is {spec.latent_dim}; the sm_90 sparse gradient takes {LATENT_DIM}")
+    for name, cache in zip(("kv_cache", "compressed_kv_cache"), spec.caches, strict=False):
+        if cache.layout != "plain" or cache.dtype != spec.q_dtype:
+            reasons.append(
+                f"{name} has {cache.layout} rows of {cache.dtype}; the sm_90 sparse gradient takes plain rows of q's"
+                f" dtype, {spec.q_dtype}"
+            )
+    slots = [cache.num_slots for cache in spec.caches]
+    if all(isinstance(count, int) for count in slots) and sum(slots) >= MAX_SLOTS:
+        reasons.append(f"the caches have {sum(slots)} slots; the sm_90 sparse gradient counts them below 2^31")
+    return reasons
+
+
+def sparse_backward_config(
+    spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False
+) -> SparseBackwardConfig:
+    """The configuration that serves the gradient of `spec`; `lengths` and `sinks` say whether the call has these
+    operands."""
+    page_size, page_span = _pages(spec.cache)
+    compressed_page_size, compressed_page_span = (0, 0) if spec.compressed is None else _pages(spec.compressed)
+    return SparseBackwardConfig(
+        dtype=spec.q_dtype,
+        head_dim=spec.head_dim,
+        page_size=page_size,
+        page_span=page_span,
+        window=None if spec.compressed is None else spec.window,
+        compressed_page_size=compressed_page_size,
+        compressed_page_span=compressed_page_span,
+        lengths=lengths,
+        sinks=sinks,
+    )
+
+
+def _pages(cache: CacheSpec) -> tuple[int, int]:
+    """(page_size, page_span) of a config."""
+    return (0, 0) if cache.page_size == cache.span else (cache.page_size, cache.span)
+
+
+def backward_workspaces(
+    config: SparseBackwardConfig, num_tokens: Dim, num_heads: Dim, num_slots: Dim
+) -> dict[str, tuple[tuple[Dim, ...], str]]:
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands. `num_slots` counts the rows of both
+    caches.
+
+    kv_sum: float32 sums of the caches' gradients, a row for each row of the caches.
+    row_terms: for each query row (token * H + head): -lse in base 2; the weight share that the sink leaves; lse's
+      cotangent minus share * rowsum(d_out * out).
+    """
+    return {
+        "kv_sum": ((num_slots, config.head_dim), "float32"),
+        "row_terms": ((3, num_tokens * num_heads), "float32"),
+    }

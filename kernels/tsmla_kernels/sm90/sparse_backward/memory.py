@@ -1,0 +1,251 @@
+"""The names of all records, buffers and barriers of the kernels that compute sparse_mla's gradient."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HEADS, SparseBackwardConfig
+from tsmla_kernels.sm90.storage import storage_of_fields
+from tsmla_kernels.sm90.warp import DTYPES
+
+GROUPS = 2  # compute warpgroups
+COMPUTE_WARPS = 4 * GROUPS
+GROUP_KEYS = BLOCK // GROUPS  # keys of a block whose probabilities a warpgroup computes
+REDUCER_WARP = COMPUTE_WARPS  # the first of the warps, one for each warpgroup, that add to the sums in global memory
+GATHER_WARP = REDUCER_WARP + GROUPS  # the first of the warps that gather keys
+GATHER_WARPS = 2
+GATHER_ROWS = BLOCK // GATHER_WARPS
+THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
+SLOTS_KEPT = 4  # blocks whose rows' numbers are kept: a reducer is at most two blocks behind the gathering warps
+COLUMN_TILE = 64
+CHUNK_TILES = 2  # column tiles of a row's gradient that go through shared memory at once
+SUM_PITCH = CHUNK_TILES * COLUMN_TILE + 4  # float32 words from one key's sums to the next: banks differ
+COMPUTE_REGISTERS, OTHER_REGISTERS = 232, 40
+
+
+class Barrier(IntEnum):
+    """Named barriers of the 256 compute threads. Id 0 is `sync_threads`."""
+
+    EXCHANGED = 1  # S and dP lie in `exchange`
+    WRITTEN = 2  # P and dS lie in shared memory
+
+
+class Term(IntEnum):
+    """The three numbers that row_terms has for a query row."""
+
+    LSE = 0  # -lse in base 2; -inf if the row saw no key
+    SHARE = 1  # what the sink leaves of the weights: 1 / (1 + exp(sink - lse))
+    SHIFT = 2  # lse's cotangent minus share * rowsum(d_out * out)
+
+
+class Operands(NamedTuple):
+    """The arrays of a launch. `record.py` gives their shapes."""
+
+    q: cute.Tensor
+    caches: tuple[cute.Tensor, ...]
+    indices: cute.Tensor
+    lengths: cute.Tensor
+    sinks: cute.Tensor
+    scales: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    d_out: cute.Tensor
+    d_lse: cute.Tensor
+    d_q: cute.Tensor
+    d_caches: tuple[cute.Tensor, ...]
+    sink_terms: cute.Tensor
+    kv_sum: cute.Tensor
+    row_terms: cute.Tensor
+
+
+class TmaCopy(NamedTuple):
+    """A TMA load: its copy atom and the global tensor that the atom reads."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Copies(NamedTuple):
+    """The TMA loads of a tile of heads."""
+
+    q: TmaCopy
+    d_out: TmaCopy
+
+
+class Saved(NamedTuple):
+    """The results of the forward pass, their cotangents, and the sinks."""
+
+    out: cute.Tensor
+    lse: cute.Tensor
+    d_out: cute.Tensor
+    d_lse: cute.Tensor
+    sinks: cute.Tensor
+
+
+class Keys(NamedTuple):
+    """The arrays from which keys are gathered."""
+
+    caches: tuple[cute.Tensor, ...]
+    indices: cute.Tensor
+    lengths: cute.Tensor
+
+
+class Sums(NamedTuple):
+    """The workspaces, and the tokens' shares of the sinks' gradient."""
+
+    kv_sum: cute.Tensor
+    row_terms: cute.Tensor
+    sink_terms: cute.Tensor
+
+
+class Mma(NamedTuple):
+    """The tiled MMAs. The `first` ones start a sum; the others add to one."""
+
+    scores_first: cute.TiledMma
+    scores: cute.TiledMma
+    dq: cute.TiledMma
+    dkv_first: cute.TiledMma
+    dkv: cute.TiledMma
+
+
+class Item(NamedTuple):
+    """The work of a CTA: a token, its first head, and how many blocks of keys it has."""
+
+    token: Int32
+    first_head: Int32
+    blocks: Int32
+
+
+class ThreadIndex(NamedTuple):
+    """A thread of a compute warpgroup. `row` is the first of its two heads in the tile; the second is `row` + 8."""
+
+    group: Int32
+    thread: Int32
+    lane: Int32
+    row: Int32
+
+
+class Block(NamedTuple):
+    """Rows and columns of an operand in shared memory: column tiles of `width` columns, each with `pitch` rows."""
+
+    rows: int
+    columns: int
+    width: int
+    pitch: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+
+class Shared(NamedTuple):
+    """The shared memory of the main kernel.
+
+    `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `exchange` has the scores that
+    warpgroups give each other, `sums` the float32 numbers of each warpgroup that its reducer warp adds to the sums in
+    global memory. `rows` [key, slot] has the row in kv_sum of each key of the last blocks, or -1, and `valid` [warp,
+    slot] a bit for each row of a gathering warp that exists.
+    """
+
+    queries_full: cute.Pointer
+    keys_full: cute.Pointer
+    keys_empty: cute.Pointer
+    sums_full: cute.Pointer
+    sums_empty: cute.Pointer
+    q: cute.Pointer
+    d_out: cute.Pointer
+    keys: cute.Pointer
+    p: cute.Pointer
+    ds: cute.Pointer
+    exchange: cute.Pointer
+    sums: cute.Pointer
+    rows: cute.Tensor
+    valid: cute.Tensor
+
+
+class Traits:
+    """Static sizes, dtypes and layouts that all parts of the kernel share. Sizes are counted in elements."""
+
+    def __init__(self, config: SparseBackwardConfig) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.element_bytes = self.dtype.width // 8
+        self.head_dim = config.head_dim
+        self.row_bytes = self.head_dim * self.element_bytes
+        self.dq_columns = self.head_dim // GROUPS
+        # The columns of one WGMMA of dQ: at most 256, and whole column tiles of keys.
+        self.dq_width = self.dq_columns if self.dq_columns <= 256 else self.dq_columns // 3
+        self.rope_columns = self.head_dim - LATENT_DIM
+        self.q = Block(TILE_HEADS, self.head_dim, COLUMN_TILE, TILE_HEADS)
+        self.d_out = Block(TILE_HEADS, LATENT_DIM, COLUMN_TILE, TILE_HEADS)
+        # Each half of dQ's columns needs whole column tiles of keys.
+        self.keys = Block(BLOCK, self.head_dim, 32, BLOCK)
+        self.values = self.keys._replace(columns=LATENT_DIM)
+        self.scores = Block(TILE_HEADS, BLOCK, BLOCK, TILE_HEADS)
+
+    def layout_atom(self, block: Block) -> cute.ComposedLayout:
+        """The swizzled layout of an operand in shared memory, as TMA writes it and WGMMA reads it."""
+        kind = {64: SmemLayoutAtomKind.K_SW128, 32: SmemLayoutAtomKind.K_SW64}[block.width]
+        return warpgroup.make_smem_layout_atom(kind, self.dtype)
+
+    def bytes_of(self, block: Block) -> int:
+        return block.elements * self.element_bytes
+
+
+def make_storage(traits: Traits) -> Any:
+    """The struct of the main kernel's shared memory. Raises ValueError if it exceeds a CTA's shared memory."""
+
+    def operand(block: Block) -> Any:
+        return cute.struct.Align[cute.struct.MemRange[traits.dtype, block.elements], 1024]
+
+    def words(count: int) -> Any:
+        return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
+
+    fields: dict[str, Any] = {
+        "queries_full": cute.struct.MemRange[Int64, 1],
+        "keys_full": cute.struct.MemRange[Int64, 1],
+        "keys_empty": cute.struct.MemRange[Int64, 1],
+        "sums_full": cute.struct.MemRange[Int64, GROUPS],
+        "sums_empty": cute.struct.MemRange[Int64, GROUPS],
+        "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
+        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
+        "q": operand(traits.q),
+        "d_out": operand(traits.d_out),
+        "keys": operand(traits.keys),
+        "p": operand(traits.scores),
+        "ds": operand(traits.scores),
+        "exchange": words(GROUPS * TILE_HEADS * GROUP_KEYS),
+        "sums": words(GROUPS * BLOCK * SUM_PITCH),
+    }
+    return storage_of_fields(fields, traits.config)
+
+
+def shared_memory(storage: cute.struct) -> Shared:
+    """Views of the allocated `storage`."""
+    pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in ("rows", "valid")}
+    rows = storage.rows.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK)))
+    valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, SLOTS_KEPT), stride=(1, GATHER_WARPS)))
+    return Shared(rows=rows, valid=valid, **pointers)
+
+
+def init_mbarriers(shared: Shared) -> None:
+    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase."""
+    cute.arch.mbarrier_init(shared.queries_full, 1)
+    cute.arch.mbarrier_init(shared.keys_full, 32 * GATHER_WARPS)
+    cute.arch.mbarrier_init(shared.keys_empty, COMPUTE_WARPS)
+    for group in range(GROUPS):
+        cute.arch.mbarrier_init(shared.sums_full + group, COMPUTE_WARPS // GROUPS)
+        cute.arch.mbarrier_init(shared.sums_empty + group, 32)
+
+
+@cute.jit
+def leave(barrier: cute.Pointer) -> None:
+    """Arrive once for the calling warp, which has finished reading a buffer or writing its part."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)

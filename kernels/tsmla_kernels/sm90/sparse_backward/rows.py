@@ -1,0 +1,113 @@
+"""Device code of the kernels before and after the main kernel. The first writes the terms of query rows and zeroes the
+sums; the last writes the caches' gradients from their sums."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.sparse_backward.config import LATENT_DIM
+from tsmla_kernels.sm90.sparse_backward.memory import Saved, Sums, Term, Traits
+
+ROW_THREADS = 256
+WARP_ROWS = 4  # query rows that a warp takes at once
+CTA_ROWS = ROW_THREADS // 32 * WARP_ROWS
+VECTOR = 8  # elements of 16 bits that a lane loads or stores at once
+THREAD_VECTORS = 4  # vectors of the caches' gradients that a thread writes
+CTA_VECTORS = ROW_THREADS * THREAD_VECTORS
+
+
+def vector_of(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
+    """`count` elements of a dense tensor in global memory, from element `offset` on. Their address must be a multiple
+    of 16."""
+    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+    pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+class RowKernels:
+    """Device code for rows of queries and of the caches."""
+
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
+
+    @cute.jit
+    def prepare_rows(self, saved: Saved, sums: Sums, first_row: Int32):
+        """Compute, in one warp, the terms of WARP_ROWS query rows."""
+        lane = cute.arch.lane_idx()
+        rows, heads = sums.row_terms.shape[1], saved.lse.shape[1]
+        products = []
+        for u in cutlass.range_constexpr(WARP_ROWS):
+            product = Float32(0.0)
+            if first_row + u < rows:
+                product = self.partial_product(saved, first_row + u, lane)
+            products.append(product)
+        for u in cutlass.range_constexpr(WARP_ROWS):
+            row, total = first_row + u, products[u]
+            for offset in (16, 8, 4, 2, 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+            if lane == 0 and row < rows:
+                token, head = row // heads, row % heads
+                row_lse = saved.lse[token, head]
+                lse, share, shift, sink_term = -Float32.inf, Float32(0.0), Float32(0.0), Float32(0.0)
+                if row_lse != -Float32.inf:
+                    lse, share = -row_lse * LOG2_E, Float32(1.0)
+                    if const_expr(self.traits.config.sinks):
+                        ratio = cute.math.exp2((saved.sinks[head] - row_lse) * LOG2_E, fastmath=True)
+                        share = 1.0 / (1.0 + ratio)
+                        inverse = cute.math.exp2((row_lse - saved.sinks[head]) * LOG2_E, fastmath=True)
+                        sink_term = -total / (1.0 + inverse)
+                    shift = saved.d_lse[token, head] - share * total
+                sums.row_terms[Int32(Term.LSE), Int64(row)] = lse
+                sums.row_terms[Int32(Term.SHARE), Int64(row)] = share
+                sums.row_terms[Int32(Term.SHIFT), Int64(row)] = shift
+                if const_expr(self.traits.config.sinks):
+                    sums.sink_terms[token, head] = sink_term
+
+    @cute.jit
+    def partial_product(self, saved: Saved, row: Int32, lane: Int32):
+        """Compute a lane's part of rowsum(d_out * out)."""
+        total = Float32(0.0)
+        for part in cutlass.range_constexpr(LATENT_DIM // (32 * VECTOR)):
+            at = Int64(row) * LATENT_DIM + (part * 32 + lane) * VECTOR
+            out = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+            d_out = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+            cute.autovec_copy(vector_of(saved.out, at, VECTOR), out)
+            cute.autovec_copy(vector_of(saved.d_out, at, VECTOR), d_out)
+            for i in cutlass.range_constexpr(VECTOR):
+                total += out[i].to(Float32) * d_out[i].to(Float32)
+        return total
+
+    @cute.jit
+    def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
+        """Zero the share of the sums that CTA number `cta` of `ctas` has."""
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        count = Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // 4)
+        first = Int64(cta) * ROW_THREADS + cute.arch.thread_idx()[0]
+        step = Int64(ctas) * ROW_THREADS
+        for i in cutlass.range(Int32((count - first + (step - 1)) // step), unroll=4):
+            cute.autovec_copy(zeros, vector_of(sums.kv_sum, (first + i * step) * 4, 4))
+
+    @cute.jit
+    def store_keys(self, sums: Sums, d_caches: tuple[cute.Tensor, ...], cta: Int32):
+        """Store the share of the caches' gradients that CTA number `cta` has."""
+        row_vectors = self.traits.head_dim // VECTOR
+        count = Int64(sums.kv_sum.shape[0]) * row_vectors
+        of_first = Int64(d_caches[0].shape[0]) * d_caches[0].shape[1] * row_vectors
+        for u in cutlass.range_constexpr(THREAD_VECTORS):
+            vector = Int64(cta) * CTA_VECTORS + u * ROW_THREADS + cute.arch.thread_idx()[0]
+            if vector < count:
+                total = cute.make_rmem_tensor((VECTOR,), Float32)
+                cute.autovec_copy(vector_of(sums.kv_sum, vector * VECTOR, VECTOR), total)
+                rounded = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+                rounded.store(total.load().to(self.traits.dtype))
+                if const_expr(self.traits.config.two_caches):
+                    if vector < of_first:
+                        cute.autovec_copy(rounded, vector_of(d_caches[0], vector * VECTOR, VECTOR))
+                    else:
+                        cute.autovec_copy(rounded, vector_of(d_caches[1], (vector - of_first) * VECTOR, VECTOR))
+                else:
+                    cute.autovec_copy(rounded, vector_of(d_caches[0], vector * VECTOR, VECTOR))
