@@ -213,6 +213,21 @@ class StandInLauncher(launch.Launcher):
         for name, result in zip(("out", "lse"), found, strict=True):
             operands[name].copy_(result.view(operands[name].shape))
 
+    def _sparse_mla_backward(self, operands: Operands) -> None:
+        for name in ("kv_sum", "row_terms"):
+            operands[name].view(torch.uint8).fill_(0xFF)
+        given = call_of(self.config, operands)
+        arrays = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        spec = sparse_mla_spec(**(given | describe(arrays)))
+        saved = [operands[name] for name in ("out", "lse", "d_out", "d_lse")]
+        inputs = [given.get(name) for name in SparseInputs._fields]
+        found = sparse_reference.sparse_mla_backward(spec, *saved, *inputs, operands["scales"])
+        for name, result in zip(("d_q", "d_kv_cache", "d_compressed_kv_cache"), found[:3], strict=True):
+            if result is not None:
+                operands[name].copy_(result)
+        if self.config.sinks:  # the shares of all tokens in the first one
+            operands["sink_terms"].zero_()[0] = found[3]
+
     def _write_kv_cache(self, operands: Operands) -> None:
         config = self.config
         cache, slots = operands["kv_cache"], operands["slot_mapping"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,13 @@ Partition = tuple[tuple[P, ...], Any]
 """The specs of operands, and of the results."""
 
 
+class Summed(NamedTuple):
+    """Results that sum over axes of the first operand. Devices that split one of these axes add up theirs."""
+
+    results: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
 def transformable(
     on_device: Callable[..., Any],
     *,
@@ -46,7 +53,7 @@ def transformable(
     unexpanded: tuple[int, ...] = (),
     derivative: Callable[..., Any] | None = None,
     slots: int | None = None,
-    summed: int | None = None,
+    summed: Summed | None = None,
 ) -> Callable[..., Any]:
     """`on_device`, a function of arrays, under jax's transformations.
 
@@ -62,7 +69,7 @@ def transformable(
       derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. None
         leaves the derivative to `with_backward`; with both, only second derivatives ask for this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
-      summed: a result that sums over the second axis of the first operand. Devices that split this axis add up theirs.
+      summed: results that the devices add up, if there are any.
     """
 
     def shardings(mesh: Any, shapes: Sequence[Any]) -> tuple[Any, Any]:
@@ -72,7 +79,9 @@ def transformable(
 
     def split(mesh: Any, shapes: Sequence[Any], _: Any) -> tuple[Any, ...]:
         operands, results = shardings(mesh, shapes)
-        pages, *others = operands[0].spec
+        pages = operands[0].spec[0]
+        mesh_axes = [] if summed is None else [operands[0].spec[axis] for axis in summed.axes]
+        split_axes = jax.tree.leaves([axis for axis in mesh_axes if axis is not None])
 
         def local(*arrays: jax.Array) -> Any:
             # What one device computes has no mesh, whatever jax.set_mesh has set: jax 0.12 would leave annotations of
@@ -81,10 +90,11 @@ def transformable(
                 return on_shapes(*arrays)
 
         def on_shapes(*arrays: jax.Array) -> Any:
-            if summed is not None and others[0] is not None:
-                parts = on_device(*arrays)
-                total = lax.psum(parts[summed].astype(jnp.float32), others[0]).astype(parts[summed].dtype)
-                return (*parts[:summed], total, *parts[summed + 1 :])
+            if summed is not None and split_axes:
+                parts = list(on_device(*arrays))
+                for i in summed.results:
+                    parts[i] = lax.psum(parts[i].astype(jnp.float32), tuple(split_axes)).astype(parts[i].dtype)
+                return tuple(parts)
             if slots is None or pages is None:
                 return on_device(*arrays)
             first = lax.axis_index(pages) * (arrays[0].shape[0] * arrays[0].shape[1])

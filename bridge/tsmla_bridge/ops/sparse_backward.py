@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge import sparse_reference
-from tsmla_bridge.ops.sparse_plans import SparseInputs
+from tsmla_bridge import operators, sparse_reference
+from tsmla_bridge.ops import prefill_launch
+from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, describe
 from tsmla_bridge.runtime import devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import ResultLayout
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.workspace import Layout
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA_BACKWARD
-from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.contract.sparse import SparseMLASpec, check_sparse_gradient
 from tsmla_kernels.launch import ArrayView
 from tsmla_kernels.sm90.sparse_backward import config as sm90_backward
 
@@ -54,15 +56,31 @@ def new_gradients(inputs: SparseInputs) -> Gradients:
     return Gradients(*made)  # type: ignore[arg-type]
 
 
-def gradients(
-    spec: SparseMLASpec, inputs: SparseInputs, factors: Factors, saved: Saved, implementation: str | None
-) -> Gradients:
+def check_derivable(
+    inputs: SparseInputs, options: SparseOptions, given_scales: Mapping[str, Any], memory: Mapping[str, Any]
+) -> None:
+    """Raise unless the operator can give the derivative of a call with these scales, into this memory. torch.compile
+    can't trace the description of a call; what its tensors forbid is then said by `gradients`."""
+    for name in ("kv_scale", "compressed_kv_scale"):
+        if given_scales[name] is not None:
+            raise contract.not_differentiable(
+                "sparse_mla", f"{name}: got a scale; a gradient needs None; use implementation='reference'"
+            )
+    if not torch.compiler.is_compiling():
+        operators.refuse_transformed("sparse_mla")
+        check_sparse_gradient(describe(inputs, options))
+    prefill_launch.check_derivable(given_scales, memory)
+
+
+def gradients(inputs: SparseInputs, options: SparseOptions, factors: Factors, saved: Saved) -> Gradients:
     """The gradients of q, the caches and the sinks."""
+    spec = describe(inputs, options)
+    check_sparse_gradient(spec)
     saved, device = saved.checked(spec, inputs.q), inputs.q.device
     if 0 in (spec.num_tokens, spec.num_selected):
         return Gradients(*(None if x is None else x.zero_() for x in new_gradients(inputs)))  # type: ignore[arg-type]
-    if loaded_kernels.is_by_definition(implementation, device):
-        return Gradients(*sparse_reference.sparse_mla_backward(spec, *saved, *inputs, factors))
+    if loaded_kernels.is_by_definition(options.implementation, device):
+        return Gradients(*sparse_reference.sparse_mla_backward(spec, *saved, *inputs, factors))  # type: ignore[arg-type]
     if reasons := loaded_kernels.reasons(SPARSE_MLA_BACKWARD, device) + SPARSE_MLA_BACKWARD.reasons(spec):
         raise contract.not_runnable("the gradient of sparse_mla", "cute", reasons)
     return launch(spec, inputs, factors, saved)
@@ -70,6 +88,7 @@ def gradients(
 
 def launch(spec: SparseMLASpec, inputs: SparseInputs, factors: Factors, saved: Saved) -> Gradients:
     """The gradients by the kernel, on torch's current stream."""
+    found = new_gradients(inputs)
     sinks = None if inputs.sinks is None else inputs.sinks.float()
     inputs = inputs._replace(sinks=sinks)
     for name, tensor in inputs._asdict().items():
@@ -80,7 +99,7 @@ def launch(spec: SparseMLASpec, inputs: SparseInputs, factors: Factors, saved: S
     )
     slots = sum(cache.num_slots for cache in spec.caches)
     workspaces = sm90_backward.backward_workspaces(config, spec.num_tokens, spec.num_heads, slots)
-    found, q = new_gradients(inputs), inputs.q
+    q = inputs.q
     sink_terms = None if sinks is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     index, memory = q.get_device(), Layout(workspaces)
     with devices.made_current(index):
@@ -101,4 +120,6 @@ def launch(spec: SparseMLASpec, inputs: SparseInputs, factors: Factors, saved: S
         for name, (shape, dtype) in workspaces.items():
             arrays[name] = ArrayView(scratch.data_ptr() + memory.offsets[name], shape, dtype)
         loaded_kernels.run(SPARSE_MLA_BACKWARD, config, index, stream, arrays)
-    return found if sink_terms is None else found._replace(sinks=sink_terms.sum(0))
+    if sink_terms is None or found.sinks is None:
+        return found
+    return found._replace(sinks=sink_terms.sum(0).to(found.sinks.dtype))

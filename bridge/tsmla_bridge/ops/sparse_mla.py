@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators
-from tsmla_bridge.ops import plans
+from tsmla_bridge.ops import plans, prefill_launch, sparse_backward
 from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
 from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
@@ -80,8 +80,15 @@ def sparse_mla(
       float64), natural logarithm. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
       never reaches a result.
 
-    Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales), torch.compile, and
-    derivatives are as mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
+    q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: by a kernel
+    on Hopper, in float16 and bfloat16 with D 512 or 576 and L 512, else by torch operations. A slot that a token
+    doesn't select has no part in them. Beside the gradients memory is linear in T and in the caches' slots: float32
+    sums [P * Z, D]. Gradients of gradients, over other caches, with kv_scale or compressed_kv_scale, of scales, and of
+    calls with out=, lse= or workspace= raise NotImplementedError; implementation="reference" on plain tensors is
+    ordinary torch operations and has them.
+
+    Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
+    mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
@@ -100,7 +107,14 @@ def sparse_mla(
         plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
     if plan is None:
         named, described = SparseInputs(*inputs), SparseOptions(*options)
-        if compiling or operators.is_traced(q, kv_cache, sinks):
+        derivatives = implementation != "reference"
+        if compiling or operators.is_traced(q, kv_cache, compressed_kv_cache, sinks, derivatives=derivatives):
+            if torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*inputs, softmax_scale, q_scale):
+                kv_scales = {"kv_scale": kv_scale, "compressed_kv_scale": compressed_kv_scale}
+                sparse_backward.check_derivable(
+                    named, described, {"softmax_scale": softmax_scale, "q_scale": q_scale, **kv_scales},
+                    {"out": out, "lse": lse, "workspace": workspace},
+                )  # fmt: skip
             if isinstance(softmax_scale, scales.Premultiplied):
                 factors = softmax_scale.factors
             else:
@@ -168,7 +182,57 @@ sparse_operator = operators.register_attention(
     lambda *arguments: SparseOptions(*arguments[_OPTIONS:]).latent_dim,
     memory=("out", "lse", "workspace"),
 )
-operators.refuse_backward(sparse_operator, "sparse_mla", "use implementation='reference' on plain tensors")
+
+
+def _run_backward(
+    d_out: torch.Tensor, d_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    """The gradients that a call's tensors have; an empty tensor for one that the call does not have."""
+    inputs, (in_memory, numbers) = SparseInputs(*arguments[:_INPUTS]), arguments[_INPUTS:_OPTIONS]
+    factors = tuple(numbers) if in_memory is None else in_memory
+    saved = sparse_backward.Saved(out, lse, d_out, d_lse)
+    found = sparse_backward.gradients(inputs, SparseOptions(*arguments[_OPTIONS:]), factors, saved)
+    return tuple(inputs.q.new_empty(0) if x is None else x for x in found)
+
+
+def _fake_backward(
+    d_out: torch.Tensor, d_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    inputs = SparseInputs(*arguments[:_INPUTS])
+    return tuple(inputs.q.new_empty(0) if x is None else x for x in sparse_backward.new_gradients(inputs))
+
+
+backward_operator = operators.register(
+    "sparse_mla_backward",
+    _run_backward,
+    f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_PARAMETERS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+operators.register_fake(backward_operator, _fake_backward)
+operators.refuse_backward(
+    backward_operator, "the gradient of sparse_mla", "use implementation='reference' on plain tensors"
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Computed) -> None:
+    tensors_given = _INPUTS + 1  # and the scales
+    ctx.save_for_backward(*output, *inputs[:tensors_given])
+    ctx.numbers = inputs[tensors_given:]
+
+
+def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    results, inputs = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+    found = backward_operator(d_out, d_lse, *results, *inputs, *ctx.numbers)
+    names = sparse_backward.Gradients._fields
+    by_name = {
+        name: gradient
+        for name, gradient, needed in zip(names, found, (inputs[SparseInputs._fields.index(n)] for n in names), strict=True)
+        if needed is not None
+    }
+    others = (None for _ in ctx.needs_input_grad[_INPUTS:])
+    return *(by_name.get(name) for name in SparseInputs._fields), *others
+
+
+sparse_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def _call_operator(

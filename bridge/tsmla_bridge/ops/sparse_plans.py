@@ -51,15 +51,22 @@ class SparseOptions(NamedTuple):
     implementation: str | None
 
 
-def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
-    """The plan of a call; raises as sparse_mla does, except for the scales."""
-    *static, implementation = options
-    spec = tensors.describe_call(
+def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
+    """The spec of a call; raises as sparse_mla does, except for the scales."""
+    static = options._asdict()
+    del static["implementation"]
+    spec: SparseMLASpec = tensors.describe_call(
         sparse_contract.sparse_mla_spec,
         **inputs._asdict(),  # scales are no part of a plan; the caller checks them
-        **dict(zip(SparseOptions._fields, static, strict=False)),
+        **static,
     )
-    by_definition = loaded_kernels.is_by_definition(implementation, inputs.q.device)
+    return spec
+
+
+def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
+    """The plan of a call; raises as sparse_mla does, except for the scales."""
+    spec = describe(inputs, options)
+    by_definition = loaded_kernels.is_by_definition(options.implementation, inputs.q.device)
     if not by_definition:
         reasons = loaded_kernels.reasons(SPARSE_MLA, inputs.q.device) + SPARSE_MLA.reasons(spec)
         if reasons:

@@ -103,7 +103,7 @@ def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]
         fold=None if shared_rope else _fold,
         shared=5 if call.spec.selection else 3,
         derivative=refuse_second_derivative,
-        summed=2 if shared_rope else None,
+        summed=transforms.Summed((2,), (1,)) if shared_rope else None,
     )
 
 

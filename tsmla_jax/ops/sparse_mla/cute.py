@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.inputs import Scale, Scales, as_scale, attention_of_no_keys
 from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.sparse_mla import backward
+from tsmla_jax.ops.sparse_mla.call import Operands, Planned, Results, fold_caches
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA
-from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
 from tsmla_kernels.sm90.sparse.config import launches, sparse_config, workspace_shapes
-
-Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: SparseMLASpec) -> list[str]:
@@ -38,57 +38,20 @@ def sparse_mla(
     *,
     spec: SparseMLASpec,
 ) -> Results:
-    """out and lse as the public sparse_mla documents them; both are always returned. Not differentiable."""
+    """out and lse as the public sparse_mla documents them; both are always returned. Reverse-mode differentiable over
+    plain caches without scales."""
     if 0 in (spec.num_tokens, spec.num_selected):
         return attention_of_no_keys(q, spec.latent_dim, spec)
     arch = device.arch_for(SPARSE_MLA)
-    call = _Planned(spec.without_sizes(), lengths is not None, sinks is not None, arch, device.num_sms(arch))
+    call = Planned(
+        spec=spec.without_sizes(), lengths=lengths is not None, sinks=sinks is not None,
+        has_gradient=not sparse_gradient_reasons(spec, kv_scales), arch=arch, num_sms=device.num_sms(arch),
+    )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    operands = _Operands(q, caches, indices, lengths, sinks, _factors(scales, kv_scales))
-    results: Results = _transformable(call)(*operands.given)
+    operands = Operands(q, caches, indices, lengths, sinks, _factors(scales, kv_scales))
+    run = _differentiable if call.has_gradient else _transformable
+    results: Results = run(call)(*operands.given)
     return results
-
-
-class _Planned(NamedTuple):
-    """A call's spec without sizes, and the GPU that it is planned for. lengths, sinks: whether the call has these
-    operands."""
-
-    spec: SparseMLASpec
-    lengths: bool
-    sinks: bool
-    arch: str
-    num_sms: int
-
-    def split(self, arrays: Sequence[Any]) -> _Operands:
-        """The operands by name."""
-        q, *rest = arrays
-        count = len(self.spec.caches)
-        caches, (indices, *others) = tuple(rest[:count]), rest[count:]
-        lengths = others[0] if self.lengths else None
-        return _Operands(q, caches, indices, lengths, others[-2] if self.sinks else None, others[-1])
-
-
-class _Operands(NamedTuple):
-    """The arrays of a call, in the order of the kernel's operands."""
-
-    q: Any
-    caches: tuple[Any, ...]
-    indices: Any
-    lengths: Any
-    sinks: Any
-    scales: Any
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """Those that the call has."""
-        every = (self.q, *self.caches, self.indices, self.lengths, self.sinks, self.scales)
-        return tuple(array for array in every if array is not None)
-
-    def tokens(self, first: int, stop: int) -> _Operands:
-        """The operands of tokens first to stop - 1."""
-        mine = slice(first, stop)
-        lengths = None if self.lengths is None else self.lengths[mine]
-        return self._replace(q=self.q[mine], indices=self.indices[mine], lengths=lengths)
 
 
 def _factors(scales: Scales, kv_scales: tuple[Scale | None, ...]) -> jax.Array | np.ndarray:
@@ -103,7 +66,13 @@ def _factors(scales: Scales, kv_scales: tuple[Scale | None, ...]) -> jax.Array |
 
 
 @functools.cache
-def _transformable(call: _Planned) -> Callable[..., Any]:
+def _differentiable(call: Planned) -> Callable[..., Any]:
+    """`_transformable` with a derivative in reverse mode."""
+    return transforms.with_backward(_transformable(call), functools.partial(backward.backward, call))
+
+
+@functools.cache
+def _transformable(call: Planned) -> Callable[..., Any]:
     """The call as a function (q, kv_cache, [compressed_kv_cache,] indices, [lengths,] [sinks,] scales) -> (out, lse).
 
     Heads split q and sinks, tokens split q and their rows of indices; any token may name any page of a cache.
@@ -119,15 +88,18 @@ def _transformable(call: _Planned) -> Callable[..., Any]:
         fold=functools.partial(_fold, call),
         shared=1 + call.sinks,
         unexpanded=tuple(range(1, 1 + len(call.spec.caches))),  # a cache that all of vmap's calls share stays one
-        derivative=_refuse_derivative,
+        derivative=functools.partial(_refuse_derivative, call),
     )
 
 
-def _refuse_derivative(*_: jax.Array) -> NoReturn:
-    raise contract.not_differentiable("sparse_mla", "use implementation='reference' ('xla' has none either)")
+def _refuse_derivative(call: Planned, *_: jax.Array) -> NoReturn:
+    if call.has_gradient:  # then this is the derivative of the gradient, or one in forward mode
+        raise contract.not_differentiable("the gradient of sparse_mla", "use implementation='reference'")
+    reasons = sparse_gradient_reasons(call.spec) or ["kv_scale: got a scale; a gradient needs None"]
+    raise contract.not_differentiable("sparse_mla", f"{'; '.join(reasons)}; use implementation='reference'")
 
 
-def _on_one_device(call: _Planned, *arrays: jax.Array) -> Results:
+def _on_one_device(call: Planned, *arrays: jax.Array) -> Results:
     """The kernel on the arrays of one device."""
     operands = call.split(arrays)
     shapes = [cache.shape for cache in operands.caches]
@@ -155,29 +127,19 @@ def _on_one_device(call: _Planned, *arrays: jax.Array) -> Results:
     return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
 
 
-def _fold(call: _Planned, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:
+def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:
     """vmap's axis V, leading in all arrays but the scales, the sinks and a shared cache, becomes V * T tokens of one
     call. None if there are more slots than int32 can count."""
     operands = call.split(arrays)
-    columns = operands.indices.shape[-1]
-    bounds = (0, columns) if call.spec.compressed is None else (0, call.spec.window, columns)
-    caches, slots = [], []
-    for i, (layout, cache) in enumerate(zip(call.spec.caches, operands.caches, strict=True)):
-        section = operands.indices[..., bounds[i] : bounds[i + 1]]
-        if cache.ndim > layout.rank:
-            each = cache.shape[1] * layout.span
-            if not isinstance(each, int) or axis_size * each > transforms.MAX_SLOTS:
-                return None
-            first = jnp.arange(axis_size, dtype=jnp.int32)[:, None, None] * each
-            section = jnp.where((section >= 0) & (section < each), section + first, -1)
-            cache = transforms.fold_rows(cache)
-        caches.append(cache)
-        slots.append(section)
+    folded = fold_caches(call, axis_size, operands.caches, operands.indices)
+    if folded is None:
+        return None
+    caches, indices = folded
     out, lse = run(
-        *_Operands(
+        *Operands(
             transforms.fold_rows(operands.q),
-            tuple(caches),
-            transforms.fold_rows(jnp.concatenate(slots, -1)),
+            caches,
+            indices,
             None if operands.lengths is None else operands.lengths.reshape(-1),
             operands.sinks,
             operands.scales,
@@ -187,7 +149,7 @@ def _fold(call: _Planned, run: Callable[..., Results], axis_size: int, *arrays: 
     return out.reshape(*tokens, *out.shape[1:]), lse.reshape(*tokens, *lse.shape[1:])
 
 
-def _partition(call: _Planned, shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
     """The sharding along tokens and heads, everything else whole."""
     named = call.split(list(map(transforms.named_axes, shapes)))
     tokens = named.q[0] or named.indices[0] or (named.lengths or (None,))[0]
@@ -195,4 +157,4 @@ def _partition(call: _Planned, shapes: Sequence[Any]) -> transforms.Partition:
     rows = P(tokens, heads, None)
     caches = tuple(P(*(None,) * cache.rank) for cache in call.spec.caches)
     lengths, sinks = P(tokens) if call.lengths else None, P(heads) if call.sinks else None
-    return _Operands(rows, caches, P(tokens, None), lengths, sinks, P(None)).given, (rows, P(tokens, heads))
+    return Operands(rows, caches, P(tokens, None), lengths, sinks, P(None)).given, (rows, P(tokens, heads))

@@ -8,7 +8,7 @@ tokens are not visited.
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from jax import lax
 
 from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
+from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.sparse_mla.gradient import Results, SavedOperands, gradients
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels import contract
 from tsmla_kernels.contract.layouts import CacheSpec
-from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
 
 BLOCK_KEYS = 256
 """Slots a step: enough to fill a matrix product, few enough that a token's float32 block stays in a core's cache."""
@@ -39,17 +41,56 @@ def sparse_mla(
     *,
     spec: SparseMLASpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """out and lse as the public sparse_mla documents them; both are always returned. Not differentiable."""
+    """out and lse as the public sparse_mla documents them; both are always returned. Reverse-mode differentiable over
+    plain caches without scales."""
     dtype = accumulation_dtype(spec.q_dtype)
     if lengths is None:
         lengths = jnp.full((spec.num_tokens,), spec.num_selected, jnp.int32)
     if sinks is None:
         sinks = jnp.full((spec.num_heads,), -jnp.inf, dtype)
     factors = tuple(as_scale(scale, dtype) for scale in kv_scales)
-    return _sparse_mla(spec, q, indices, lengths, caches, sinks.astype(dtype), scales.logits(dtype), factors)
+    operands = (q, indices, lengths, caches, sinks.astype(dtype), scales.logits(dtype), factors)
+    if reasons := sparse_gradient_reasons(spec, kv_scales):
+        return _without_gradient(spec, tuple(reasons), *operands)
+    # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
+    # cotangent.
+    varying = jax.tree.leaves(operands)
+    return _with_gradient(spec, *jax.tree.map(lambda x: carry(x, *varying), operands))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(spec: SparseMLASpec, *operands: Any) -> Results:
+    return _sparse_mla(spec, *operands)
+
+
+def _forward(spec: SparseMLASpec, *operands: Any) -> tuple[Results, tuple[Any, Results]]:
+    results = _sparse_mla(spec, *operands)
+    return results, (operands, results)
+
+
+def _backward(spec: SparseMLASpec, saved: tuple[Any, Results], cotangents: Results) -> tuple[Any, ...]:
+    (q, indices, lengths, caches, sinks, logit_scale, kv_scales), results = saved
+    operands = SavedOperands(q, caches, indices, lengths, sinks, logit_scale)
+    found = gradients(spec, operands, results, cotangents)
+    of_scales = jax.tree.map(jnp.zeros_like, kv_scales)  # constants
+    return found.q, None, None, found.caches, found.sinks, found.logit_scale, of_scales
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _without_gradient(spec: SparseMLASpec, reasons: tuple[str, ...], *operands: Any) -> Results:
+    return _sparse_mla(spec, *operands)
+
+
+@_without_gradient.defjvp
+def _refuse(
+    spec: SparseMLASpec, reasons: tuple[str, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> NoReturn:
+    raise contract.not_differentiable("sparse_mla", f"{'; '.join(reasons)}; use implementation='reference'")
+
+
 def _sparse_mla(
     spec: SparseMLASpec,
     q: jax.Array,
@@ -83,11 +124,6 @@ def _sparse_mla(
         varying_with=(*caches, sinks, logit_scale, *kv_scales),
     )
     return out, lse
-
-
-@_sparse_mla.defjvp
-def _sparse_mla_jvp(spec: SparseMLASpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> NoReturn:
-    raise contract.not_differentiable("sparse_mla", "use implementation='reference'")
 
 
 def _attend(
