@@ -107,9 +107,14 @@ def sparse_mla(
         plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
     if plan is None:
         named, described = SparseInputs(*inputs), SparseOptions(*options)
-        derivatives = implementation != "reference"
-        if compiling or operators.is_traced(q, kv_cache, compressed_kv_cache, sinks, derivatives=derivatives):
-            if torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*inputs, softmax_scale, q_scale):
+        derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*inputs, softmax_scale, q_scale)
+        by_operator = derived and not loaded_kernels.is_by_definition(implementation, q.device)
+        if (
+            compiling
+            or by_operator
+            or operators.is_traced(q, kv_cache, compressed_kv_cache, sinks, derivatives=implementation != "reference")
+        ):
+            if derived:
                 kv_scales = {"kv_scale": kv_scale, "compressed_kv_scale": compressed_kv_scale}
                 sparse_backward.check_derivable(
                     named, described, {"softmax_scale": softmax_scale, "q_scale": q_scale, **kv_scales},

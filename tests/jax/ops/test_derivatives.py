@@ -112,13 +112,13 @@ REVERSE_MODE = PREFILL | {
     "indexer_logits": (indexer_call, INDEXER),
     "indexer_selected_logits": (selected_call, INDEXER),
     "indexer_loss": (loss_call, INDEXER),
+    "sparse_mla": (sparse_call, (normal(0, 1, 2, 24), normal(1, 2, 16, 24))),
 }
 LOOPS = {
     "compress_kv": (compress_call, (normal(0, 9, 2, 8), normal(1, 4, 8))),
 }
 REFUSED = {
     "mla_decode": (decode_call, (normal(0, 1, 1, 2, 24), normal(1, 2, 16, 24)), "train through mla_prefill"),
-    "sparse_mla": (sparse_call, (normal(0, 1, 2, 24), normal(1, 2, 16, 24)), "use implementation='reference'"),
 }
 
 

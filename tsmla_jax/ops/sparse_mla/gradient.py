@@ -11,12 +11,16 @@ from jax import lax
 
 from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_jax.sparse.blocks import fetch
 from tsmla_jax.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels.contract.sparse import SparseMLASpec
 
 BLOCK_BYTES = 64 << 20
 """Bound on a block's gathered rows and on its scores."""
+
+ALTERNATIVE = "use implementation='reference'"
+"""What to do where the gradient's own derivative is refused."""
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -82,11 +86,14 @@ def gradients(spec: SparseMLASpec, saved: SavedOperands, results: Results, cotan
     elif not isinstance(count, int):
         totals = _add_block(spec, saved, totals, _Rows(jnp.ones(count, bool), *rows), jnp.int32(0))
     caches = zip(totals.caches, saved.caches, strict=True)
-    return totals._replace(
+    found = totals._replace(
         caches=tuple(total.reshape(cache.shape).astype(cache.dtype) for total, cache in caches),
         sinks=totals.sinks.astype(saved.sinks.dtype),
         logit_scale=totals.logit_scale.astype(saved.logit_scale.dtype),
     )
+    # `out` and `lse` were computed by loops whose number of passes depends on the lengths.
+    refused: Gradients = refuse_derivative(found, everything, "the gradient of sparse_mla", ALTERNATIVE)
+    return refused
 
 
 def _add_block(
