@@ -239,7 +239,9 @@ def sparse_mla(
     parts, masks = [], []
     for cache_spec, cache, slots, factor in sections:
         valid = _valid_slots(slots, cache_spec)
-        rows = _rows(cache, torch.where(valid, slots, 0).long(), cache_spec).to(dtype) * factor
+        # A cache's gradient adds up rows in the dtype that they are gathered in.
+        wide = cache.to(dtype) if cache.requires_grad and torch.is_grad_enabled() else cache
+        rows = _rows(wide, torch.where(valid, slots, 0).long(), cache_spec).to(dtype) * factor
         parts.append(rows.masked_fill(~valid[..., None], 0))  # slot 0 stands in and may hold NaN, and 0 * NaN is NaN
         masks.append(valid)
     visible, kv = torch.cat(masks, 1), torch.cat(parts, 1)

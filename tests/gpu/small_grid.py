@@ -455,6 +455,39 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"{case} far below", tsmla_bridge.sparse_mla, far, options)
 
 
+def sparse_gradient(dout: torch.Tensor, dlse: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, the caches and the sinks by sparse_mla."""
+    names = ("q", "kv_cache", "compressed_kv_cache", "sinks")
+    inputs = {name: given.pop(name) for name in names if name in given}
+    return gradients(functools.partial(tsmla_bridge.sparse_mla, **given), inputs, dout, dlse)
+
+
+def sparse_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
+    """The gradient of sparse_mla over plain caches: one and two, heads that fill no tile and several, gaps between pages,
+    sinks, rows of no slot, slots given twice, NaN in all others, and many tokens of few keys."""
+    cases: list[dict[str, Any]] = [
+        {"heads": 16, "selected": 70, "tokens": 5},
+        {"heads": 80, "selected": 200, "tokens": 5, "sinks": True},
+        {"heads": 5, "selected": 33, "gap": 2, "lengths": False},
+        {"heads": 64, "selected": 68, "window": 4, "width": 512, "sinks": True},
+        {"heads": 130, "selected": 68, "window": 4, "gap": 1},
+        {"heads": 33, "selected": 12, "width": 512, "tokens": MANY, "sinks": True},
+    ]
+    for dtype, case in itertools.product(("bfloat16", "float16"), cases):
+        call = sparse_inputs.call("plain", dtype=dtype, kv_dtype=dtype, **case)
+        tensors = {name: numbers(array) for name, array in call.arrays.items()}
+        options = {name: option for name, option in call.options.items() if not name.endswith("kv_scale")}
+        for name in ("kv_cache", "compressed_kv_cache"):
+            if name in tensors:
+                tensors[name] = tensors[name] * call.options["kv_scale"]
+        if "sinks" in tensors:  # as heavy as the keys together
+            tensors["sinks"] = (2 + tensors["sinks"]).to(tensors["q"].dtype)
+        rows = tensors["q"].shape[:2]
+        tensors["dout"] = normal(generator, *rows, LATENT, dtype=tensors["q"].dtype)
+        tensors["dlse"] = normal(generator, *rows, dtype=torch.float32)
+        yield Call(f"{dtype} {case}", sparse_gradient, tensors, options)
+
+
 def quantized_and_back(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_blocks: the numbers that its values stand for, of which a rounding may differ, and the scales."""
     values, scales = tsmla_bridge.quantize_blocks(x, **options)
@@ -514,6 +547,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "packed_caches": packed_calls,
     "compress_write_kv_cache": compress_calls,
     "sparse_mla": sparse_calls,
+    "sparse_mla_gradient": sparse_gradient_calls,
     "block_scaled_matmul": product_calls,
 }
 

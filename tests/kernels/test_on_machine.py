@@ -31,6 +31,7 @@ FAST = {
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),
     "selection_bits": ("77 lengths starts",),
     "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),
+    "sparse_mla_gradient": ("bfloat16 {'heads': 5,",),
 }
 """Calls of every run of the tests, by the beginning of their names: compiling takes a second, or ten for attention."""
 
