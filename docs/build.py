@@ -32,6 +32,8 @@ KERNEL_PAGES = {
     "prefill_log.md": KERNELS / "sm90/prefill/LOG.md",
     "prefill_backward.md": KERNELS / "sm90/prefill/backward/DESIGN.md",
     "prefill_backward_log.md": KERNELS / "sm90/prefill/backward/LOG.md",
+    "sparse_backward.md": KERNELS / "sm90/sparse_backward/DESIGN.md",
+    "sparse_backward_log.md": KERNELS / "sm90/sparse_backward/LOG.md",
     "topk.md": KERNELS / "sm90/topk/DESIGN.md",
     "topk_log.md": KERNELS / "sm90/topk/LOG.md",
     "logits.md": KERNELS / "sm90/logits/DESIGN.md",

@@ -129,7 +129,7 @@ def test_nothing_but_the_operands_is_saved(gpu: Gpu) -> None:
 
 
 def test_opcheck() -> None:
-    given, options = call(torch.float32, sinks=True)
+    given, _ = call(torch.float32, sinks=True)
     inputs = [given.get(name) for name in sparse_mla.SparseInputs._fields]
     rest = (None, [0.05, 1.0, 1.0], 512, None, None, None, None, None, False, None)
     leaves = [x.nan_to_num().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
@@ -171,7 +171,7 @@ def test_caches_and_scales_without_a_gradient(gpu: Gpu) -> None:
     given, options = call(torch.bfloat16)
     message = "sparse_mla has no derivative in this implementation; "
     packed = {"kv_cache": torch.zeros(5, PAGE, 656, dtype=torch.uint8)}
-    refused(given | packed, options, f"{message}kv_cache: got v32 rows of uint8; a gradient needs plain rows of 16 bits")
+    refused(given | packed, options, f"{message}kv_cache: got v32 rows of uint8; a gradient needs plain rows")
     fp8 = {"kv_cache": given["kv_cache"].to(torch.float8_e4m3fn)}
     refused(given | fp8, options, f"{message}kv_cache: got plain rows of float8_e4m3fn")
     refused(given, options, f"{message}kv_scale: got a scale; a gradient needs None", kv_scale=2.0)
@@ -191,7 +191,7 @@ def test_widths_that_the_kernel_does_not_take(gpu: Gpu) -> None:
 
 
 def test_a_second_derivative() -> None:
-    given, options = call(torch.float32, lengths=False)
+    given, _ = call(torch.float32, lengths=False)
     inputs = [given.get(name) for name in sparse_mla.SparseInputs._fields]
     rest = (None, [0.05, 1.0, 1.0], 512, None, None, None, None, None, False, None)
     q = given["q"].requires_grad_()

@@ -80,9 +80,9 @@ def sparse_mla(
       float64), natural logarithm. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
       never reaches a result.
 
-    q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: by a kernel
-    on Hopper, in float16 and bfloat16 with D 512 or 576 and L 512, else by torch operations. A slot that a token
-    doesn't select has no part in them. Beside the gradients memory is linear in T and in the caches' slots: float32
+    q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU by
+    Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, on a CPU by torch operations. A slot
+    that a token doesn't select has no part in them. Beside the gradients memory is linear in T and in the caches' slots: float32
     sums [P * Z, D]. Gradients of gradients, over other caches, with kv_scale or compressed_kv_scale, of scales, and of
     calls with out=, lse= or workspace= raise NotImplementedError; implementation="reference" on plain tensors is
     ordinary torch operations and has them.
@@ -227,12 +227,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Computed) -> None:
 def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     results, inputs = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
     found = backward_operator(d_out, d_lse, *results, *inputs, *ctx.numbers)
-    names = sparse_backward.Gradients._fields
-    by_name = {
-        name: gradient
-        for name, gradient, needed in zip(names, found, (inputs[SparseInputs._fields.index(n)] for n in names), strict=True)
-        if needed is not None
-    }
+    given = dict(zip(SparseInputs._fields, inputs, strict=False))
+    by_name = dict(zip(sparse_backward.Gradients._fields, found, strict=True))
+    by_name = {name: gradient for name, gradient in by_name.items() if given[name] is not None}
     others = (None for _ in ctx.needs_input_grad[_INPUTS:])
     return *(by_name.get(name) for name in SparseInputs._fields), *others
 

@@ -192,19 +192,21 @@ def check_sparse_scales(
             raise ValueError(f"{name}: got a scale for {'no cache' if rows is None else 'packed rows'}; legal: None")
 
 
-def sparse_gradient_reasons(spec: SparseMLASpec, kv_scales: Sequence[Scale] = ()) -> list[str]:
+def sparse_gradient_reasons(spec: SparseMLASpec, kv_scales: Sequence[object] = ()) -> list[str]:
     """Why a call of sparse_mla has no gradient beside that of the definition; empty if it has one. `kv_scales` are
     kv_scale and compressed_kv_scale."""
     reasons = [f"q: got {spec.q_dtype}; a gradient needs 16 bits or more"] if spec.q_dtype == FP8 else []
-    for name, cache, scale in zip(("kv_cache", "compressed_kv_cache"), spec.caches, (*kv_scales, None, None), strict=False):
+    names = ("kv_cache", "compressed_kv_cache")
+    for name, cache, scale in zip(names, spec.caches, (*kv_scales, None, None), strict=False):
         if cache.layout != "plain" or cache.dtype == FP8:
-            reasons.append(f"{name}: got {cache.layout} rows of {cache.dtype}; a gradient needs plain rows of 16 bits or more")
+            rows = f"{cache.layout} rows of {cache.dtype}"
+            reasons.append(f"{name}: got {rows}; a gradient needs plain rows of 16 bits or more")
         if scale is not None:
             reasons.append(f"{name.removesuffix('_cache')}_scale: got a scale; a gradient needs None")
     return reasons
 
 
-def check_sparse_gradient(spec: SparseMLASpec, kv_scales: Sequence[Scale] = ()) -> None:
+def check_sparse_gradient(spec: SparseMLASpec, kv_scales: Sequence[object] = ()) -> None:
     """NotImplementedError that names every argument with which a call of sparse_mla has no gradient."""
     if reasons := sparse_gradient_reasons(spec, kv_scales):
         raise not_differentiable("sparse_mla", f"{'; '.join(reasons)}; use implementation='reference'")

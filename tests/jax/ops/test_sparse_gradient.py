@@ -1,5 +1,5 @@
-"""The gradient of sparse_mla: by XLA's loop and, with an emulation in the kernel's place, by the kernel, against that of
-the reference; jax's transformations around it, its memory, and what is refused."""
+"""The gradient of sparse_mla: by XLA's loop and, with an emulation in the kernel's place, by the kernel, against that
+of the reference; jax's transformations around it, its memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def arrays(dtype: Any = jnp.float32, *, two: bool = False, width: int = 576, sin
 
 
 def loss(implementation: str | None, **options: Any) -> Callable[..., jax.Array]:
-    """A loss of the arrays that have a gradient, the scale, and the others, in which out and lse have random weights."""
+    """A loss of the arrays that have a gradient, the scale, and the others; out and lse have random weights."""
     rng = np.random.default_rng(9)
     of_out, of_lse = rng.standard_normal((TOKENS, HEADS, LATENT)), rng.standard_normal((TOKENS, HEADS))
 
@@ -184,7 +184,9 @@ def test_operands_of_the_kernel(case: str, dtype: Any) -> None:
 def test_vmap() -> None:
     """Calls with caches of their own become pages of one call."""
     given, options = arrays(jnp.bfloat16, two=True, sinks=True)
-    stacked = {name: x if name == "sinks" else jnp.stack([x, x[::-1] if name == "q" else x]) for name, x in given.items()}
+    stacked = {name: jnp.stack([x, x[::-1] if name == "q" else x]) for name, x in given.items()} | {
+        "sinks": given["sinks"]
+    }
     leaves, others = split(stacked)
     axes = {name: None if name == "sinks" else 0 for name in leaves}
     found = []

@@ -77,9 +77,13 @@ def sparse_mla(
       the spread of the logits. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
       never reaches a result.
 
-    Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError. vmap,
-    jit, jax.export and shard_map over heads or tokens work with all of them; "cute" is also partitioned automatically
-    over heads and tokens, without moving a cache, and to be exported needs disabled_checks=export_disabled_checks().
+    Derivatives: over plain caches of 16 bits or more, reverse mode in q, the caches, sinks, softmax_scale and q_scale,
+    from the saved out and lse, in memory linear in T and in the caches' slots. "cute" has a kernel for the gradient on
+    Hopper, for float16 and bfloat16 with D 576 or 512 and L 512; a scale's gradient is NaN there if the scale is 0.
+    Otherwise its derivative is that of "xla". Other caches, fp8 queries, kv_scale and compressed_kv_scale raise
+    NotImplementedError. "reference" differentiates in every mode. vmap, jit, jax.export and shard_map over heads or
+    tokens work with all of them; "cute" is also partitioned automatically over heads and tokens, without moving a
+    cache, and to be exported needs disabled_checks=export_disabled_checks().
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

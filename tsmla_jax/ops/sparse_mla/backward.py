@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.ops import transforms
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.sparse_mla import gradient
-from tsmla_jax.ops.sparse_mla.call import Operands, Planned, Results, fold_caches
+from tsmla_jax.ops.sparse_mla.call import Planned, Results, fold_caches
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA_BACKWARD
 from tsmla_kernels.contract.sparse import SparseMLASpec

@@ -1,4 +1,4 @@
-"""Which calls Hopper's kernel of sparse_mla's gradient serves, its configuration and its workspaces. Imports no cutlass.
+"""Which calls Hopper's kernel of sparse_mla's gradient serves, its configuration and workspaces. Imports no cutlass.
 
 The numbers of tokens, heads, columns of the indices and pages, and all lengths, are dynamic.
 """

@@ -23,7 +23,6 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     COLUMN_TILE,
     COMPUTE_WARPS,
     GROUP_KEYS,
-    GROUPS,
     SLOTS_KEPT,
     Barrier,
     Block,

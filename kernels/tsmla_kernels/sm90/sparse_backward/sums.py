@@ -2,8 +2,8 @@
 reducer warps that add them.
 
 A compute warpgroup has the gradient of a block transposed, [columns, keys]. It stores up to CHUNK_TILES column tiles of
-all keys to shared memory, a row for each key, and goes on. Its reducer warp adds each key's row to that key's sums, by a
-bulk reduction per key.
+all keys to shared memory, a row for each key, and goes on. Its reducer warp adds each key's row to that key's sums, by
+a bulk reduction per key.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class Reducer:
                 cute.arch.mbarrier_wait(shared.sums_full + group, count & 1)
                 if const_expr(chunk == 0):
                     row = shared.rows[lane, block % SLOTS_KEPT]
-                    target = sums.kv_sum.iterator.toint() + (Int64(row) * self.traits.head_dim + group * GROUP_COLUMNS) * 4
-                self.add(shared, source, target + chunk * CHUNK_TILES * COLUMN_TILE * 4, CHUNK_TILES, row, group)
+                    first = Int64(row) * self.traits.head_dim + group * GROUP_COLUMNS
+                    target = sums.kv_sum.iterator.toint() + first * 4
+                offset = chunk * CHUNK_TILES * COLUMN_TILE * 4
+                self.add(shared, source, target + offset, CHUNK_TILES, row, group)
                 count += 1
             if const_expr(self.traits.rope_columns > 0):
                 if group == 0:
