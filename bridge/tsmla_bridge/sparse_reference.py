@@ -201,9 +201,7 @@ def _rotated(
     return torch.cat([x[..., : rotation.offset].float(), turned, x[..., end:].float()], -1)
 
 
-def put_sections(
-    cache: torch.Tensor, raw: Sequence[torch.Tensor], slot_mapping: torch.Tensor, page_size: int
-) -> None:
+def put_sections(cache: torch.Tensor, raw: Sequence[torch.Tensor], slot_mapping: torch.Tensor, page_size: int) -> None:
     """Write bytes into the slots of a packed cache, [P, bytes] or [P, Z, width] of any strides. A page's bytes are, for
     each of `raw` [T, N], N bytes a row of the page; slots outside are skipped."""
     slots, source, any_legal = targets(slot_mapping, cache.shape[0] * page_size)

@@ -53,9 +53,7 @@ def call(dtype: torch.dtype = torch.float64, *, two: bool = False, sinks: bool =
 
 
 def attend(given: Tensors, options: dict[str, Any], **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor] = tsmla_bridge.sparse_mla(
-        **given, **(options | changed), return_lse=True
-    )  # type: ignore[assignment]
+    found: tuple[torch.Tensor, torch.Tensor] = tsmla_bridge.sparse_mla(**given, **(options | changed), return_lse=True)  # type: ignore[assignment]
     return found
 
 

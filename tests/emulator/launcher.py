@@ -77,6 +77,7 @@ class Gpu:
     @capture.setter
     def capture(self, value: int | None) -> None:
         self.state.capture = value
+
     @contextlib.contextmanager
     def on_stream(self, stream: int, capture: int | None = None) -> Iterator[None]:
         """Calls of this thread are on `stream` meanwhile, captured as number `capture` if there is one."""

@@ -80,12 +80,12 @@ def sparse_mla(
       float64), natural logarithm. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
       never reaches a result.
 
-    q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU by
-    Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, on a CPU by torch operations. A slot
-    that a token doesn't select has no part in them. Beside the gradients memory is linear in T and in the caches' slots: float32
-    sums [P * Z, D]. Gradients of gradients, over other caches, with kv_scale or compressed_kv_scale, of scales, and of
-    calls with out=, lse= or workspace= raise NotImplementedError; implementation="reference" on plain tensors is
-    ordinary torch operations and has them.
+    q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU
+    by Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, on a CPU by torch operations.
+    Slots that no token selects have a gradient of 0. Memory is linear in T and in the caches' slots: beside the
+    gradients float32 sums [P * Z, D]. Gradients of gradients, over other caches, with kv_scale or
+    compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise NotImplementedError;
+    implementation="reference" on plain tensors is ordinary torch operations and has them.
 
     Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
     mla_decode says; TSMLA_CHECK=1 checks slots and lengths.

@@ -147,9 +147,7 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(found[: -len(workspaces)])
 
 
-def _fold(
-    call: Planned, run: Callable[..., Any], axis_size: int, *arrays: jax.Array
-) -> tuple[jax.Array, ...] | None:
+def _fold(call: Planned, run: Callable[..., Any], axis_size: int, *arrays: jax.Array) -> tuple[jax.Array, ...] | None:
     """vmap's axis V, leading in all arrays but the scales and the sinks, becomes V * T tokens of one call. None if
     there are more slots than int32 can count."""
     x = _Arrays.split(call, arrays)

@@ -72,9 +72,7 @@ def sparse_backward_reasons(spec: SparseMLASpec) -> list[str]:
     return reasons
 
 
-def sparse_backward_config(
-    spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False
-) -> SparseBackwardConfig:
+def sparse_backward_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False) -> SparseBackwardConfig:
     """The configuration that serves the gradient of `spec`; `lengths` and `sinks` say whether the call has these
     operands."""
     page_size, page_span = _pages(spec.cache)

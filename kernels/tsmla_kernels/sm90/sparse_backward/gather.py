@@ -44,9 +44,7 @@ class Gatherer:
         token = cute.assume(x.stride[0], divby=64)
         by_columns = cute.make_tensor(
             x.iterator,
-            cute.make_layout(
-                (x.shape[1], block.width, tiles, x.shape[0]), stride=(x.stride[1], 1, block.width, token)
-            ),
+            cute.make_layout((x.shape[1], block.width, tiles, x.shape[0]), stride=(x.stride[1], 1, block.width, token)),
         )
         shape = (block.rows, block.width, tiles)
         layout = cute.tile_to_shape(self.traits.layout_atom(block), shape, (0, 1, 2))
@@ -72,9 +70,7 @@ class Gatherer:
         layout = cute.make_layout(((8, block.rows // 8), block.width, tiles), stride=strides)
         target = cute.make_tensor(cute.recast_ptr(memory, swizzle, dtype=self.traits.dtype), layout)
         shape = (block.rows, block.width, tiles)
-        source = cute.local_tile(
-            cute.domain_offset((item.first_head, 0, 0, 0), copy.tensor), shape, (0, 0, 0, None)
-        )
+        source = cute.local_tile(cute.domain_offset((item.first_head, 0, 0, 0), copy.tensor), shape, (0, 0, 0, None))
         tma_target, tma_source = cpasync.tma_partition(
             copy.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 3), cute.group_modes(source, 0, 3)
         )

@@ -100,9 +100,7 @@ class Consumer:
         count = Int32(0)
         for block in cutlass.range(item.blocks, unroll=1):
             cute.arch.mbarrier_wait(shared.keys_full, block & 1)
-            acc = cute.make_rmem_tensor(
-                mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK)), Float32
-            )
+            acc = cute.make_rmem_tensor(mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK)), Float32)
             if const_expr(self.traits.rope_columns > 0):
                 if group == 0:
                     self.multiply_scores(acc, mma, shared.q, shared.keys, self.traits.q, t)
