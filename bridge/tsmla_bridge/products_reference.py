@@ -3,15 +3,15 @@ tsmla_jax's mean, and read no value on the host."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_bridge.sparse_reference import quantize_pow2
 from tsmla_kernels.contract.products import BLOCK, INVERSE_MAX, LEAST_AMAX, ProductSpec, QuantizeBlocksSpec
-from tsmla_kernels.contract.rules import FP8_MAX
+from tsmla_kernels.contract.rules import FP8, FP8_MAX
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @in_own_precision
@@ -21,11 +21,29 @@ def block_scaled_matmul(
     weight: torch.Tensor,
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor,
-) -> torch.Tensor:
+) -> Result:
     """out [T, N] of block_scaled_matmul."""
-    rows = _widened(x, x_scales)
+    return _finished(_product(x, weight, x_scales, weight_scales), spec)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor | None, weight_scales: torch.Tensor
+) -> torch.Tensor:
+    """The product itself, [T, N] float32."""
     columns = _widened(weight, weight_scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]])
-    return (rows @ columns.T).to(DTYPES[spec.out_dtype])
+    return _widened(x, x_scales) @ columns.T
+
+
+def _finished(product: torch.Tensor, spec: ProductSpec) -> Result:
+    """The result of a call whose product [T, N] float32 this is: gated, rounded or quantised."""
+    if spec.gated:
+        gate, up = product.chunk(2, dim=-1)
+        if spec.limit is not None:
+            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        product = torch.nn.functional.silu(gate) * up
+    if spec.out_dtype == FP8:
+        return quantize_blocks(QuantizeBlocksSpec(tuple(product.shape), "float32", power_of_two=False), product)
+    return product.to(DTYPES[spec.out_dtype])
 
 
 @in_own_precision
@@ -36,16 +54,19 @@ def grouped_block_scaled_matmul(
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor,
     cu_rows: torch.Tensor,
-) -> torch.Tensor:
-    """out [T, N] of grouped_block_scaled_matmul."""
-    dense = dataclasses.replace(spec, num_groups=None)
-    out = torch.zeros((x.shape[0], weight.shape[1]), dtype=DTYPES[spec.out_dtype], device=x.device)
+    rows: torch.Tensor | None = None,
+) -> Result:
+    """out [R, N] of grouped_block_scaled_matmul."""
+    if rows is not None:
+        places = rows.long().clamp(0, max(x.shape[0] - 1, 0))
+        x, x_scales = x[places], None if x_scales is None else x_scales[places]
+    out = torch.zeros((x.shape[0], weight.shape[1]), device=x.device)
     row = torch.arange(x.shape[0], device=x.device)
     for group in range(weight_scales.shape[0]):
-        product = block_scaled_matmul(dense, x, weight[group], x_scales, weight_scales[group])
+        product = _product(x, weight[group], x_scales, weight_scales[group])
         own = (row >= cu_rows[group]) & (row < cu_rows[group + 1])
         out = torch.where(own[:, None], product, out)
-    return out
+    return _finished(out, spec)
 
 
 def quantize_blocks(spec: QuantizeBlocksSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

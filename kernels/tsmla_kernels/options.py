@@ -77,7 +77,17 @@ _PACKED = {**_TOPK, "rope_offset": "0"}
 _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
 _LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
 _INDEXER_TOPK = {**_LOGITS, "index_n_heads": "", "ragged": "true", "return_slots": "true", "return_scores": "false"}
-_PRODUCT = {**_TOPK, "in_features": "7168", "out_features": "7168", "num_groups": "256", "power_of_two": "false"}
+_PRODUCT = {
+    **_TOPK,
+    "in_features": "7168",
+    "out_features": "7168",
+    "num_groups": "256",
+    "power_of_two": "false",
+    "gated": "false",
+    "limit": "",
+    "picked": "false",
+    "quantized": "false",
+}
 _BITS = {**_TOPK, "lengths": "false", "starts": "false"}
 _SPARSE = {
     **_TOPK,
@@ -242,7 +252,8 @@ def _logits_spec(values: Mapping[str, str]) -> IndexerLogitsSpec:
 
 def product_spec(options: Mapping[str, str]) -> ProductSpec:
     """The spec of block_scaled_matmul: num_tokens rows times a weight [out_features, in_features]. `dtype` is that of
-    the rows, and of the result; the result is bfloat16 where that is fp8."""
+    the rows, and of the result; the result is bfloat16 where that is fp8, or e4m3 with `quantized`. gated and limit are
+    the call's own; with `picked` an index picks the rows."""
     return _product_spec(options, grouped=False)
 
 
@@ -255,8 +266,18 @@ def _product_spec(options: Mapping[str, str], *, grouped: bool) -> ProductSpec:
     values = _filled_in(options, _PRODUCT)
     names = ("num_tokens", "in_features", "out_features", "num_groups")
     rows, terms, columns, groups = (_parsed(values, name, int) for name in names)
-    out_dtype = contract.attention_out_dtype(values["dtype"])
-    return ProductSpec(rows, terms, columns, groups if grouped else None, out_dtype, values["dtype"])
+    gated, picked, quantized = (_parsed(values, name, bool) for name in ("gated", "picked", "quantized"))
+    return ProductSpec(
+        rows,
+        terms,
+        columns,
+        num_groups=groups if grouped else None,
+        out_dtype=FP8 if quantized else contract.attention_out_dtype(values["dtype"]),
+        x_dtype=values["dtype"],
+        gated=gated,
+        limit=_parsed(values, "limit", float) if values["limit"] else None,
+        num_picked=rows if picked else None,
+    )
 
 
 def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:

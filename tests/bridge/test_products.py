@@ -46,6 +46,35 @@ def test_it_means_what_jax_means(op: str) -> None:
     np.testing.assert_allclose(got.numpy(), np.asarray(want), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("out_dtype", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("op", CALLS)
+def test_gated_calls_mean_what_jax_means(op: str, out_dtype: str) -> None:
+    function, given = CALLS[op]
+    if op.startswith("grouped"):
+        given = given | {
+            "rows": torch.tensor([3, 3, 20, 0, 1, 2, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 19, -1], dtype=torch.int32)
+        }
+    form: Any = {"gated": True, "limit": 2.0}
+    want = getattr(tsmla_jax, op)(**{name: as_jax(x) for name, x in given.items()}, out_dtype="float32", **form)
+    dtype = getattr(torch, out_dtype)
+    got = function(**given, out_dtype=dtype, **form)
+    memory = tuple(map(torch.empty_like, got)) if isinstance(got, tuple) else torch.empty_like(got)
+    assert function(**given, out_dtype=dtype, out=memory, **form) is memory
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    others = (memory, compiled(**given, out_dtype=dtype, **form))
+    into = tuple(map(torch.empty_like, got)) if isinstance(got, tuple) else torch.empty_like(got)
+    compiled(**given, out_dtype=dtype, out=into, **form)
+    if not isinstance(got, tuple):
+        np.testing.assert_allclose(got.numpy(), np.asarray(want), rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(got, other) for other in (*others, into))
+        return
+    values, scales = got
+    factors = scales.repeat_interleave(128, -1)[:, : values.shape[1]]
+    np.testing.assert_allclose(values.float() * factors, np.asarray(want), atol=float(np.abs(want).max()) * 2**-4)
+    for other in (*others, into):
+        assert torch.equal(other[0].view(torch.uint8), values.view(torch.uint8)) and torch.equal(other[1], scales)
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_blocks_are_quantised_as_in_jax(power_of_two: bool) -> None:
     x = torch.randn(5, 300, generator=GENERATOR) * torch.logspace(-12, 6, 5)[:, None]
@@ -85,6 +114,8 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
         multiply(**DENSE, out_dtype=torch.float64)
     with pytest.raises(ValueError, match=r"out: got float32"):
         multiply(**DENSE, out=torch.empty(ROWS, COLUMNS))
+    with pytest.raises(TypeError, match=r"out: got 1 tensors; legal: values and scales, a tuple of two tensors"):
+        multiply(**DENSE, gated=True, out_dtype=torch.float8_e4m3fn, out=torch.empty(ROWS, COLUMNS // 2))
     with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
         multiply(**DENSE, implementation="cute")
     with pytest.raises(NotImplementedError, match="the tensors are on cpu"):

@@ -494,6 +494,65 @@ def quantized_and_back(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, t
     return values.float() * scales.repeat_interleave(128, -1)[..., : x.shape[-1]], scales
 
 
+def gated_and_back(*, function: Callable[..., Any], **given: Any) -> Any:
+    """A gated product: its result, or the numbers that its e4m3 values stand for, in bf16, whose bound allows for some
+    that are rounded the other way, and the scales."""
+    results = function(gated=True, **given)
+    if not isinstance(results, tuple):
+        return results
+    values, scales = results
+    return (values.float() * scales.repeat_interleave(128, -1)[..., : values.shape[-1]]).bfloat16(), scales
+
+
+def gated_calls(generator: torch.Generator) -> Iterator[Call]:
+    """Gated products, dense and grouped, with picked rows, of every kind of tile and result; NaN in rows of x that are
+    not picked, and indices that don't exist behind the last group."""
+
+    def blocks(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tsmla_bridge.quantize_blocks(normal(generator, *shape, dtype=torch.float32))
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * 1e-3 + 5e-4
+
+    forms = itertools.cycle(((FP8, None), (torch.bfloat16, 4.0), (FP8, 0.5), (torch.float32, None)))
+    for rows, columns, terms in ((1, 256, 272), (7, 512, 1296), (33, 256, 400), (130, 768, 272), (300, 256, 400)):
+        (x, x_scales), (weight, _) = blocks(rows, terms), blocks(columns, terms)
+        tensors = {
+            "x": x,
+            "weight": weight,
+            "x_scales": x_scales,
+            "weight_scales": scales(columns // 128, -(-terms // 128)),
+        }
+        kept = {key: tensor for key, tensor in tensors.items() if key != "x_scales"}
+        wide = kept | {"x": normal(generator, rows, terms, dtype=torch.bfloat16 if rows % 2 else torch.float16)}
+        function = functools.partial(gated_and_back, function=tsmla_bridge.block_scaled_matmul)
+        for given, options in ((tensors, {}), (wide, {"x_scales": None})):
+            out_dtype, limit = next(forms)
+            name = f"gated {rows} rows, {columns} x {terms}{' wide' if options else ''} {out_dtype} {limit}"
+            yield Call(name, function, given, {"out_dtype": out_dtype, "limit": limit, **options})
+    for counts in ([0, 1, 0, 3], [20, 0, 45, 2], [0, 0, 150], [250, 0, 130], [n % 3 for n in range(70)]):
+        used, (weight, _) = sum(counts), blocks(len(counts) + 1, 256, 336)
+        (x, x_scales), picked = blocks(40, 336), torch.randint(0, 37, (used,), generator=generator)
+        x.view(torch.uint8)[-3:], x_scales[-3:] = 0x7F, torch.nan
+        rows = torch.cat((picked, torch.tensor([1 << 30, -5, 39]))).int()
+        tensors = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": scales(len(counts), 2, 3)}
+        given = {**tensors, "cu_rows": offsets_of(counts), "rows": rows}
+        kept = {key: tensor for key, tensor in given.items() if key != "x_scales"}
+        wide = kept | {"x": normal(generator, 40, 336, dtype=torch.bfloat16)}
+        wide["x"][-3:] = torch.nan
+        function = functools.partial(gated_and_back, function=tsmla_bridge.grouped_block_scaled_matmul)
+        for call, options in ((given, {}), (wide, {"x_scales": None})):
+            out_dtype, limit = next(forms)
+            of_16_bits = " wide" if options else ""
+            name = f"groups of {counts}{of_16_bits}"
+            yield Call(f"picked {name}", tsmla_bridge.grouped_block_scaled_matmul, call, options)
+            options = {**options, "out_dtype": out_dtype, "limit": limit}
+            yield Call(f"gated picked {name} {out_dtype} {limit}", function, call, options)
+            apart = {key: tensor for key, tensor in call.items() if key != "rows"}
+            apart["cu_rows"] = apart["cu_rows"].clamp(max=37)
+            yield Call(f"gated {name} {out_dtype} {limit}", function, apart, options)
+
+
 def product_calls(generator: torch.Generator) -> Iterator[Call]:
     """block_scaled_matmul and the grouped one: every kind of tile, rows and terms that fill no tile or block, groups
     without rows and one with all, NaN behind the last group."""
@@ -549,6 +608,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "sparse_mla": sparse_calls,
     "sparse_mla_gradient": sparse_gradient_calls,
     "block_scaled_matmul": product_calls,
+    "gated_block_scaled_matmul": gated_calls,
 }
 
 

@@ -76,6 +76,65 @@ def test_grouped(counts: list[int]) -> None:
             close(out[begin:end], product(x[begin:end], weight[group], of_x[begin:end], of_weight[group]), 2.5e-3)
 
 
+def gated(product: torch.Tensor, limit: float | None) -> torch.Tensor:
+    gate, up = product.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return torch.nn.functional.silu(gate) * up
+
+
+def restored(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return widened(*result) if isinstance(result, tuple) else result
+
+
+FORMS = ((torch.bfloat16, None, 2.5e-3), (torch.float8_e4m3fn, 4.0, 0.04))
+
+
+@pytest.mark.parametrize("out_dtype, limit, bound", FORMS)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gated(rows: int, wide: bool, out_dtype: torch.dtype, limit: float | None, bound: float) -> None:
+    weight, of_weight = numbers(768, 1488), scales(6, 12) / 400
+    x, of_x = numbers(rows, 1488), scales(rows, 12) * 10
+    if wide:
+        x, of_x = torch.randn(rows, 1488, device=DEVICE).bfloat16(), torch.ones(rows, 12, device=DEVICE)
+    given = (x, weight, None if wide else of_x, of_weight)
+    form = {"gated": True, "limit": limit, "implementation": "cute"}
+    out = tsmla_bridge.block_scaled_matmul(*given, out_dtype=out_dtype, **form)
+    want = gated(product(x, weight, of_x, of_weight), limit)
+    close(restored(out), want, bound)
+    close(tsmla_bridge.block_scaled_matmul(*given, out_dtype=torch.float32, **form), want, 1e-3)
+
+
+@pytest.mark.parametrize("out_dtype, limit, bound", FORMS)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("counts", [*SKEWS, [1, 0, 2] * 100])
+def test_picked_rows(counts: list[int], wide: bool, out_dtype: torch.dtype, limit: float | None, bound: float) -> None:
+    groups, tokens = len(counts), 300
+    x, of_x = numbers(tokens, 1488), scales(tokens, 12) * 10
+    x.view(torch.uint8)[-9:], of_x[-9:] = 0x7F, torch.nan
+    if wide:
+        x, of_x = torch.randn(tokens, 1488, device=DEVICE).bfloat16(), torch.ones(tokens, 12, device=DEVICE)
+        x[-9:] = torch.nan
+    weight, of_weight = numbers(groups, 512, 1488), scales(groups, 4, 12) / 400
+    cu_rows = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    rows = torch.randint(0, tokens - 9, (sum(counts) + 5,), dtype=torch.int32, device=DEVICE)
+    rows[-5:] = torch.tensor([-1, 1 << 30, tokens - 1, -(1 << 31), tokens], dtype=torch.int64).int()
+    arrays = (x, weight, None if wide else of_x, of_weight, cu_rows)
+    form = {"rows": rows, "implementation": "cute"}
+    plain = tsmla_bridge.grouped_block_scaled_matmul(*arrays, **form)
+    out = restored(tsmla_bridge.grouped_block_scaled_matmul(
+        *arrays, gated=True, limit=limit, out_dtype=out_dtype, **form
+    ))  # fmt: skip
+    assert not plain[-5:].any() and not out[-5:].any()
+    for group, (begin, end) in enumerate(itertools.pairwise(cu_rows.tolist())):
+        if begin < end:
+            own = rows[begin:end].long()
+            want = product(x[own], weight[group], of_x[own], of_weight[group])
+            close(plain[begin:end], want, 2.5e-3)
+            close(out[begin:end], gated(want, limit), bound)
+
+
 def test_a_stack_of_more_than_2_to_the_31_weights() -> None:
     x, of_x, of_weight = numbers(40, 4096), scales(40, 32), scales(160, 32, 32)
     weight, offsets = numbers(160, 4096, 4096), [0] * 100 + [7] * 59 + [7, 40]

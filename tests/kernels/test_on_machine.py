@@ -24,6 +24,7 @@ ORDERS = tuple(Order(seed, resident) for seed, resident in enumerate((4, 1, 2)))
 FAST = {
     "block_scaled_matmul": ("7 rows", "groups of [0, 3", "blocks of 3"),
     "compress_write_kv_cache": ("v4 4 overlapping", "v4 128 overlapping", "indexer 4 overlapping"),
+    "gated_block_scaled_matmul": ("gated 7 rows", "gated picked groups of [0, 1"),
     "kv_cache": ("write torch.bfloat16", "gather torch.float8_e4m3fn"),
     "merge_attention_states": ("torch.bfloat16",),
     "mla_prefill": ("torch.float8_e4m3fn [130, 1] over [131, 64] causal",),

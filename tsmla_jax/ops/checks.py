@@ -58,9 +58,9 @@ def cache_gather(spec: CacheGatherSpec, lens: jax.Array, starts: jax.Array, bloc
     return behind(partial(values.cache_gather, spec), lens, starts, block_tables)
 
 
-def grouped_product(spec: ProductSpec, cu_rows: jax.Array) -> jax.Array:
-    """cu_rows, behind the check that it ascends from 0 and ends inside of x's rows."""
-    return behind(partial(values.grouped_product, spec), cu_rows)
+def grouped_product(spec: ProductSpec, cu_rows: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """cu_rows, behind the check that it ascends from 0 and ends inside of the result's rows, and that rows are x's."""
+    return behind(partial(values.grouped_product, spec), cu_rows, *(() if rows is None else (rows,)))
 
 
 def behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:

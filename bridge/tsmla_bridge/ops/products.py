@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators, products_reference
+from tsmla_bridge.products_reference import Result
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.tensors import DTYPES, dtype_name
 from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
 from tsmla_kernels.contract import products, values
 from tsmla_kernels.contract.products import ProductSpec
+from tsmla_kernels.contract.rules import FP8
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.products.config import product_config, quantize_config
 
@@ -28,10 +30,12 @@ def block_scaled_matmul(
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor,
     *,
+    gated: bool = False,
+    limit: float | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
+    out: Result | None = None,
     implementation: str | None = None,
-) -> torch.Tensor:
+) -> Result:
     """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128, as
     tsmla_jax.block_scaled_matmul defines it:
     out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128].
@@ -42,23 +46,24 @@ def block_scaled_matmul(
       weight: [N, K] float8_e4m3fn.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
-      out_dtype: torch.bfloat16, torch.float16 or torch.float32.
-      out: [T, N] in out_dtype for the result, or None.
+      gated: the weight's first N / 2 rows and its last N / 2 make silu(x first) * (x last), computed in float32, of
+        N / 2 columns.
+      limit: with gated, x first is at most this, and x last between its negative and it; None for no limit.
+      out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
+      out: a tensor for the result, or for float8_e4m3fn two, for values and scales; or None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
-      [T, N] in out_dtype; `out` if it is given.
+      [T, N] in out_dtype, [T, N / 2] with gated; for float8_e4m3fn values and scales, as quantize_blocks makes them of
+      the float32 result. `out` if it is given.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    arguments = (x, weight, x_scales, weight_scales, out_dtype, implementation)
+    arguments = (x, weight, x_scales, weight_scales, gated, limit, out_dtype, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(x, weight, derivatives=False):
-        if out is None:
-            return torch.ops.tsmla.block_scaled_matmul(*arguments)
-        torch.ops.tsmla.block_scaled_matmul_into(*arguments, out)
-        return out
+        return _traced("block_scaled_matmul", arguments, out)
     return _dense(*arguments, out)
 
 
@@ -69,37 +74,41 @@ def grouped_block_scaled_matmul(
     weight_scales: torch.Tensor,
     cu_rows: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
+    gated: bool = False,
+    limit: float | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
+    out: Result | None = None,
     implementation: str | None = None,
-) -> torch.Tensor:
+) -> Result:
     """`block_scaled_matmul` of each group of rows with the group's own weight, as
     tsmla_jax.grouped_block_scaled_matmul defines it.
 
     Args:
-      x: [T, K], as of block_scaled_matmul; the rows of a group come together.
+      x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
       weight: [E, N, K] float8_e4m3fn; more weights may follow, which are not read.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
       cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
-        none.
-      out_dtype: torch.bfloat16, torch.float16 or torch.float32.
-      out: [T, N] in out_dtype for the result, or None.
+        none. With `rows` they count these.
+      rows: [R] int32, of each row of the result the row of x that it is made of, so that no sorted copy of x is
+        written; None for x's rows in order, R = T.
+      gated, limit: as of block_scaled_matmul.
+      out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
+      out: a tensor for the result, or for float8_e4m3fn two, for values and scales; or None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
-      [T, N] in out_dtype; `out` if it is given. Rows from cu_rows[E] on are 0, whatever x holds there, NaN included.
+      [R, N] in out_dtype, [R, N / 2] with gated; for float8_e4m3fn values and scales. `out` if it is given. Rows from
+      cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    arguments = (x, weight, x_scales, weight_scales, cu_rows, out_dtype, implementation)
+    arguments = (x, weight, x_scales, weight_scales, cu_rows, rows, gated, limit, out_dtype, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(x, weight, derivatives=False):
-        if out is None:
-            return torch.ops.tsmla.grouped_block_scaled_matmul(*arguments)
-        torch.ops.tsmla.grouped_block_scaled_matmul_into(*arguments, out)
-        return out
+        return _traced("grouped_block_scaled_matmul", arguments, out)
     return _grouped(*arguments, out)
 
 
@@ -132,12 +141,15 @@ def _dense(
     weight: torch.Tensor,
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor,
+    gated: bool,
+    limit: float | None,
     out_dtype: torch.dtype,
     implementation: str | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Result | None = None,
+) -> Result:
     given = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales}
-    spec = tensors.describe_call(products.product_spec, **given, out_dtype=_name(out_dtype))
+    form = {"gated": gated, "limit": limit, "out_dtype": _name(out_dtype)}
+    spec = tensors.describe_call(products.product_spec, **given, **form)
     return _multiply(BLOCK_SCALED_MATMUL, products_reference.block_scaled_matmul, spec, given, implementation, out)
 
 
@@ -147,43 +159,84 @@ def _grouped(
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor,
     cu_rows: torch.Tensor,
+    rows: torch.Tensor | None,
+    gated: bool,
+    limit: float | None,
     out_dtype: torch.dtype,
     implementation: str | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Result | None = None,
+) -> Result:
     given = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales, "cu_rows": cu_rows}
-    spec = tensors.describe_call(products.grouped_product_spec, **given, out_dtype=_name(out_dtype))
-    data_checks.check(values.grouped_product, spec, cu_rows)
+    given |= {"rows": rows}
+    form = {"gated": gated, "limit": limit, "out_dtype": _name(out_dtype)}
+    spec = tensors.describe_call(products.grouped_product_spec, **given, **form)
+    data_checks.check(values.grouped_product, spec, cu_rows, *(() if rows is None else (rows,)))
     definition = products_reference.grouped_block_scaled_matmul
     return _multiply(GROUPED_BLOCK_SCALED_MATMUL, definition, spec, given, implementation, out)
 
 
 def _multiply(
     kernel: Kernel,
-    definition: Callable[..., torch.Tensor],
+    definition: Callable[..., Result],
     spec: ProductSpec,
     given: dict[str, Any],
     implementation: str | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
+    out: Result | None,
+) -> Result:
     read = {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def why_not() -> list[str]:
         reasons = kernel.reasons(spec) + loaded_kernels.layout_reasons(read)
         return reasons + operators.derivative_reasons(*read.values())
 
-    shape, device = (spec.num_rows, spec.num_columns), given["x"].device
+    device, kinds = given["x"].device, _results(spec)
     by_kernel = loaded_kernels.is_chosen(kernel, implementation, device, why_not)
-    if out is not None:
-        tensors.check_output("out", out, shape, DTYPES[spec.out_dtype], device)
+    results = None if out is None else _outputs(out, kinds, device)
     if not by_kernel or spec.num_rows == 0:
-        result = definition(spec, *given.values())
-        return result if out is None else out.copy_(result)
-    if out is None:
-        out = torch.empty(shape, dtype=DTYPES[spec.out_dtype], device=device)
+        found = definition(spec, *given.values())
+        for tensor, result in zip(results or (), found if isinstance(found, tuple) else (found,), strict=False):
+            tensor.copy_(result)
+        return found if out is None else out
+    if results is None:
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds.values()]
     config = product_config(spec, devices.num_sms(devices.index_of(device)))
-    arrays = {name: loaded_kernels.view(tensor) for name, tensor in (read | {"out": out}).items()}
+    written = dict(zip(kinds, results, strict=True))
+    arrays = {name: loaded_kernels.view(tensor) for name, tensor in (read | written).items()}
     loaded_kernels.run_on(kernel, config, device, arrays)
+    return results[0] if len(results) == 1 else (results[0], results[1])
+
+
+def _results(spec: ProductSpec) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    """The shapes and dtypes of a call's results, by the kernel's names."""
+    rows, columns = spec.num_rows, spec.out_columns
+    out = {"out": ((rows, columns), DTYPES[spec.out_dtype])}
+    if spec.out_dtype == FP8:
+        out["out_scales"] = ((rows, products.blocks_of(columns)), torch.float32)
+    return out
+
+
+def _outputs(
+    out: Result, kinds: dict[str, tuple[tuple[int, int], torch.dtype]], device: torch.device
+) -> list[torch.Tensor]:
+    """The caller's tensors for the results, behind their checks."""
+    given = list(out) if isinstance(out, tuple) else [out]
+    if len(given) != len(kinds):
+        legal = "a tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"
+        raise TypeError(f"out: got {len(given)} tensors; legal: {legal}")
+    names = ("out",) if len(kinds) == 1 else ("out[0]", "out[1]")
+    for name, tensor, (shape, dtype) in zip(names, given, kinds.values(), strict=True):
+        tensors.check_output(name, tensor, shape, dtype, device)
+    return given
+
+
+def _traced(name: str, arguments: tuple[Any, ...], out: Result | None) -> Result:
+    """The call as an operator of torch.library: one that returns the result, or two, or one that writes to `out`."""
+    of_two = arguments[-2] == torch.float8_e4m3fn
+    if out is None:
+        result: Result = getattr(torch.ops.tsmla, f"quantized_{name}" if of_two else name)(*arguments)
+        return result
+    values, scales = out if isinstance(out, tuple) else (out, None)
+    getattr(torch.ops.tsmla, f"{name}_into")(*arguments, values, scales)
     return out
 
 
@@ -217,28 +270,38 @@ def _quantize(x: torch.Tensor, power_of_two: bool, implementation: str | None) -
 # ---- the operators
 
 _PRODUCT = "Tensor x, Tensor weight, Tensor? x_scales, Tensor weight_scales"
-_OPTIONS = "ScalarType out_dtype, str? implementation"
+_OPTIONS = "bool gated, float? limit, ScalarType out_dtype, str? implementation"
 
 
 def _new_out(x: Any, weight: Any, *others: Any) -> Any:
-    return x.new_empty((x.shape[0], weight.shape[-2]), dtype=others[-2])
+    *picks, gated, _, dtype, _ = others[2:]
+    rows = x.shape[0] if len(picks) < 2 or picks[1] is None else picks[1].shape[0]
+    return x.new_empty((rows, weight.shape[-2] // 2 if gated else weight.shape[-2]), dtype=dtype)
 
 
-def _register(name: str, multiply: Callable[..., torch.Tensor], arguments: str) -> None:
-    """tsmla::name, which returns the product, and tsmla::{name}_into, which writes it to the caller's memory."""
+def _new_quantized(x: Any, *others: Any) -> Any:
+    values = _new_out(x, *others)
+    return values, x.new_empty((values.shape[0], products.blocks_of(values.shape[1])), dtype=torch.float32)
+
+
+def _register(name: str, multiply: Callable[..., Result], arguments: str) -> None:
+    """tsmla::name, which returns the product, tsmla::quantized_{name}, which returns its e4m3 values and scales, and
+    tsmla::{name}_into, which writes them to the caller's memory."""
 
     def write_into(*given: Any) -> None:
-        multiply(*given)
+        *call, out, out_scales = given
+        multiply(*call, out if out_scales is None else (out, out_scales))
 
-    operator = operators.register(name, multiply, f"({arguments}, {_OPTIONS}) -> Tensor")
-    schema = f"({arguments}, {_OPTIONS}, Tensor(a!) out) -> ()"
-    operators.register(f"{name}_into", write_into, schema, writes=("out",))
-    operators.refuse_backward(operator, name, "pass implementation='reference' outside of torch.compile")
-    operators.register_fake(operator, _new_out)
+    schema = f"({arguments}, {_OPTIONS}, Tensor(a!) out, Tensor(b!)? out_scales) -> ()"
+    operators.register(f"{name}_into", write_into, schema, writes=("out", "out_scales"))
+    for one, results, fake in ((name, "Tensor", _new_out), (f"quantized_{name}", "(Tensor, Tensor)", _new_quantized)):
+        operator = operators.register(one, multiply, f"({arguments}, {_OPTIONS}) -> {results}")
+        operators.refuse_backward(operator, name, "pass implementation='reference' outside of torch.compile")
+        operators.register_fake(operator, fake)
 
 
 _register("block_scaled_matmul", _dense, _PRODUCT)
-_register("grouped_block_scaled_matmul", _grouped, f"{_PRODUCT}, Tensor cu_rows")
+_register("grouped_block_scaled_matmul", _grouped, f"{_PRODUCT}, Tensor cu_rows, Tensor? rows")
 
 quantize_operator = operators.register(
     "quantize_blocks", _quantize, "(Tensor x, bool power_of_two, str? implementation) -> (Tensor, Tensor)"

@@ -37,8 +37,15 @@ QUANTIZED = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """The static facts of one block_scaled_matmul call, or of a grouped one. num_groups is None without groups; x has
-    scales if it is e4m3."""
+    """The static facts of one block_scaled_matmul call, or of a grouped one. x has scales if it is e4m3; so has the
+    result.
+
+    Attributes:
+      num_rows: the result's rows. num_columns: the weight's rows.
+      num_groups: None without groups.
+      num_picked: x's rows, if `rows` picks the result's of them; else None.
+      gated, limit: as the public functions document them.
+    """
 
     num_rows: Dim
     num_terms: Dim
@@ -46,6 +53,14 @@ class ProductSpec:
     num_groups: Dim | None
     out_dtype: str
     x_dtype: str = FP8
+    gated: bool = False
+    limit: float | None = None
+    num_picked: Dim | None = None
+
+    @property
+    def out_columns(self) -> Dim:
+        """Columns of the result."""
+        return self.num_columns // 2 if self.gated else self.num_columns
 
 
 @dataclass(frozen=True)
@@ -63,10 +78,17 @@ def blocks_of(size: Dim) -> Dim:
 
 
 def product_spec(
-    *, x: Array, weight: Array, x_scales: Array | None, weight_scales: Array, out_dtype: str = "bfloat16"
+    *,
+    x: Array,
+    weight: Array,
+    x_scales: Array | None,
+    weight_scales: Array,
+    gated: bool = False,
+    limit: float | None = None,
+    out_dtype: str = "bfloat16",
 ) -> ProductSpec:
     """The spec of block_scaled_matmul, or ValueError / TypeError naming the argument that is not legal."""
-    return _spec(x, weight, x_scales, weight_scales, None, out_dtype)
+    return _spec(_Operands(x, weight, x_scales, weight_scales), _Form(gated, limit, out_dtype))
 
 
 def grouped_product_spec(
@@ -76,15 +98,39 @@ def grouped_product_spec(
     x_scales: Array | None,
     weight_scales: Array,
     cu_rows: Array,
+    rows: Array | None = None,
+    gated: bool = False,
+    limit: float | None = None,
     out_dtype: str = "bfloat16",
 ) -> ProductSpec:
     """The spec of grouped_block_scaled_matmul, or ValueError / TypeError naming the argument that is not legal."""
-    return _spec(x, weight, x_scales, weight_scales, cu_rows, out_dtype)
+    return _spec(_Operands(x, weight, x_scales, weight_scales, cu_rows, rows), _Form(gated, limit, out_dtype))
 
 
-def _spec(
-    x: Array, weight: Array, x_scales: Array | None, weight_scales: Array, cu_rows: Array | None, out_dtype: str
-) -> ProductSpec:  # fmt: skip
+@dataclass(frozen=True)
+class _Operands:
+    """The arrays of a product; cu_rows and rows are None without groups."""
+
+    x: Array
+    weight: Array
+    x_scales: Array | None
+    weight_scales: Array
+    cu_rows: Array | None = None
+    rows: Array | None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The static arguments of a product."""
+
+    gated: bool
+    limit: float | None
+    out_dtype: str
+
+
+def _spec(operands: _Operands, form: _Form) -> ProductSpec:
+    x, weight, x_scales = operands.x, operands.weight, operands.x_scales
+    weight_scales, cu_rows = operands.weight_scales, operands.cu_rows
     stack = "" if cu_rows is None else "E "
     check_array("x", x, "T K", (FP8, *QUANTIZED))
     check_at_least_one("x", x.shape, 1, "K")
@@ -117,9 +163,32 @@ def _spec(
     )  # fmt: skip
     if cu_rows is not None:
         check_array("cu_rows", cu_rows, "E + 1", ("int32",), (groups + 1, "E + 1, of weight_scales' groups"))
-    if out_dtype not in QUANTIZED:
-        raise ValueError(f"out_dtype: got {out_dtype!r}; legal: {listed([repr(name) for name in QUANTIZED])}")
-    return ProductSpec(rows, terms, columns, groups, out_dtype, x.dtype)
+    limit, picked = _check_form(form, weight), None
+    if operands.rows is not None:
+        check_array("rows", operands.rows, "R", ("int32",))
+        check_at_least_one("x", x.shape, 0, "T, with rows")
+        rows, picked = operands.rows.shape[0], rows
+    return ProductSpec(rows, terms, columns, groups, form.out_dtype, x.dtype, form.gated, limit, picked)
+
+
+def _check_form(form: _Form, weight: Array) -> float | None:
+    """The limit of a gated product, behind the checks of the static arguments."""
+    columns, limit = weight.shape[-2], form.limit
+    legal = (*QUANTIZED, FP8) if static_bool("gated", form.gated) else QUANTIZED
+    if form.out_dtype not in legal:
+        with_gated = "" if form.gated else f", and with gated {FP8!r}"
+        names = listed([repr(name) for name in legal])
+        raise ValueError(f"out_dtype: got {form.out_dtype!r}; legal: {names}{with_gated}")
+    if form.gated and (columns % 2 if isinstance(columns, int) else True):
+        raise ValueError(f"weight: got shape {show(weight.shape)}; N must be even, and static, with gated")
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise TypeError(f"limit: got {type(limit).__name__}; legal: None, or with gated a static number above 0")
+    if not form.gated or not limit > 0:
+        got = limit if form.gated else f"{limit} without gated"
+        raise ValueError(f"limit: got {got}; legal: None, or with gated a number above 0")
+    return float(limit)
 
 
 def quantize_blocks_spec(*, x: Array, power_of_two: bool = False) -> QuantizeBlocksSpec:

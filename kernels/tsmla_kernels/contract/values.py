@@ -115,9 +115,7 @@ def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
 def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | None = None) -> None:
     """The active indices are slots of their cache."""
     if lengths is not None:
-        _check_counts(
-            "lengths: token {} has {} active indices", lengths, spec.num_selected, f"K = {spec.num_selected}"
-        )
+        _check_counts("lengths: token {} has {} active indices", lengths, spec.num_selected, f"K = {spec.num_selected}")
     limit = np.full(spec.num_selected, spec.cache.num_slots)
     if spec.compressed is not None:
         limit[spec.window :] = spec.compressed.num_slots
@@ -267,12 +265,19 @@ def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
         )
 
 
-def grouped_product(spec: ProductSpec, cu_rows: np.ndarray) -> None:
-    """cu_rows ascends from 0 and ends inside of x's rows."""
+def grouped_product(spec: ProductSpec, cu_rows: np.ndarray, rows: np.ndarray | None = None) -> None:
+    """cu_rows ascends from 0 and ends inside of the result's rows; those of a group are picked from x's rows."""
+    whose = "x's rows" if rows is None else "the size of rows"
     if cu_rows[0] != 0 or (np.diff(cu_rows) < 0).any() or cu_rows[-1] > spec.num_rows:
         raise ValueError(
-            f"cu_rows: got {cu_rows.tolist()}; legal: from 0, never decreasing, to at most {spec.num_rows}, x's rows"
+            f"cu_rows: got {cu_rows.tolist()}; legal: from 0, never decreasing, to at most {spec.num_rows}, {whose}"
         )
+    count = spec.num_picked
+    if rows is None or count is None:
+        return
+    if (wrong := ((rows < 0) | (rows >= count))[: cu_rows[-1]]).any():
+        place = int(np.flatnonzero(wrong)[0])
+        raise ValueError(f"rows: got {rows[place]} at {place}; legal: 0 to {count - 1}, x's rows")
 
 
 def segment_ids(max_segments: int, ids: np.ndarray) -> None:

@@ -92,6 +92,83 @@ def test_rows_without_scales_meet_the_weights_as_they_are(name: str, dtype: str)
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-3)
 
 
+def gated_of(product: np.ndarray, limit: float | None) -> np.ndarray:
+    """silu(gate) * up of a product in float64."""
+    gate, up = np.split(product, 2, axis=-1)
+    if limit is not None:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("limit", [None, 0.75])
+def test_gated_products_and_picked_rows(name: str, limit: float | None) -> None:
+    """Dense and grouped; rows of a group in any order, one of them twice; indices behind the last group are not read,
+    and nor are rows of x that none picks."""
+    given = operands(columns=256)
+    given["weight_scales"] = given["weight_scales"] / 40
+    form: Any = {"gated": True, "limit": limit, "implementation": name}
+    out = tsmla_jax.block_scaled_matmul(**given, **FLOAT32, **form)
+    np.testing.assert_allclose(out, gated_of(exact(**given), limit), rtol=1e-4, atol=1e-5)
+    values, scales = tsmla_jax.block_scaled_matmul(**given, out_dtype="float8_e4m3fn", **form)
+    want, factors = tsmla_jax.quantize_blocks(out, implementation="reference")
+    np.testing.assert_allclose(scales, factors, rtol=1e-4)
+    assert (np.asarray(values) == np.asarray(want)).mean() > 0.99
+
+    stack, rows = grouped([0, 0, 5, 9], columns=256), [3, 7, 7, 0, 11, 2, 3, 8, 4, -5, 1 << 30]
+    stack["weight_scales"] = stack["weight_scales"] / 40
+    stack["x"] = stack["x"].at[1].set(jnp.nan)
+    out = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints(rows), **FLOAT32, **form)
+    plain = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints(rows), **FLOAT32, implementation=name)
+    assert out.shape == (11, 128) and plain.shape == (11, 256) and not np.any(out[9:]) and not np.any(plain[9:])
+    for group, own in ((1, slice(0, 5)), (2, slice(5, 9))):
+        picked = np.array(rows[own])
+        parts = (stack["x"][picked], stack["weight"][group], stack["x_scales"][picked], stack["weight_scales"][group])
+        np.testing.assert_allclose(plain[own], exact(*parts), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(out[own], gated_of(exact(*parts), limit), rtol=1e-4, atol=1e-5)
+    values, scales = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints(rows), out_dtype="float8_e4m3fn", **form)
+    assert values.shape == (11, 128) and scales.shape == (11, 1)
+    restored = np.float32(values) * scales
+    np.testing.assert_allclose(restored, out, atol=np.abs(out).max() * 2**-4)
+
+
+def test_gated_calls_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One custom call, under vmap too; no part of the weight alone makes a column, so that it is whole on each
+    device."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    dense, stack, rows = operands(), grouped([0, 2, 2, 9]), ints([0, 5, 5, 3, 1, 9, 11, 2, 2, 0])
+    for out_dtype, results in (("bfloat16", 1), ("float8_e4m3fn", 2)):
+        form = {"implementation": "cute", "gated": True, "limit": 7.0, "out_dtype": out_dtype}
+        run = functools.partial(tsmla_jax.block_scaled_matmul, **form)
+        run_grouped = functools.partial(tsmla_jax.grouped_block_scaled_matmul, **form)
+        assert lower(run, **dense).count(f"@{device.TARGET}(") == 1
+        assert lower(run_grouped, **stack, rows=rows).count(f"@{device.TARGET}(") == 1
+        ((_, config),) = kernels(jax.make_jaxpr(lambda given, run=run_grouped: run(**given))(stack | {"rows": rows}))
+        assert config.gated and config.picked and config.limit == 7.0 and config.out_dtype == out_dtype
+        weights = {name: dense[name] for name in ("weight", "weight_scales")}
+        batch = {name: jnp.stack([dense[name]] * 3) for name in ("x", "x_scales")}
+        mapped = jax.make_jaxpr(jax.vmap(lambda rows, run=run, weights=weights: run(**rows, **weights)))(batch)
+        shapes = [(3, ROWS, COLUMNS // 2), (3, ROWS, 2)][:results]
+        assert calls(mapped) == 1 and [out.shape for out in mapped.out_avals] == shapes
+        nothing = jax.tree.leaves(run(**dense | {"x": dense["x"][:0], "x_scales": dense["x_scales"][:0]}))
+        assert [out.shape for out in nothing] == [(0, COLUMNS // 2), (0, 2)][:results]
+    if jax.default_backend() != "cpu":
+        return
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "model")
+    specs = {"weight": P(None, "model"), "weight_scales": P(None, "model")}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in stack.items()}
+    with emulated(grouped_cute._transformable, by=emulate_gated):
+        got = jax.jit(functools.partial(run_grouped, out_dtype="bfloat16"))(**placed, rows=rows)
+    want = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=rows, gated=True, limit=7.0, implementation="reference")
+    np.testing.assert_array_equal(got, want)
+
+
+def emulate_gated(x: Any, weight: Any, x_scales: Any, weight_scales: Any, cu_rows: Any, rows: Any, **_: Any) -> Any:
+    arrays = (x, weight, x_scales, weight_scales, cu_rows)
+    form: Any = {"gated": True, "limit": 7.0, "implementation": "reference"}
+    return [tsmla_jax.grouped_block_scaled_matmul(*arrays, rows=rows, **form)]
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_quantised_blocks(power_of_two: bool) -> None:
     x = np.random.default_rng(0).standard_normal((4, 3, 300), np.float32)
@@ -165,17 +242,33 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"x_scales": dense["x_scales"][:, :2]}, r"x_scales: got shape \[12, 2\]; axis 1 must be 3 \(K / 128 rounded"),
         ({"weight_scales": dense["weight_scales"][:3]}, r"weight_scales: got shape \[3, 3\]; axis 0 must be 4"),
         ({"weight": stack["weight"]}, r"weight: got shape \[3, 512, 336\] of rank 3; legal: \[N, K\]"),
-        ({"out_dtype": "float8_e4m3fn"}, r"out_dtype: got 'float8_e4m3fn'; legal: 'float16'"),
+        ({"out_dtype": "float8_e4m3fn"}, r"out_dtype: got 'float8_e4m3fn'; legal: 'float16'.* and with gated 'float8"),
+        ({"limit": 2.0}, r"limit: got 2.0 without gated; legal: None, or with gated a number above 0"),
+        ({"gated": True, "limit": -1.0}, r"limit: got -1.0; legal: None, or with gated a number above 0"),
     ):
         with pytest.raises(ValueError, match=text):
             tsmla_jax.block_scaled_matmul(**dense | change)
     with pytest.raises(ValueError, match=r"cu_rows: got shape \[2\]; axis 0 must be 4 \(E \+ 1"):
         tsmla_jax.grouped_block_scaled_matmul(**stack | {"cu_rows": ints([0, 4])})
+    for change, text in (
+        ({"weight": stack["weight"][:2]}, r"weight: got shape \[2, 512, 336\]; axis 0 must be at least 3 \(E"),
+        ({"rows": ints([[1]])}, r"rows: got shape \[1, 1\] of rank 2; legal: \[R\]"),
+        ({"rows": ints([1]).astype(np.float32)}, r"rows: got dtype float32; legal: int32"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            tsmla_jax.grouped_block_scaled_matmul(**stack | change)
+    odd = {"weight": dense["weight"][:5], "weight_scales": dense["weight_scales"][:1]}
+    with pytest.raises(ValueError, match=r"weight: got shape \[5, 336\]; N must be even, and static, with gated"):
+        tsmla_jax.block_scaled_matmul(**dense | odd, gated=True)
+    with pytest.raises(TypeError, match=r"limit: got str; legal: None, or with gated a static number above 0"):
+        tsmla_jax.block_scaled_matmul(**dense, gated=True, limit="1")
     with pytest.raises(ValueError, match=r"x: got dtype int32; legal: float16"):
         tsmla_jax.quantize_blocks(ints([[1]]))
     monkeypatch.setenv("TSMLA_CHECK", "1")
     with pytest.raises(ValueError, match=r"cu_rows: got \[0, 4, 2, 9\]; legal: from 0, never decreasing, .* 12"):
         tsmla_jax.grouped_block_scaled_matmul(**stack | {"cu_rows": ints([0, 4, 2, 9])})
+    with pytest.raises(ValueError, match=r"rows: got 12 at 1; legal: 0 to 11, x's rows"):
+        tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints([3, 12, 1, 0, 0, 0, 0, 0, 0, -1]))
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     with pytest.raises(NotImplementedError, match=r"K is 20; the sm_90 kernel .* takes a multiple of 16"):
         tsmla_jax.block_scaled_matmul(**operands(terms=20), implementation="cute")

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_kernels.contract import products
+from tsmla_kernels.contract.products import ProductSpec
+from tsmla_kernels.contract.rules import FP8
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -24,9 +26,11 @@ def block_scaled_matmul(
     x_scales: Float32[Array, "T K/128"] | None,
     weight_scales: Float32[Array, "N/128 K/128"],
     *,
+    gated: bool = False,
+    limit: float | None = None,
     out_dtype: str = "bfloat16",
     implementation: str | None = None,
-) -> Float[Array, "T N"]:
+) -> Float[Array, "T N"] | tuple[Float[Array, "T N/2"], Float32[Array, "T N/256"]]:
     """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128.
 
     out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128]. Products
@@ -41,30 +45,44 @@ def block_scaled_matmul(
         unless x is float8_e4m3fn.
       weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; `weight_scale_inv` in
         checkpoints.
-      out_dtype: "bfloat16", "float16" or "float32".
+      gated: the weight's first N / 2 rows and its last N / 2 make silu(x first) * (x last), computed in float32, of
+        N / 2 columns: the gate and up projections of an MLP.
+      limit: with gated, x first is at most this, and x last between its negative and it, as `swiglu_limit` in
+        DeepSeek-V4; None for no limit.
+      out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      [T, N] in out_dtype.
+      [T, N] in out_dtype, [T, N / 2] with gated. For float8_e4m3fn values and scales, as quantize_blocks makes them of
+      the float32 result.
 
     Raises:
       TypeError, ValueError: an argument is not legal. NotImplementedError: the named implementation can't run this
       call, or, but for "reference", a derivative is asked for.
     """
     spec = OPERATION.spec(
-        x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales, out_dtype=out_dtype
-    )  # fmt: skip
+        x=x,
+        weight=weight,
+        x_scales=x_scales,
+        weight_scales=weight_scales,
+        gated=gated,
+        limit=limit,
+        out_dtype=out_dtype,
+    )
     chosen = OPERATION.select(spec, implementation)
     x_scales = None if x_scales is None else jnp.asarray(x_scales)
     arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, jnp.asarray(weight_scales))
-    out: Array = chosen.call(arrays, lambda: out_spec(arrays[0], arrays[1]), spec=spec)
+    out: Array | tuple[Array, Array] = chosen.call(arrays, lambda: out_specs(spec, arrays[0], arrays[1]), spec=spec)
     return out
 
 
-def out_spec(x: jax.Array, weight: jax.Array) -> PartitionSpec:
-    """The spec of the product: rows as x's, columns as the weight's rows where they do not share a mesh axis."""
-    rows, columns = jax.typeof(x).sharding.spec[0], jax.typeof(weight).sharding.spec[-2]
-    return PartitionSpec(rows, None if columns == rows else columns)
+def out_specs(spec: ProductSpec, x: jax.Array, weight: jax.Array) -> PartitionSpec | tuple[PartitionSpec, ...]:
+    """The spec of the product, or of its values and scales: rows as x's, or whole if they are picked; columns as the
+    weight's rows where they do not share a mesh axis, or whole if both halves of the weight make a column."""
+    rows = None if spec.num_picked is not None else jax.typeof(x).sharding.spec[0]
+    columns = None if spec.gated else jax.typeof(weight).sharding.spec[-2]
+    out = PartitionSpec(rows, None if columns == rows else columns)
+    return (out, out) if spec.out_dtype == FP8 else out
 
 
 def _implementations() -> Mapping[str, Implementation]:

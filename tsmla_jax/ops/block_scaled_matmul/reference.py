@@ -6,15 +6,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_kernels.contract.products import BLOCK, ProductSpec
+from tsmla_jax.ops.quantize_blocks import reference
+from tsmla_kernels.contract.products import BLOCK, ProductSpec, QuantizeBlocksSpec
+from tsmla_kernels.contract.rules import FP8
+
+Result = jax.Array | tuple[jax.Array, jax.Array]
 
 
 def block_scaled_matmul(
     x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
-) -> jax.Array:
+) -> Result:
     """out [T, N] as the public block_scaled_matmul documents it."""
+    return finished(product(x, weight, x_scales, weight_scales), spec)
+
+
+def product(x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array) -> jax.Array:
+    """The product itself, [T, N] float32."""
     rows, columns = widened(x, x_scales), widened(weight, spread(weight_scales, weight.shape[0], axis=0))
-    return jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST).astype(spec.out_dtype)
+    return jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST)
+
+
+def finished(product: jax.Array, spec: ProductSpec) -> Result:
+    """The result of a call whose product [T, N] float32 this is: gated, rounded or quantised."""
+    if spec.gated:
+        gate, up = jnp.split(product, 2, axis=-1)
+        if spec.limit is not None:
+            gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+        product = jax.nn.silu(gate) * up
+    if spec.out_dtype == FP8:
+        blocks = QuantizeBlocksSpec(product.shape, "float32", power_of_two=False)
+        return reference.quantize_blocks(product, spec=blocks)
+    return product.astype(spec.out_dtype)
 
 
 def widened(values: jax.Array, scales: jax.Array | None) -> jax.Array:

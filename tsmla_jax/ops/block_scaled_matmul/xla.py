@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.block_scaled_matmul.reference import spread
+from tsmla_jax.ops.block_scaled_matmul.reference import Result, finished, spread
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract.products import BLOCK, ProductSpec
@@ -16,7 +16,7 @@ ALTERNATIVE = "use implementation='reference'"
 
 def block_scaled_matmul(
     x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
-) -> jax.Array:
+) -> Result:
     """out [T, N] as the public block_scaled_matmul documents it."""
     rows, columns = whole_blocks(x), whole_blocks(weight)
 
@@ -33,7 +33,7 @@ def block_scaled_matmul(
     start = carry(jnp.zeros((x.shape[0], weight.shape[0]), jnp.float32), *operands)
     total = lax.fori_loop(0, weight_scales.shape[1], step, start)
     refused: jax.Array = refuse_derivative(total, operands, "block_scaled_matmul", ALTERNATIVE)
-    return refused.astype(spec.out_dtype)
+    return finished(refused, spec)
 
 
 def factors(x: jax.Array) -> tuple[jnp.dtype, lax.Precision]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.block_scaled_matmul.api import out_spec
+from tsmla_jax.ops.block_scaled_matmul.api import out_specs
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_kernels.contract import products
@@ -25,39 +25,55 @@ def grouped_block_scaled_matmul(
     weight_scales: Float32[Array, "E N/128 K/128"],
     cu_rows: Int32[Array, " E+1"],
     *,
+    rows: Int32[Array, " R"] | None = None,
+    gated: bool = False,
+    limit: float | None = None,
     out_dtype: str = "bfloat16",
     implementation: str | None = None,
-) -> Float[Array, "T N"]:
+) -> Float[Array, "R N"] | tuple[Float[Array, "R N/2"], Float32[Array, "R N/256"]]:
     """`block_scaled_matmul` of each group of rows with the group's own weight: of tokens sorted by expert.
 
     As jax.lax.ragged_dot, and m_grouped_fp8_gemm_nt_contiguous in DeepGEMM, but groups need no padding.
 
     Args:
-      x: [T, K], as of block_scaled_matmul; the rows of a group come together.
+      x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
       weight: [E, N, K] float8_e4m3fn; more weights may follow, which are not read.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
       cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
-        none. It stays on the device.
-      out_dtype: "bfloat16", "float16" or "float32".
+        none. It stays on the device. With `rows` they count these.
+      rows: [R] int32, of each row of the result the row of x that it is made of: so no sorted copy of x is written,
+        in which a token would be once for each of its experts. None for x's rows in order, R = T.
+      gated, limit: as of block_scaled_matmul.
+      out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      [T, N] in out_dtype. Rows from cu_rows[E] on are 0, whatever x holds there, NaN included.
+      [R, N] in out_dtype, [R, N / 2] with gated; for float8_e4m3fn values and scales, as of block_scaled_matmul. Rows
+      from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also cu_rows that descend or end past T.
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also cu_rows that descend or end past R, and
+        rows that x does not have.
       NotImplementedError: the named implementation can't run this call, or, but for "reference", a derivative is asked
-      for.
+        for.
     """
     spec = OPERATION.spec(
-        x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales, cu_rows=cu_rows, out_dtype=out_dtype
+        x=x,
+        weight=weight,
+        x_scales=x_scales,
+        weight_scales=weight_scales,
+        cu_rows=cu_rows,
+        rows=rows,
+        gated=gated,
+        limit=limit,
+        out_dtype=out_dtype,
     )
     chosen = OPERATION.select(spec, implementation)
-    cu_rows = checks.grouped_product(spec, jnp.asarray(cu_rows))
-    x_scales = None if x_scales is None else jnp.asarray(x_scales)
-    arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, jnp.asarray(weight_scales), cu_rows)
-    out: Array = chosen.call(arrays, lambda: out_spec(arrays[0], arrays[1]), spec=spec)
+    x_scales, rows = (None if array is None else jnp.asarray(array) for array in (x_scales, rows))
+    cu_rows = checks.grouped_product(spec, jnp.asarray(cu_rows), rows)
+    arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, jnp.asarray(weight_scales), cu_rows, rows)
+    out: Array | tuple[Array, Array] = chosen.call(arrays, lambda: out_specs(spec, arrays[0], arrays[1]), spec=spec)
     return out
 
 

@@ -3,16 +3,24 @@ x's are whole on every device."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.block_scaled_matmul.cute import column_axes, refuse
+from tsmla_jax.ops.block_scaled_matmul.cute import (
+    column_axes,
+    nothing,
+    refuse,
+    results_of,
+    shapes_of,
+    without_sizes,
+)
+from tsmla_jax.ops.block_scaled_matmul.reference import Result
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels.catalog import GROUPED_BLOCK_SCALED_MATMUL
 from tsmla_kernels.contract import FP8
@@ -31,42 +39,56 @@ def grouped_block_scaled_matmul(
     x_scales: jax.Array | None,
     weight_scales: jax.Array,
     cu_rows: jax.Array,
+    rows: jax.Array | None,
     *,
     spec: ProductSpec,
-) -> jax.Array:
+) -> Result:
     """out [T, N] as the public grouped_block_scaled_matmul documents it."""
     if spec.num_rows == 0:
-        return jnp.zeros((0, spec.num_columns), spec.out_dtype)
+        return nothing(spec)
     arch = device.arch_for(GROUPED_BLOCK_SCALED_MATMUL)
-    run = _transformable(spec.x_dtype, spec.out_dtype, arch, device.num_sms(arch))
-    rows = (x,) if x_scales is None else (x, x_scales)
-    out: jax.Array = run(*rows, cu_rows, weight, weight_scales)
+    run = _transformable(without_sizes(spec), arch, device.num_sms(arch))
+    given = [array for array in (x, x_scales, rows, cu_rows, weight, weight_scales) if array is not None]
+    out: Result = run(*given)
     return out
 
 
 @functools.cache
-def _transformable(x_dtype: str, out_dtype: str, arch: str, num_sms: int) -> Callable[..., Any]:
-    """The call as a function (x[, x_scales], cu_rows, weight, weight_scales) -> out."""
-    scaled = x_dtype == FP8
+def _transformable(form: ProductSpec, arch: str, num_sms: int) -> Callable[..., Any]:
+    """The call as a function (x[, x_scales][, rows], cu_rows, weight, weight_scales) -> out or its values and scales.
+    form: the spec `without_sizes`."""
+    scaled, picks = form.x_dtype == FP8, form.num_picked is not None
 
-    def on_device(x: jax.Array, *others: jax.Array) -> jax.Array:
-        *x_scales, cu_rows, weight, weight_scales = others
-        (rows, terms), columns, groups = x.shape, weight.shape[1], weight_scales.shape[0]
-        config = product_config(ProductSpec(rows, terms, columns, groups, out_dtype, x_dtype), num_sms)
-        arrays = (x, weight, *x_scales, weight_scales, cu_rows)
-        return kernel_call(GROUPED_BLOCK_SCALED_MATMUL, config, arrays, ((rows, columns),), arch=arch)[0]
+    def on_device(x: jax.Array, *others: jax.Array) -> Result:
+        *given, cu_rows, weight, weight_scales = others
+        x_scales, rows = given[:scaled], given[scaled:]
+        sizes: dict[str, Any] = {
+            "num_terms": x.shape[1],
+            "num_columns": weight.shape[1],
+            "num_groups": weight_scales.shape[0],
+        }
+        sizes |= {"num_rows": rows[0].shape[0], "num_picked": x.shape[0]} if picks else {"num_rows": x.shape[0]}
+        spec = dataclasses.replace(form, **sizes)
+        arrays = (x, weight, *x_scales, weight_scales, cu_rows, *rows)
+        config = product_config(spec, num_sms)
+        out = kernel_call(GROUPED_BLOCK_SCALED_MATMUL, config, arrays, shapes_of(spec), arch=arch)
+        return (out[0], out[1]) if form.out_dtype == FP8 else out[0]
 
+    results, whole = results_of(form, "r" if picks else "t")
     return transforms.transformable(
         on_device,
-        rule=f"t k,{' t s,' * scaled} b, w n k, e m s -> t n",
-        fixed=("t", "k", "s", "b", "w", "e"),
-        partition=_partition,
+        rule=f"t k,{' t s,' * scaled}{' r,' * picks} b, w n k, e m s -> {results}",
+        fixed=tuple(
+            name for name in ("t", "k", "s", "r", "b", "w", *whole[:1], "e", *whole[1:]) if name != "r" or picks
+        ),
+        partition=functools.partial(_partition, form),
         derivative=functools.partial(refuse, "grouped_block_scaled_matmul"),
     )
 
 
-def _partition(shapes: Sequence[Any]) -> transforms.Partition:
-    """The weights' rows where devices have whole blocks of them, everything else whole."""
-    columns = column_axes(shapes[-2])
-    whole, theirs = P(None, None), P(None, columns, None)
-    return (*(whole,) * (len(shapes) - 3), P(None), theirs, theirs), P(None, columns)
+def _partition(form: ProductSpec, shapes: Sequence[Any]) -> transforms.Partition:
+    """The weights' rows where devices have whole blocks of them, of a gated product whole; everything else whole."""
+    columns = None if form.gated else column_axes(shapes[-2])
+    theirs, out = P(None, columns, None), P(None, columns)
+    whole = tuple(P(*(None,) * len(each.shape)) for each in shapes[:-2])
+    return (*whole, theirs, theirs), (out, out) if form.out_dtype == FP8 else out

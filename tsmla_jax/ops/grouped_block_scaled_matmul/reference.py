@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,20 +17,26 @@ def grouped_block_scaled_matmul(
     x_scales: jax.Array | None,
     weight_scales: jax.Array,
     cu_rows: jax.Array,
+    rows: jax.Array | None,
     *,
     spec: ProductSpec,
-) -> jax.Array:
+) -> reference.Result:
     """out [T, N] as the public grouped_block_scaled_matmul documents it."""
-    dense = dataclasses.replace(spec, num_groups=None)
+    x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
     row = jnp.arange(x.shape[0], dtype=jnp.int32)
 
     def add(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         values, scales, begin, end = group
-        product = reference.block_scaled_matmul(x, values, x_scales, scales, spec=dense)
+        product = reference.product(x, values, x_scales, scales)
         own = (row >= begin) & (row < end)
         return jnp.where(own[:, None], product, out), None
 
-    start = jnp.zeros((x.shape[0], weight.shape[1]), spec.out_dtype)
+    start = jnp.zeros((x.shape[0], weight.shape[1]), jnp.float32)
     operands = (weight[: weight_scales.shape[0]], weight_scales, cu_rows[:-1], cu_rows[1:])
     given = [array for array in (x, x_scales, *operands) if array is not None]
-    return lax.scan(add, carry(start, *given), operands)[0]
+    return reference.finished(lax.scan(add, carry(start, *given), operands)[0], spec)
+
+
+def picked(array: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """The rows of an array that `rows` names, or all of them. Of rows that don't exist the nearest stands for them."""
+    return array if rows is None else array[jnp.clip(rows, 0, max(array.shape[0] - 1, 0))]

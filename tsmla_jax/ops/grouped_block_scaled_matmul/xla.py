@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.block_scaled_matmul.reference import spread
+from tsmla_jax.ops.block_scaled_matmul.reference import Result, finished, spread
 from tsmla_jax.ops.block_scaled_matmul.xla import ALTERNATIVE, block_of, factors, whole_blocks
+from tsmla_jax.ops.grouped_block_scaled_matmul.reference import picked
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract.products import ProductSpec
@@ -19,17 +20,19 @@ def grouped_block_scaled_matmul(
     x_scales: jax.Array | None,
     weight_scales: jax.Array,
     cu_rows: jax.Array,
+    rows: jax.Array | None,
     *,
     spec: ProductSpec,
-) -> jax.Array:
+) -> Result:
     """out [T, N] as the public grouped_block_scaled_matmul documents it."""
+    x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
     row, weight = jnp.arange(x.shape[0], dtype=jnp.int32), weight[: weight_scales.shape[0]]
     used = (row < cu_rows[-1])[:, None]
     group = jnp.clip(jnp.searchsorted(cu_rows, row, side="right") - 1, 0, weight.shape[0] - 1)
-    rows, columns = whole_blocks(jnp.where(used, x, jnp.zeros((), x.dtype))), whole_blocks(weight)
+    terms, columns = whole_blocks(jnp.where(used, x, jnp.zeros((), x.dtype))), whole_blocks(weight)
 
     def step(b: jax.Array, total: jax.Array) -> jax.Array:
-        ours, theirs = (block_of(values, b).astype(narrow) for values in (rows, columns))
+        ours, theirs = (block_of(values, b).astype(narrow) for values in (terms, columns))
         product = lax.ragged_dot(
             ours, theirs.transpose(0, 2, 1), jnp.diff(cu_rows), precision, jnp.float32
         )  # fmt: skip
@@ -44,4 +47,4 @@ def grouped_block_scaled_matmul(
     start = carry(jnp.zeros((x.shape[0], weight.shape[1]), jnp.float32), *operands)
     total = lax.fori_loop(0, weight_scales.shape[2], step, start)
     refused: jax.Array = refuse_derivative(total, operands, "grouped_block_scaled_matmul", ALTERNATIVE)
-    return refused.astype(spec.out_dtype)
+    return finished(refused, spec)

@@ -84,13 +84,15 @@ class Quantized:
 
 class WeightBlocks:
     """Device functions for products whose M are weight rows, so that few tokens cost little. wave_scales: bytes from a
-    wave's scales to the next wave's."""
+    wave's scales to the next wave's. halves: how many scales a token has: if gated, one for each half of the weight,
+    whose rows are a lane's first and second row."""
 
     wave_scales = 0
 
     def __init__(self, config: ProductConfig) -> None:
         self.config, self.products = config, Quantized(config)
         self.mma, self.held = self.products.mma, self.products.held
+        self.halves = 1 + config.gated
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
         """The byte offset, in a stage's scales, of the lane's scales, which are those of two tokens of every eight."""
@@ -113,13 +115,18 @@ class WeightBlocks:
         config = self.config
         # If there are many tokens, only the first ones' scales are read now: registers are scarce while a product runs.
         early = min(config.tokens, EARLY_TOKENS)
-        factors = self.factors(scales, range(early))
+        factors = self.of_halves(scales, range(early))
         warpgroup.wait_group(0)
         self.add_some(sums, acc, factors, 0)
         if const_expr(early < config.tokens):
-            factors = self.factors(scales, range(early, config.tokens))
+            factors = self.of_halves(scales, range(early, config.tokens))
             self.add_some(sums, acc, factors, early // 2)
         release(empty)
+
+    def of_halves(self, scales: Int32, tokens: range) -> list[cute.Tensor]:
+        """`factors` for each half of the weight, or for the whole weight."""
+        pitch = 4 * self.config.block_scales
+        return [self.factors(scales + half * pitch, tokens) for half in range(self.halves)]
 
     def factors(self, scales: Int32, tokens: range) -> cute.Tensor:
         """The scales of the lane's tokens among `tokens`."""
@@ -131,20 +138,22 @@ class WeightBlocks:
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
         return found
 
-    def add_some(self, sums: cute.Tensor, acc: cute.Tensor, factors: cute.Tensor, first: int) -> None:
+    def add_some(self, sums: cute.Tensor, acc: cute.Tensor, factors: list[cute.Tensor], first: int) -> None:
         """Add products times their factors to the sums, from value `first` on."""
-        for i in range(2 * cute.size(factors)):
-            sums[first + i] = sums[first + i] + acc[first + i] * factors[2 * (i // 4) + i % 2]
+        for i in range(2 * cute.size(factors[0])):
+            half = i // 2 % 2 % self.halves
+            sums[first + i] = sums[first + i] + acc[first + i] * factors[half][2 * (i // 4) + i % 2]
 
 
 class TokenBlocks:
     """Device functions for products whose M are tokens, so that a lane has two scales. wave_scales: bytes from a wave's
-    scales to the next wave's."""
+    scales to the next wave's. If gated, eight columns are of the weight's first half and the next eight of its second
+    half, and a lane has two scales for each half."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config, self.products = config, Quantized(config)
         self.mma, self.held = self.products.mma, self.products.held
-        self.wave_scales = config.block_scales * 4
+        self.wave_scales = 0 if config.gated else config.block_scales * 4
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
         """The byte offset, in a stage's scales, of the scale of the lane's first token. The lane's second token is
@@ -163,16 +172,19 @@ class TokenBlocks:
     @cute.jit
     def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
         """Wait for the product, and add it to a wave's `sums` as in WeightBlocks."""
-        factors = [load_scale(scales + row * 32) for row in range(2)]
+        gated = self.config.gated
+        pitch = 4 * self.config.block_scales
+        factors = [load_scale(scales + half * pitch + row * 32) for half in range(1 + gated) for row in range(2)]
         warpgroup.wait_group(0)
         release(empty)
         for i in cutlass.range_constexpr(BLOCK // 2):
-            sums[i] = sums[i] + acc[i] * factors[i // 2 % 2]
+            sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 + 2 * (i // 4 % 2 * gated)]
 
 
 class WideBlocks:
     """Device functions for x of 16 bits: weights are WGMMA's operand in registers, widened there. wave_scales: bytes
-    from a wave's scale to the next wave's."""
+    from a wave's scale to the next wave's. If gated, a lane's first row is of the weight's first half, and its second
+    row of the second half."""
 
     wave_scales = 0
 
@@ -240,11 +252,12 @@ class WideBlocks:
     @cute.jit
     def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
         """Wait for the product, and add it to a wave's `sums` as in WeightBlocks, but with one scale, the weights'."""
-        scale = load_scale(scales)
+        gated = self.config.gated
+        factors = [load_scale(scales + 4 * half) for half in range(1 + gated)]
         warpgroup.wait_group(0)
         release(empty)
         for i in cutlass.range_constexpr(self.config.tokens // 2):
-            sums[i] = sums[i] + acc[i] * scale
+            sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 * gated]
 
 
 @cute.jit
@@ -257,7 +270,10 @@ def release(barrier: cute.Pointer | None) -> None:
 
 
 def scale_block(config: ProductConfig, column: Int32, group: Int32) -> Int32:
-    """The number, among tile `column`'s blocks of 128 weight rows, of the block that holds warpgroup `group`'s rows."""
+    """The number, among tile `column`'s blocks of 128 weight rows, of the block that holds warpgroup `group`'s rows, if
+    gated, its rows of the weight's first half."""
+    if config.gated:
+        return Int32(0)
     first = column * config.rows
     return quotient(first + group * (config.waves * GROUP_ROWS), BLOCK) - quotient(first, BLOCK)
 

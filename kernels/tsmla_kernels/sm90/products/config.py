@@ -40,9 +40,14 @@ class ProductConfig:
     """The static choices of a compiled block_scaled_matmul or grouped_block_scaled_matmul. Everything else is dynamic.
 
     Attributes:
-      out_dtype: the dtype of the result.
+      out_dtype: the dtype of the result; e4m3, which only gated products have, comes with scales for 128 columns.
       x_dtype: the dtype of the activations: e4m3 with scales, or bfloat16 or float16 without scales.
       grouped: whether rows of x belong to groups, each with a weight of its own.
+      gated: whether the weight's first half and its second make silu(x first) * (x second). A tile has as many rows of
+        both halves.
+      picked: whether an index says which row of x each row of the result is made of.
+      limit: the first half's product is at most this, and the second half's between its negative and it; None for no
+        limit.
       tokens: rows of x of a tile, a multiple of 8.
       groups: math warpgroups.
       waves: how many products of a block of terms each math warpgroup computes, one after the other.
@@ -63,6 +68,19 @@ class ProductConfig:
     splits: int = 1
     ctas: int = 1
     num_sms: int = 132
+    gated: bool = False
+    limit: float | None = None
+    picked: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the result is e4m3, with scales."""
+        return self.out_dtype == FP8
+
+    @property
+    def width(self) -> int:
+        """Columns of the result of a tile."""
+        return self.rows // 2 if self.gated else self.rows
 
     @property
     def wide(self) -> bool:
@@ -94,12 +112,16 @@ class ProductConfig:
         """Registers of a thread of a math warpgroup, and of the other warps."""
         if self.groups == 3:
             return 160, 32
-        return (232, 40) if self.ctas == 1 else (96, 40)
+        if self.ctas == 2:
+            return 96, 56 if self.picked else 40
+        # With results of e4m3 the warps that find the parts of a split sum would spill 40.
+        return (216, 72) if self.quantized and self.splits > 1 else (232, 40)
 
     @property
     def scale_blocks(self) -> int:
-        """Blocks of 128 weight rows, with scales of their own, that a tile may reach into."""
-        return -(-self.rows // BLOCK)
+        """Blocks of 128 weight rows, with scales of their own, that a tile may reach into: if gated, one of each half
+        of the weight."""
+        return 2 if self.gated else -(-self.rows // BLOCK)
 
     @property
     def block_scales(self) -> int:
@@ -118,19 +140,30 @@ class ProductConfig:
         return (self.rows + self.tokens * (1 + self.wide)) * BLOCK
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of a stage that TMA copies: all but picked rows of x."""
+        return self.rows * BLOCK if self.picked else self.stage_bytes
+
+    @property
     def pass_columns(self) -> int:
-        """Columns that a warp stages at a time, for 16 tokens, if tokens_first."""
+        """Columns that a warp stages at a time, for 16 tokens, if tokens_first; of gated results half as many."""
         return 64 // (self.groups - 1)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that a warp stages at a time, for 16 columns, unless tokens_first."""
+        """Tokens that a warp stages at a time, for 16 columns, unless tokens_first; if gated, for 8 columns."""
         return min(max(self.tokens, 16), 64 // (self.groups - 1))
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of shared memory in which a warp stages results before it stores them."""
         return 2 * 16 * (self.pass_columns if self.tokens_first else self.stored_tokens)
+
+    @property
+    def amax_words(self) -> int:
+        """Words of shared memory for the greatest magnitudes of each token's results, one for each math warp, and for
+        their scales. With tokens_first a warp has all 128 columns that share a scale."""
+        return self.tokens * (self.threads // 32 + 1) if self.quantized and not self.tokens_first else 0
 
     @property
     def partial_bytes(self) -> int:
@@ -146,7 +179,7 @@ class ProductConfig:
     def stages(self) -> int:
         """Blocks of terms in shared memory."""
         left = (SMEM_BYTES if self.ctas == 1 else PAIR_BYTES) - _FIXED_BYTES
-        left -= self.threads // 32 * self.staging_bytes
+        left -= self.threads // 32 * self.staging_bytes + 4 * self.amax_words
         return min(left // (self.stage_bytes + 4 * self.scale_words), 12)
 
 
@@ -181,11 +214,13 @@ def product_reasons(spec: ProductSpec) -> list[str]:
     kernel, reasons = "the sm_90 kernel of block-scaled products", []
     if spec.x_dtype not in X_DTYPES:
         reasons.append(f"x's dtype is {spec.x_dtype}; {kernel} takes {', '.join(X_DTYPES)}")
-    for letter, size, multiple in (("K", spec.num_terms, 16), ("N", spec.num_columns, 8)):
+    columns = 2 * BLOCK if spec.gated else 8  # gated: a tile has whole blocks of both halves of the weight
+    for letter, size, multiple in (("K", spec.num_terms, 16), ("N", spec.num_columns, columns)):
         if not isinstance(size, int):
             reasons.append(f"{letter} is symbolic; {kernel} takes a static one")
         elif size % multiple:
-            reasons.append(f"{letter} is {size}; {kernel} takes a multiple of {multiple}")
+            gated = " if gated" if multiple > 16 else ""
+            reasons.append(f"{letter} is {size}; {kernel} takes a multiple of {multiple}{gated}")
     return reasons
 
 
@@ -194,7 +229,10 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
     dtypes serves any number of rows; this is the one that should be fastest. A symbolic number of rows or groups is
     taken to be large."""
     rows, groups = spec.num_rows, spec.num_groups
-    config = ProductConfig(spec.out_dtype, spec.x_dtype, groups is not None, num_sms=num_sms)
+    config = ProductConfig(
+        spec.out_dtype, spec.x_dtype, groups is not None, num_sms=num_sms, gated=spec.gated, limit=spec.limit
+    )
+    config = replace(config, picked=spec.num_picked is not None)
     if groups is not None:
         known = isinstance(rows, int) and isinstance(groups, int)
         return _grouped(config, -(-rows // groups) if known else LARGE_MEAN)
@@ -205,29 +243,39 @@ def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
     """The configuration for groups of `mean` rows on average. Reading the weights takes most of the time, so a tile
     holds all rows of most groups. A second tile of a group reads the group's weights again, from L2."""
     if mean <= 2:
-        return replace(config, tokens=16, waves=1, ctas=2)
+        return _whole_blocks(replace(config, tokens=16, waves=1, ctas=2))
     if mean <= 40:
-        return replace(config, tokens=64, waves=1)
+        return _whole_blocks(replace(config, tokens=64, waves=1))
     if config.wide:
         return config
     config = replace(config, tokens_first=True)
+    if config.quantized:
+        return config
     if mean <= 80:
         return replace(config, waves=1)
-    return config if mean >= 4 * LARGE_MEAN else replace(config, tokens=192, groups=3, waves=1)
+    # With picked rows the other warps need more registers than three math warpgroups leave.
+    return config if mean >= 4 * LARGE_MEAN or config.picked else replace(config, tokens=192, groups=3, waves=1)
+
+
+def _whole_blocks(config: ProductConfig) -> ProductConfig:
+    """The configuration, or, for results of e4m3, the one like it whose tile has all 128 columns that share a scale."""
+    return replace(config, waves=2, groups=2, ctas=1) if config.quantized else config
 
 
 def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig:
     blocks = -(-spec.num_terms // BLOCK)
     if rows <= 64:
         tokens = next(tokens for tokens in (8, 16, 32, 64) if rows <= tokens)
-        candidates = [replace(config, tokens=tokens, waves=1, ctas=2 if tokens <= 32 else 1)]
-        if tokens == 64 and not config.wide:
+        candidates = [_whole_blocks(replace(config, tokens=tokens, waves=1, ctas=2 if tokens <= 32 else 1))]
+        if tokens == 64 and not config.wide and not config.gated:
             candidates.append(replace(candidates[0], groups=3))
     elif config.wide:
-        candidates = [replace(config, waves=1), config]
+        candidates = [config] if config.quantized else [replace(config, waves=1), config]
     else:
         config = replace(config, tokens_first=True)
-        candidates = [replace(config, waves=1), config, replace(config, tokens=192, groups=3, waves=1)]
+        candidates = [config]
+        if not config.quantized:
+            candidates = [replace(config, waves=1), config, replace(config, tokens=192, groups=3, waves=1)]
 
     def time(config: ProductConfig) -> float:
         """An estimate proportional to the busiest CTA's time. A tile's start and end count as FIXED_BLOCKS blocks."""
@@ -236,6 +284,8 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
         return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves), 1.0)
 
     best = min(reversed(candidates), key=time)
+    if best.quantized and best.tokens > 64:
+        return best  # a split sum would need more registers than there are
     least = LEAST_WIDE_CTAS if config.wide else LEAST_CTAS
     tiles = _tiles(best, rows, spec.num_columns)
     split = (replace(best, splits=splits) for splits in (8, 4, 2) if splits <= blocks and tiles * splits < 2 * least)

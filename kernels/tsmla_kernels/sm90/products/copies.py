@@ -1,4 +1,5 @@
-"""The warps that fill the stages: one warp has TMA copy weights and x, the others load the scales."""
+"""The warps that fill the stages: one warp has TMA copy weights and x, the others load the scales, and x's rows if an
+index picks them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
 from tsmla_kernels.sm90.products.memory import Arrays, Place, Shared, Tile, Tma, TmaCopy, layout_atom, wait_busily
+from tsmla_kernels.sm90.products.picked import PickedRows
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import DTYPES, advance, quotient
 
@@ -25,6 +27,7 @@ class Copies:
         self.x_boxes = 1 + config.wide  # boxes of a block of x; a box has 128 bytes of each of the tile's rows
         self.scales_of_lane = 0 if config.wide else -(-config.tokens // 32)
         read_once = config.grouped or config.tokens < 128
+        self.picked = PickedRows(config)
         self.weight_policy = EVICT_FIRST if read_once else EVICT_NORMAL
 
     @cute.jit
@@ -36,18 +39,39 @@ class Copies:
         groups, stride = 1, pitch
         if const_expr(config.grouped):
             groups, stride = weight.shape[0], cute.assume(weight.stride[0], divby=16)
-        rows = arrays.out.shape[1]
-        weights = cute.make_tensor(
-            weight.iterator, cute.make_layout((rows, x.shape[1], groups), stride=(pitch, 1, stride))
-        )
+        weights = self.weight_rows(arrays, pitch, (groups, stride))
         tokens = cute.make_tensor(x.iterator, cute.make_layout(x.shape, stride=(pitch, 1)))
-        weight_box, x_box = (config.rows, BLOCK), (config.tokens, BLOCK // self.x_boxes)
-        weight_layout, x_layout = self.box_layout(Float8E4M3FN, weight_box), self.box_layout(self.x_dtype, x_box)
+        weight_box, x_box = (*self.box_rows(), BLOCK), (config.tokens, BLOCK // self.x_boxes)
+        weight_layout, x_layout = self.weight_box_layout(), self.box_layout(self.x_dtype, x_box)
         load = cpasync.CopyBulkTensorTileG2SOp()
         return Tma(
             TmaCopy(*cpasync.make_tiled_tma_atom(load, weights, weight_layout, weight_box)),
             TmaCopy(*cpasync.make_tiled_tma_atom(load, tokens, x_layout, x_box)),
         )
+
+    def weight_rows(self, arrays: Arrays, pitch: Int64, groups: tuple[Int32, Int64]) -> cute.Tensor:
+        """The weights as (row, term, group), or, if gated, as (row of eight, half, eight rows, term, group): a tile has
+        eight rows of the first half, the same eight of the second half, the next eight of the first, and so on. So a
+        lane of the math warps has a row of the first half and the same row of the second. groups: their number, and
+        their stride."""
+        (count, stride), terms = groups, arrays.x.shape[1]
+        width = arrays.out.shape[1]
+        layout = cute.make_layout((width, terms, count), stride=(pitch, 1, stride))
+        if const_expr(self.config.gated):
+            strides = (pitch, width * pitch, 8 * pitch, 1, stride)
+            layout = cute.make_layout((8, 2, width // 8, terms, count), stride=strides)
+        return cute.make_tensor(arrays.weight.iterator, layout)
+
+    def box_rows(self) -> tuple[int, ...]:
+        """The rows of a tile of weights, in the modes of `weight_rows`."""
+        return (8, 2, self.config.rows // 16) if self.config.gated else (self.config.rows,)
+
+    def weight_box_layout(self) -> cute.ComposedLayout:
+        """The layout of a stage's weights in shared memory, in those modes."""
+        if not self.config.gated:
+            return self.box_layout(Float8E4M3FN, (self.config.rows, BLOCK))
+        rows = cute.make_layout((*self.box_rows(), BLOCK), stride=(BLOCK, 8 * BLOCK, 16 * BLOCK, 1))
+        return cute.make_composed_layout(layout_atom(Float8E4M3FN).inner, 0, rows)
 
     def box_layout(self, dtype: type[cutlass.Numeric], box: tuple[int, int]) -> cute.ComposedLayout:
         return cute.tile_to_shape(layout_atom(dtype), box, (0, 1))
@@ -64,8 +88,9 @@ class Copies:
             for b in cutlass.range(tile.begin, tile.end, unroll=1):
                 wait_busily(shared.empty + index, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + index, self.config.stage_bytes)
-                self.copy_x(tma.x, shared, index, tile, b)
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + index, self.config.copied_bytes)
+                if const_expr(not self.config.picked):
+                    self.copy_x(tma.x, shared, index, tile, b)
                 self.copy_weights(tma.weight, shared, index, tile, b)
                 index, phase = advance(index, phase, self.config.stages)
             item += place.clusters
@@ -89,17 +114,33 @@ class Copies:
     @cute.jit
     def copy_weights(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of the tile's weight rows."""
+        modes = (*self.box_rows(), BLOCK)
         boxes = self.boxes_at(shared.weight, Float8E4M3FN, self.config.rows, 1)
-        tiled = cute.local_tile(copy.tensor, (self.config.rows, BLOCK), (None, None, None))
+        place: tuple[Int32, ...] = (tile.column, b, tile.group)
+        if const_expr(self.config.gated):
+            boxes = cute.make_tensor(boxes.iterator, self.gated_boxes())
+            place = (0, 0, tile.column, b, tile.group)
+        tiled = cute.local_tile(copy.tensor, modes, (None,) * (len(modes) + 1))
         target, source = cpasync.tma_partition(
-            copy.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(tiled, 0, 2)
+            copy.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(boxes, 0, len(modes)),
+            cute.group_modes(tiled, 0, len(modes)),
         )
         cute.copy(
             copy.atom,
-            source[None, tile.column, b, tile.group],
-            target[None, 0, index],
+            source[None, *place],
+            target[None, index] if const_expr(self.config.gated) else target[None, 0, index],
             tma_bar_ptr=shared.full + index,
             cache_policy=Int64(self.weight_policy),
+        )
+
+    def gated_boxes(self) -> cute.Layout:
+        """The weights of all stages as (row of eight, half, eight rows, term, stage)."""
+        rows = self.config.rows
+        return cute.make_layout(
+            (8, 2, rows // 16, BLOCK, self.config.stages), stride=(BLOCK, 8 * BLOCK, 16 * BLOCK, 1, rows * BLOCK)
         )
 
     def boxes_at(self, memory: cute.Pointer, dtype: type[cutlass.Numeric], rows: int, boxes: int) -> cute.Tensor:
@@ -123,14 +164,21 @@ class Copies:
         index, phase, ahead = turn, Int32(1), turn  # ahead: how many other warps' blocks come before this warp's next
         item = place.cluster
         values = cute.make_rmem_tensor((self.scales_of_lane + config.scale_blocks,), Float32)
+        rows = cute.make_rmem_tensor((-(-config.tokens // 32) if config.picked else 1,), Int32)
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
         while tile.group >= 0:
             b = tile.begin + ahead
+            if const_expr(config.picked):
+                self.picked.numbers(arrays, tile, rows)
             if b < tile.end:
-                self.load_scales(arrays, tile, b, values)
+                self.load_scales(arrays, tile, b, values, rows)
             while b < tile.end:
                 wait_busily(shared.empty + index, phase)
+                if const_expr(config.picked):
+                    self.picked.copy(arrays, shared, index, tile, b, rows)
                 self.store_scales(shared, index, values)
+                if const_expr(config.picked):
+                    self.picked.wait()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.full + index)
@@ -140,25 +188,26 @@ class Copies:
                     phase ^= 1
                 b += SCALE_WARPS
                 if b < tile.end:
-                    self.load_scales(arrays, tile, b, values)
+                    self.load_scales(arrays, tile, b, values, rows)
             ahead = b - tile.end
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
 
     @cute.jit
-    def load_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor) -> None:
+    def load_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor, rows: cute.Tensor) -> None:
         """Load a lane's scales of block `b` into `values`: first the scales of every 32nd token, then a scale for each
-        block of 128 weight rows of the tile. Rows of x that belong to other groups get 0."""
+        block of 128 weight rows of the tile. Rows of x that belong to other groups get 0. rows: of `PickedRows`."""
         config = self.config
         lane = cute.arch.lane_idx()
         for i in cutlass.range_constexpr(self.scales_of_lane):
             scale = Float32(0.0)
             if lane + 32 * i < cutlass.min(tile.rows, config.tokens):
-                scale = arrays.x_scales[tile.row + lane + 32 * i, b]
+                scale = arrays.x_scales[rows[i] if const_expr(config.picked) else tile.row + lane + 32 * i, b]
             values[i] = scale
-        last = quotient(Int32(arrays.out.shape[1]) + (BLOCK - 1), BLOCK) - 1
+        blocks = quotient(Int32(arrays.out.shape[1]) + (BLOCK - 1), BLOCK)
         for i in cutlass.range_constexpr(config.scale_blocks):
-            row = cutlass.min(quotient(tile.column * config.rows, BLOCK) + i, last)
+            row = quotient(tile.column * config.width, BLOCK)
+            row = row + i * blocks if const_expr(config.gated) else cutlass.min(row + i, blocks - 1)
             if const_expr(config.grouped):
                 values[self.scales_of_lane + i] = arrays.weight_scales[tile.group, row, b]
             else:

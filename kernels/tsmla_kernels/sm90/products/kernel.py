@@ -29,7 +29,7 @@ class BlockScaledMatmul:
 
     Operands of the launcher: x [R, K] in config.x_dtype, weight [N, K] or [E, N, K] e4m3, x_scales [R, K / 128] f32 (if
     x is e4m3), weight_scales [N / 128, K / 128] or [E, N / 128, K / 128] f32, cu_rows [E + 1] i32 (with
-    config.grouped), out [R, N].
+    config.grouped), out [R, N] or, with config.gated, [R, N / 2], and out_scales [R, N / 256] f32 (if out is e4m3).
     """
 
     def __init__(self, config: ProductConfig) -> None:
@@ -46,12 +46,12 @@ class BlockScaledMatmul:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
         config = self.config
-        given = (True, True, not config.wide, True, config.grouped, True)
+        given = (True, True, not config.wide, True, config.grouped, config.picked, True, config.quantized)
         operand = iter(operands)
         arrays = Arrays._make([next(operand) if const_expr(has) else None for has in given])
         clusters = Int32(config.num_sms * config.ctas // config.splits)
         if const_expr(not config.grouped):
-            tiles = self.tiles.below(Int32(arrays.x.shape[0])) * self.tiles.columns(arrays)
+            tiles = self.tiles.below(Int32(arrays.out.shape[0])) * self.tiles.columns(arrays)
             clusters = cutlass.max(cutlass.min(tiles, clusters) if const_expr(config.persistent) else tiles, 1)
         self.multiply(self.copies.tensor_maps(arrays), arrays, self.sums.mma()).launch(
             grid=[clusters * config.splits, 1, 1],

@@ -1,6 +1,7 @@
 """Records of the kernel of block-scaled products, and its shared memory."""
 
-# Annotations are not postponed, because cute.struct reads the sizes of Storage from them.
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import cutlass
@@ -10,21 +11,31 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.products.config import ProductConfig
-from tsmla_kernels.sm90.storage import checked_storage
+from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
 
 class Arrays(NamedTuple):
-    """The arrays of a launch, in its order: x [R, K], and weight [N, K] or [E, N, K] of e4m3; x_scales [R, K / 128], or
-    None if x has 16 bits, and weight_scales [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32; cu_rows
-    [E + 1] int32, or None without groups; out [R, N]."""
+    """The arrays of a launch, in its order.
+
+    Attributes:
+      x: [R, K], or [T, K] with rows. weight: [N, K] or [E, N, K] of e4m3.
+      x_scales: [R, K / 128], or [T, K / 128] with rows, float32; None if x has 16 bits.
+      weight_scales: [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32.
+      cu_rows: [E + 1] int32; None without groups.
+      rows: [R] int32; None if x's rows come in order.
+      out: [R, N], if gated [R, N / 2].
+      out_scales: [R, N / 256] float32; None unless out is e4m3.
+    """
 
     x: cute.Tensor
     weight: cute.Tensor
     x_scales: cute.Tensor | None
     weight_scales: cute.Tensor
     cu_rows: cute.Tensor | None
+    rows: cute.Tensor | None
     out: cute.Tensor
+    out_scales: cute.Tensor | None
 
 
 class TmaCopy(NamedTuple):
@@ -49,8 +60,8 @@ class Mma(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A CTA's shared memory: stages of weights, x and their scales with a `full` and an `empty` barrier each, and the
-    results that the warps are about to store."""
+    """A CTA's shared memory: stages of weights, x and their scales with a `full` and an `empty` barrier each, the
+    results that the warps are about to store, and, where Amax has them, greatest magnitudes (None elsewhere)."""
 
     weight: cute.Pointer
     x: cute.Pointer
@@ -58,6 +69,7 @@ class Shared(NamedTuple):
     full: cute.Pointer
     empty: cute.Pointer
     staging: cute.Pointer
+    amax: cute.Pointer | None
 
 
 class Place(NamedTuple):
@@ -86,6 +98,14 @@ class Tile(NamedTuple):
     end: Int32
 
 
+class Lane(NamedTuple):
+    """A thread's place: its math warpgroup, its warp there, and its lane there."""
+
+    group: Int32
+    warp: Int32
+    lane: Int32
+
+
 class Walk(NamedTuple):
     """How far a warp has searched the groups, 32 at a time: the first of the current 32, and how many tiles the groups
     before it have."""
@@ -105,24 +125,25 @@ def make_storage(config: ProductConfig) -> Any:
     Raises:
       ValueError: the struct is larger than a CTA's shared memory.
     """
-    stages, x_dtype = config.stages, DTYPES[config.x_dtype]
-
-    @cute.struct
-    class Storage:
-        full: cute.struct.MemRange[Int64, stages]
-        empty: cute.struct.MemRange[Int64, stages]
-        scales: cute.struct.Align[cute.struct.MemRange[Float32, stages * config.scale_words], 128]
-        staging: cute.struct.Align[cute.struct.MemRange[Int32, config.threads // 32 * config.staging_bytes // 4], 128]
-        # The stages lie together, because the parts of a split sum take their place.
-        weight: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, stages * config.rows * 128], 1024]
-        x: cute.struct.Align[cute.struct.MemRange[x_dtype, stages * config.tokens * 128], 1024]
-
-    return checked_storage(Storage, config)
+    stages, arrays = config.stages, cute.struct.MemRange
+    fields: dict[str, Any] = {
+        "full": arrays[Int64, stages],
+        "empty": arrays[Int64, stages],
+        "scales": cute.struct.Align[arrays[Float32, stages * config.scale_words], 128],
+        "staging": cute.struct.Align[arrays[Int32, config.threads // 32 * config.staging_bytes // 4], 128],
+    }
+    if config.amax_words:
+        fields["amax"] = cute.struct.Align[arrays[Float32, config.amax_words], 128]
+    # The stages lie together, because the parts of a split sum take their place.
+    fields["weight"] = cute.struct.Align[arrays[Float8E4M3FN, stages * config.rows * 128], 1024]
+    fields["x"] = cute.struct.Align[arrays[DTYPES[config.x_dtype], stages * config.tokens * 128], 1024]
+    return storage_of_fields(fields, config)
 
 
 def shared_memory(storage: cute.struct) -> Shared:
     """Views of the allocated `storage`."""
-    return Shared(**{name: getattr(storage, name).data_ptr() for name in Shared._fields})
+    parts = {name: getattr(storage, name, None) for name in Shared._fields}
+    return Shared(**{name: None if part is None else part.data_ptr() for name, part in parts.items()})
 
 
 def wait_busily(barrier: cute.Pointer, phase: Int32) -> None:

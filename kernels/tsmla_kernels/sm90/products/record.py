@@ -28,7 +28,9 @@ def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
         *x_scales,
         Operand("weight_scales", "float32", (*stack, None, None), align=4),
         *offsets,
+        *((Operand("rows", "int32", (None,), align=4),) if config.picked else ()),
         Operand("out", config.out_dtype, (None, None), output=True),
+        *((Operand("out_scales", "float32", (None, None), output=True, align=4),) if config.quantized else ()),
     )
 
 

@@ -10,16 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.products.config import BLOCK, GROUP_ROWS, ProductConfig
-from tsmla_kernels.sm90.products.memory import Shared, Tile
+from tsmla_kernels.sm90.products.gated import Gate
+from tsmla_kernels.sm90.products.memory import Arrays, Lane, Shared, Tile
+from tsmla_kernels.sm90.products.staging import chunk_place, take
 from tsmla_kernels.sm90.warp import DTYPES, store_matrices, store_transposed
-
-
-class Lane(NamedTuple):
-    """A thread's place: its math warpgroup, its warp there, and its lane there."""
-
-    group: Int32
-    warp: Int32
-    lane: Int32
 
 
 class Rows(NamedTuple):
@@ -37,34 +31,55 @@ class Results:
     def __init__(self, config: ProductConfig) -> None:
         self.config = config
         self.out_dtype = DTYPES[config.out_dtype]
-        self.values = config.columns // 2
+        self.parts = 1 + config.gated
+        self.values = config.columns // (2 * self.parts)
+        self.gate = Gate(config) if config.gated else None
 
     @cute.jit
-    def store(self, out: cute.Tensor, shared: Shared, sums: cute.Tensor, tile: Tile, place: Lane) -> None:
-        """Store the tile's sums."""
+    def store(self, arrays: Arrays, shared: Shared, sums: cute.Tensor, tile: Tile, place: Lane) -> None:
+        """Store the tile's sums, or what is gated of them."""
+        config = self.config
+        staging = shared.staging.toint() + (place.group * 4 + place.warp) * config.staging_bytes
+        if const_expr(not config.gated):
+            self.store_waves(arrays.out, sums, tile, staging, place)
+        else:
+            results = self.gate.results(sums)
+            if const_expr(not config.quantized):
+                self.store_waves(arrays.out, results, tile, staging, place)
+            elif const_expr(config.tokens_first):
+                self.gate.store_rows(arrays, results, tile, staging, place)
+            else:
+                self.gate.store_columns(arrays, shared, results, tile, staging, place)
+
+    @cute.jit
+    def store_waves(self, out: cute.Tensor, results: cute.Tensor, tile: Tile, staging: Int32, place: Lane) -> None:
+        """Store results of 16 or 32 bits, wave by wave."""
         config = self.config
         group, warp, lane = place
         for wave in cutlass.range_constexpr(config.waves):
-            staging = shared.staging.toint() + (group * 4 + warp) * config.staging_bytes
             if const_expr(config.tokens_first):
-                token, column = group * GROUP_ROWS + warp * 16, tile.column * config.rows + wave * BLOCK
+                column = tile.column * config.width + wave * (BLOCK // self.parts)
+                token = group * GROUP_ROWS + warp * 16
                 if const_expr(config.out_dtype == "float32"):
-                    self.store_word_rows(out, sums[None, wave], tile, column, token, lane)
+                    self.store_word_rows(out, results[None, wave], tile, column, token, lane)
                 else:
-                    self.store_half_rows(out, sums[None, wave], tile, column, Rows(token, staging, lane))
+                    self.store_half_rows(out, results[None, wave], tile, column, Rows(token, staging, lane))
             else:
-                column = tile.column * config.rows + (group * config.waves + wave) * GROUP_ROWS + warp * 16
+                column = tile.column * config.width
+                column += ((group * config.waves + wave) * GROUP_ROWS + warp * 16) // self.parts
                 if const_expr(config.out_dtype == "float32"):
-                    self.store_words(out, sums[None, wave], tile, column, lane)
+                    self.store_words(out, results[None, wave], tile, column, lane)
+                elif const_expr(config.gated):
+                    self.store_gated_halves(out, results[None, wave], tile, column, staging, lane)
                 else:
-                    self.store_halves(out, sums[None, wave], tile, column, staging, lane)
+                    self.store_halves(out, results[None, wave], tile, column, staging, lane)
 
     @cute.jit
     def store_words(self, out: cute.Tensor, sums: cute.Tensor, tile: Tile, column: Int32, lane: Int32) -> None:
         """Store 32-bit results if weights are first. Eight lanes have neighbouring columns of a token."""
-        columns = Int32(out.shape[1])
+        columns, two = Int32(out.shape[1]), 2 // self.parts  # how many columns a lane has
         for i in cutlass.range_constexpr(self.values):
-            token, mine = 8 * (i // 4) + (lane % 4) * 2 + i % 2, column + lane // 4 + 8 * (i // 2 % 2)
+            token, mine = 8 * (i // (2 * two)) + (lane % 4) * 2 + i % 2, column + lane // 4 + 8 * (i // 2 % two)
             if token < tile.rows and mine < columns:
                 address = out.iterator.toint() + (Int64(tile.row + token) * Int64(columns) + Int64(mine)) * 4
                 pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
@@ -87,15 +102,32 @@ class Results:
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(config.stored_tokens // 16):
                 token = first + 16 * i + lane // 2
-                four = self.take(staging + i * 512 + lane * 16)
+                four = take(staging + i * 512 + lane * 16)
                 if token < cutlass.min(tile.rows, config.tokens) and mine < columns:
                     self.put(out, tile.row + token, mine, four)
             cute.arch.sync_warp()
 
     @cute.jit
+    def store_gated_halves(
+        self, out: cute.Tensor, results: cute.Tensor, tile: Tile, column: Int32, staging: Int32, lane: Int32
+    ) -> None:  # fmt: skip
+        """Store gated 16-bit results if weights are first, as `store_halves` does, 32 tokens at a time. A warp has
+        eight columns of a token, which are 16 bytes."""
+        config = self.config
+        for first in cutlass.range_constexpr(0, config.tokens, 32):
+            words = self.packed(results, first // 4)
+            store_transposed(staging + lane * 16, *(words[j] for j in range(4)))
+            cute.arch.sync_warp()
+            four = take(staging + lane * 16)
+            if first + lane < cutlass.min(tile.rows, config.tokens) and column < Int32(out.shape[1]):
+                self.put(out, tile.row + first + lane, column, four)
+            cute.arch.sync_warp()
+
+    @cute.jit
     def packed(self, sums: cute.Tensor, first: cutlass.Constexpr[int]) -> cute.Tensor:
-        """The lane's values of 16 tokens from value `first` on, as words of two tokens: [row of two, eight tokens].
-        If the tile has eight tokens, the values of the other eight are 0."""
+        """The lane's next eight values from value `first` on, as words of two tokens: [row of two, eight tokens] of 16
+        tokens, or [eight tokens] of 32 for gated results, of which a lane has one row. Values that the lane does not
+        have are 0."""
         halves = cute.make_rmem_tensor((8,), self.out_dtype)
         for i in cutlass.range_constexpr(8):
             value = Float32(0.0)
@@ -130,31 +162,19 @@ class Results:
         columns = Int32(out.shape[1])
         width = self.config.pass_columns
         chunks = width // 8  # chunks of 16 bytes in a row; their order differs from row to row
-        for done in cutlass.range_constexpr(0, BLOCK, width):
+        for done in cutlass.range_constexpr(0, BLOCK // self.parts, width):
             for i in cutlass.range_constexpr(width // 16):
                 words = self.packed(sums, (done + 16 * i) // 2)
                 row, chunk = lane % 16, 2 * i + lane // 16
-                store_matrices(staging + self.chunk_place(row, chunk, chunks), *(words[j] for j in range(4)))
+                store_matrices(staging + chunk_place(row, chunk, chunks), *(words[j] for j in range(4)))
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(chunks // 2):
                 row, chunk = i * (32 // chunks) + lane // chunks, lane % chunks
-                four = self.take(staging + self.chunk_place(row, chunk, chunks))
+                four = take(staging + chunk_place(row, chunk, chunks))
                 mine = column + done + chunk * 8
                 if first + row < tile.rows and mine < columns:
                     self.put(out, tile.row + first + row, mine, four)
             cute.arch.sync_warp()
-
-    def chunk_place(self, row: Int32, chunk: Int32, chunks: int) -> Int32:
-        """The byte offset of a row's chunk in the warp's part of shared memory. Chunks of the same number of eight rows
-        lie in different banks."""
-        return (row * chunks + (chunk ^ (row // (8 // chunks) % chunks))) * 16
-
-    def take(self, address: Int32) -> cute.Tensor:
-        """Load four words of shared memory."""
-        four = cute.make_rmem_tensor((4,), Int32)
-        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
-        return four
 
     def put(self, out: cute.Tensor, row: Int32, column: Int32, four: cute.Tensor) -> None:
         """Write eight 16-bit results of a row."""

@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu.warpgroup import Field
 
 from tsmla_kernels.sm90.products.blocks import Part, TokenBlocks, WeightBlocks, WideBlocks
 from tsmla_kernels.sm90.products.config import GROUP_ROWS, ProductConfig
-from tsmla_kernels.sm90.products.memory import Arrays, Mma, Place, Shared, wait_busily
-from tsmla_kernels.sm90.products.results import Lane, Results
+from tsmla_kernels.sm90.products.memory import Arrays, Lane, Mma, Place, Shared, wait_busily
+from tsmla_kernels.sm90.products.results import Results
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import advance, kept, uniform
 
@@ -64,7 +64,7 @@ class Sums:
             if const_expr(config.splits > 1):
                 self.meet(shared, sums, place, group * 128 + thread)
             if config.splits == 1 or place.rank == 0:
-                self.results.store(arrays.out, shared, sums, tile, Lane(group, thread // 32, lane))
+                self.results.store(arrays, shared, sums, tile, Lane(group, thread // 32, lane))
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
 

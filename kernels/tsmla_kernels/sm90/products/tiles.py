@@ -44,8 +44,8 @@ class Tiles:
         return (rows + (self.config.tokens - 1)) // self.config.tokens
 
     def columns(self, arrays: Arrays) -> Int32:
-        """How many tiles of columns there are; the columns of the result are the weight's rows."""
-        return (Int32(arrays.out.shape[1]) + (self.config.rows - 1)) // self.config.rows
+        """How many tiles of columns of the result there are."""
+        return (Int32(arrays.out.shape[1]) + (self.config.width - 1)) // self.config.width
 
     def blocks(self, arrays: Arrays) -> Int32:
         """How many blocks of terms there are."""
@@ -59,7 +59,7 @@ class Tiles:
         """Tile number `item` with the blocks of terms that this CTA sums, and the Walk for the next call.
 
         `item` must not fall from call to call, because the search goes on from `walk`."""
-        total, columns, blocks = Int32(arrays.x.shape[0]), self.columns(arrays), self.blocks(arrays)
+        total, columns, blocks = Int32(arrays.out.shape[0]), self.columns(arrays), self.blocks(arrays)
         group, index, row, rows = Int32(0), item, Int32(0), total
         if const_expr(self.config.grouped):
             found, walk = self.find_group(item, walk, arrays, columns)
@@ -90,7 +90,7 @@ class Tiles:
     @cute.jit
     def find_group(self, item: Int32, walk: Walk, arrays: Arrays, columns: Int32) -> tuple[Found, Walk]:
         """Find the group of tile number `item`. Returns the group, and how far the groups have been searched."""
-        total, last = Int32(arrays.x.shape[0]), Int32(arrays.cu_rows.shape[0]) - 1
+        total, last = Int32(arrays.out.shape[0]), Int32(arrays.cu_rows.shape[0]) - 1
         lane = cute.arch.lane_idx()
         first, before = walk.group, walk.tiles
         group, index, row, rows = Int32(-1), Int32(0), Int32(0), Int32(0)

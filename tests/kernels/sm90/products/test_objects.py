@@ -42,7 +42,28 @@ CONFIGS = {
     "128 rows a group": product_config(spec(32768, groups=256)),
     "128 rows a group, f16": product_config(dataclasses.replace(spec(32768, groups=256), out_dtype="float16")),
 }
-FAST = ("16 rows", "128 rows a group")
+CONFIGS |= {
+    "gated 16 rows": product_config(dataclasses.replace(spec(16), gated=True)),
+    "gated 16 rows to e4m3": product_config(dataclasses.replace(spec(16), gated=True, out_dtype="float8_e4m3fn")),
+    "gated 4096 rows": product_config(dataclasses.replace(spec(4096), gated=True)),
+    "gated 64 rows of bf16": product_config(dataclasses.replace(spec(64), gated=True, limit=10.0, x_dtype="bfloat16")),
+}
+PICKED = {
+    f"picked {rows} rows a group, {x_dtype} to {out_dtype}": product_config(
+        dataclasses.replace(
+            spec(rows * 256, 4096, 7168, 256), gated=True, x_dtype=x_dtype, out_dtype=out_dtype, num_picked=512
+        )
+    )
+    for rows in (1, 16, 128)
+    for x_dtype, out_dtype in (
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e4m3fn", "bfloat16"),
+    )
+}
+CONFIGS |= PICKED
+FAST = ("16 rows", "128 rows a group", "picked 128 rows a group, float8_e4m3fn to float8_e4m3fn")
 """Compiled in every run of the tests. The others are slow tests."""
 
 
@@ -62,14 +83,22 @@ def fits(config: ProductConfig) -> None:
     assert config.rows <= 256 and config.tokens <= 256  # of a copy
     math, others = config.registers
     assert (config.groups * math + others) * 128 * config.ctas <= 65536
+    # A scale of the result is for 128 columns, which a tile has; the other warps of three groups have few registers.
+    assert config.width == 128 or not config.quantized
+    assert config.groups < 3 or not config.picked
+    assert config.width in (64, 128) or not config.gated
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_a_configuration_fits(rows: int, matrix: tuple[int, int]) -> None:
     for dtype in ("float8_e4m3fn", "bfloat16"):
-        fits(product_config(dataclasses.replace(spec(rows, *matrix), x_dtype=dtype)))
-        fits(product_config(dataclasses.replace(spec(rows, *matrix, groups=64), x_dtype=dtype)))
+        for gated, out_dtype in ((False, "bfloat16"), (True, "bfloat16"), (True, "float8_e4m3fn")):
+            form = {"x_dtype": dtype, "gated": gated, "out_dtype": out_dtype}
+            fits(product_config(dataclasses.replace(spec(rows, *matrix), **form)))
+            grouped = dataclasses.replace(spec(rows, *matrix, groups=64), **form)
+            fits(product_config(grouped))
+            fits(product_config(dataclasses.replace(grouped, num_picked=7)))
 
 
 def test_a_split_sum_has_terms_in_each_part() -> None:
@@ -91,6 +120,10 @@ def test_reasons_name_what_is_not_taken() -> None:
         ({"num_terms": 100}, "K is 100; the sm_90 kernel"),
         ({"num_columns": 12}, "N is 12; the sm_90 kernel"),
         ({"num_columns": "n"}, "N is symbolic"),
+        (
+            {"num_columns": 384, "gated": True},
+            "N is 384; the sm_90 kernel of block-scaled products takes a multiple of 256",
+        ),
     ):
         assert product_reasons(dataclasses.replace(spec(5), **change))[0].startswith(reason)
 
@@ -108,6 +141,10 @@ def test_options_describe_the_calls() -> None:
     given |= {"num_tokens": "32768", "num_groups": "256"}
     assert KERNELS["grouped_block_scaled_matmul"].from_options(given) == CONFIGS["128 rows a group"]
     assert KERNELS["block_scaled_matmul"].from_options({"dtype": "float16"}).x_dtype == "float16"
+    gated = {"gated": "true", "picked": "true", "quantized": "true", "out_features": "4096"}
+    name = "picked 128 rows a group, float8_e4m3fn to float8_e4m3fn"
+    assert KERNELS["grouped_block_scaled_matmul"].from_options(given | gated | {"in_features": "7168"}) == CONFIGS[name]
+    assert KERNELS["block_scaled_matmul"].from_options({"gated": "true", "limit": "10"}).limit == 10.0
     assert KERNELS["quantize_blocks"].from_options({"power_of_two": "true"}).power_of_two
     with pytest.raises(ValueError, match="N is 100"):
         KERNELS["block_scaled_matmul"].from_options(given | {"out_features": "100"})
