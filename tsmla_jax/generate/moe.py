@@ -18,9 +18,9 @@ from jax import lax
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
 from tsmla_jax.generate.router import project, router_logits
-from tsmla_jax.nn.block_scaled import BlockScaled, products_of, quantized, widened
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
-from tsmla_jax.nn.linear import linear
+from tsmla_jax.nn.linear import by_scaled_products, linear, scaled_product
 from tsmla_jax.nn.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.scaled_rows import ScaledRows, scaled_rows
 from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
@@ -43,7 +43,22 @@ def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None =
     Returns:
       [T, C] in x's dtype.
     """
-    return linear(activate(linear(x, gate_up), limit), down)
+    weights = [weight for weight in (gate_up, down) if isinstance(weight, BlockScaled)]
+    if len(weights) < 2 or not all(by_scaled_products(x.shape[0], weight, x.dtype) for weight in weights):
+        return linear(activate(linear(x, gate_up), limit), down)
+    first, second = weights
+    inner = scaled_product(*quantized(x, first), first, gated=True, limit=limit, out_dtype=_inner_dtype(x, second))
+    return cast(jax.Array, scaled_product(*_with_scales(inner), second, out_dtype=x.dtype.name))
+
+
+def _inner_dtype(x: jax.Array, down: BlockScaled) -> str:
+    """The dtype of the gated activations that a product with `down` takes."""
+    return "float8_e4m3fn" if down.products == "quantized" else x.dtype.name
+
+
+def _with_scales(result: jax.Array | tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """The values and scales of a gated product's result; None for one that has no scales."""
+    return result if isinstance(result, tuple) else (result, None)
 
 
 def activate(gate_up: jax.Array, limit: float | None) -> jax.Array:
@@ -170,12 +185,8 @@ def mix_experts(
     # A stack may have more weights than there are experts (block_scaled.stack_size).
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
-    if (
-        isinstance(gate_up, BlockScaled)
-        and isinstance(down, BlockScaled)
-        and by_scaled_products(x.dtype, gate_up, down)
-    ):
-        per_pair = _scaled_experts(x, experts, gate_up, down, limit)
+    if takes_scaled_products(x.dtype, gate_up, down):
+        per_pair = _scaled_experts(x, experts, cast(BlockScaled, gate_up), cast(BlockScaled, down), limit)
     elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
         given = x if rows is None else rows
         per_pair = _grouped_experts(given, experts, gate_up, down, limit, experts.size if load is None else load)
@@ -187,9 +198,14 @@ def mix_experts(
     return jnp.where((experts < num_experts)[:, :, None], weighted, 0).sum(axis=1)
 
 
-def by_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
+def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
     """Whether experts' products with activations of this dtype are those of grouped_block_scaled_matmul."""
-    return all(isinstance(w, BlockScaled) and products_of(w, dtype) is not None for w in (gate_up, down))
+    if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
+        return False
+    # A block of scales may not have gate and up rows in the kernel, which None asks for.
+    if down.shape[2] % BLOCK and None in (gate_up.products, down.products):
+        return False
+    return all(products_of(weight, dtype) is not None for weight in (gate_up, down))
 
 
 def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:
@@ -211,7 +227,7 @@ def takes_scaled_rows(dtype: Any, gate_up: Weight, down: Weight, load: int) -> b
     _, hidden, width = down.shape
     return (
         isinstance(down, BlockScaled)
-        and not by_scaled_products(dtype, gate_up, down)
+        and not takes_scaled_products(dtype, gate_up, down)
         and not why_not_grouped(dtype, hidden, width, True)
         and not _widened_first(gate_up, down, load)
     )
@@ -252,16 +268,16 @@ def _scaled_experts(
 ) -> jax.Array:
     """What each token's experts make of it, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
     products are quantised if the weights' `products` says so."""
-    num_experts = min(gate_up.shape[0], down.shape[0])
-    rows, cu_rows, places = sort_rows(experts, num_experts)
+    rows, cu_rows, places = sort_rows(experts, min(gate_up.shape[0], down.shape[0]))
 
-    def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled) -> jax.Array:
-        arrays = (values, weight.values, scales, weight.scales, cu_rows)
-        return grouped_block_scaled_matmul(*arrays, out_dtype=x.dtype.name)
+    def product(given: tuple[jax.Array, jax.Array | None], weight: BlockScaled, **form: Any) -> Any:
+        values, scales = given
+        return grouped_block_scaled_matmul(values, weight.values, scales, weight.scales, cu_rows, **form)
 
-    values, scales = quantized(x, gate_up)
-    up = product(values[rows], None if scales is None else scales[rows], gate_up)
-    return product(*quantized(activate(up, limit), down), down)[places]
+    gated = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
+    inner = product(quantized(x, gate_up), gate_up, **gated)
+    out: jax.Array = product(_with_scales(inner), down, out_dtype=x.dtype.name)
+    return out[places]
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:

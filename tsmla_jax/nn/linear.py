@@ -54,16 +54,34 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
-    products, summed = products_of(weight, x.dtype), rows == 1 and columns * depth <= _MOST_SUMMED
-    by_xla = rows > MANY_WIDENED_ROWS or (summed and weight.products is None)
-    if products == "quantized" or (products == "exact" and not by_xla):
+    if by_scaled_products(rows, weight, x.dtype):
         values, scales = quantized(x.reshape(rows, depth), weight)
-        out = block_scaled_matmul(values, weight.values, scales, weight.scales, out_dtype=x.dtype.name)
-        return out.reshape(*x.shape[:-1], -1)
-    if by_xla or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
+        out = scaled_product(values, scales, weight, out_dtype=x.dtype.name)
+        return cast(jax.Array, out).reshape(*x.shape[:-1], -1)
+    if _by_xla(rows, weight) or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
     out = linear_by_kernel(x.reshape(rows, depth), weight)
     return out.reshape(*x.shape[:-1], columns)
+
+
+def _by_xla(rows: int, weight: BlockScaled) -> bool:
+    """Whether so many rows, or one row and so small a matrix, are multiplied with weights that XLA widens, unless the
+    weight's `products` says otherwise."""
+    summed = rows == 1 and math.prod(weight.shape) <= _MOST_SUMMED and weight.products is None
+    return summed or rows > MANY_WIDENED_ROWS
+
+
+def by_scaled_products(rows: int, weight: BlockScaled, dtype: Any) -> bool:
+    """Whether `linear` of so many rows of this dtype is block_scaled_matmul."""
+    products = products_of(weight, dtype)
+    return products == "quantized" or (products == "exact" and not _by_xla(rows, weight))
+
+
+def scaled_product(
+    values: jax.Array, scales: jax.Array | None, weight: BlockScaled, **form: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """block_scaled_matmul of values [T, K], and their scales if they have any, with a weight. form: its options."""
+    return block_scaled_matmul(values, weight.values, scales, weight.scales, **form)
 
 
 def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
