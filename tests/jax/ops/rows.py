@@ -381,28 +381,34 @@ def topk() -> Row:
     )  # fmt: skip
 
 
-def product(grouped: bool) -> Row:
+def product(grouped: bool, gated: bool = False) -> Row:
+    """gated: with a limit, and the rows of a grouped product picked."""
     rows, columns, terms, groups = 12, 512, 336, (3,) if grouped else ()
 
     def arrays(seed: int) -> Arrays:
         rng = np.random.default_rng(seed)
         found = (
             drawn(rng, rows, terms, dtype=FP8), drawn(rng, *groups, columns, terms, dtype=FP8),
-            jnp.asarray(rng.uniform(0.5, 2, (rows, 3)), F32), jnp.asarray(rng.uniform(0.5, 2, (*groups, 4, 3)), F32),
+            jnp.asarray(rng.uniform(0.5, 2, (rows, 3)), F32),
+            jnp.asarray(rng.uniform(0.5, 2, (*groups, 4, 3)) / (30 if gated else 1), F32),
         )  # fmt: skip
-        return (*found, ints([0, 2, 2, 9])) if grouped else found
+        picked = (ints([*rng.integers(0, rows, 9), -1]),) if gated else ()
+        return (*found, ints([0, 2, 2, 9]), *picked) if grouped else found
 
     stack = (None,) if grouped else ()
     rows_of, columns_of = P(None if grouped else "data"), P(*stack, "model")
     last = [P()] if grouped else []
     out = P(None if grouped else "data", "model")
     splits = {"rows and columns": Split((rows_of, columns_of, rows_of, columns_of, *last), (out,))}
+    if gated:
+        splits = {} if grouped else {"rows": Split((rows_of, P(), rows_of), (rows_of,))}
     function = tsmla_jax.grouped_block_scaled_matmul if grouped else tsmla_jax.block_scaled_matmul
-    names = "x weight x_scales weight_scales" + " cu_rows" * grouped
+    names = "x weight x_scales weight_scales" + " cu_rows" * grouped + " rows" * (grouped and gated)
+    form = {"gated": True, "limit": 4.0} if gated else {}
     weights = ("3, 512, 336", "3, 4, 3") if grouped else ("512, 336", "4, 3")
-    more = (0,) if grouped else ()
+    more = ((0, 0) if gated else (0,)) if grouped else ()
     return Row(
-        named(function, names), arrays, ("t, 336", weights[0], "t, 3", weights[1], *(("4",) if grouped else ())),
+        named(function, names, **form), arrays, ("t, 336", weights[0], "t, 3", weights[1], *("4", "r")[: len(more)]),
         [] if grouped else [(0, None, 0, None)], [(0, 0, 0, 0, *more)], splits=splits, own=(0, None, 0, None, *more),
         derivative=rf"^{function.__name__} has no derivative .*'reference'", inputs=(2,),
     )  # fmt: skip
@@ -429,6 +435,8 @@ ROWS: dict[str, Row] = {
     "indexer_logits": logits(ragged=False), "indexer_logits-ragged": logits(ragged=True), "select_topk": topk(),
     "indexer_topk": logits(ragged=False, k=6), "indexer_topk-ragged": logits(ragged=True, k=6),
     "block_scaled_matmul": product(grouped=False), "grouped_block_scaled_matmul": product(grouped=True),
+    "block_scaled_matmul-gated": product(grouped=False, gated=True),
+    "grouped_block_scaled_matmul-gated": product(grouped=True, gated=True),
     "quantize_blocks": quantize(),
 }  # fmt: skip
 

@@ -39,4 +39,4 @@ def grouped_block_scaled_matmul(
 
 def picked(array: jax.Array, rows: jax.Array | None) -> jax.Array:
     """The rows of an array that `rows` names, or all of them. Of rows that don't exist the nearest stands for them."""
-    return array if rows is None else array[jnp.clip(rows, 0, max(array.shape[0] - 1, 0))]
+    return array if rows is None else array[jnp.clip(rows, 0, array.shape[0] - 1)]
