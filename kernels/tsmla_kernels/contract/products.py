@@ -168,7 +168,17 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
         check_array("rows", operands.rows, "R", ("int32",))
         check_at_least_one("x", x.shape, 0, "T, with rows")
         rows, picked = operands.rows.shape[0], rows
-    return ProductSpec(rows, terms, columns, groups, form.out_dtype, x.dtype, form.gated, limit, picked)
+    return ProductSpec(
+        rows,
+        terms,
+        columns,
+        num_groups=groups,
+        out_dtype=form.out_dtype,
+        x_dtype=x.dtype,
+        gated=form.gated,
+        limit=limit,
+        num_picked=picked,
+    )
 
 
 def _check_form(form: _Form, weight: Array) -> float | None:
