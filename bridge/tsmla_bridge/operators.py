@@ -1,4 +1,5 @@
-"""What the operators of torch.library share. torch.compile, torch.export and dispatch modes see the operations as them.
+"""Common parts of the operators of torch.library. torch.compile, torch.export and dispatch modes see the operations as
+them.
 
 Each module of ops/ registers its own operators beside its eager function. An eager call on plain tensors goes past
 them: the dispatcher and its Python bindings would cost more than all the rest of a call. Scales arrive as the two

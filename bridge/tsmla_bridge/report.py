@@ -1,4 +1,4 @@
-"""What `tsmla doctor` says of torch: its GPUs, and what runs the operations on their tensors."""
+"""The report of torch for `tsmla doctor`: its GPUs, and what runs the operations on their tensors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the `tsmla` command says of jax: its devices, the usual calls, and `tsmla explain`."""
+"""Parts of the `tsmla` command that need jax: its devices, the usual calls, and `tsmla explain`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class UsualCall:
-    """What `explain` says of one usual call: the implementation that runs, and for the others why they can't."""
+    """A usual call and what `explain` says of it: the implementation that runs, and for the others why they can't."""
 
     op: str
     call: str

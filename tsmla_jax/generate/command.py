@@ -259,7 +259,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _record(result: Generation, plan: Plan, load_seconds: float) -> dict[str, Any]:
-    """What --json writes of a run, and the closing table shows."""
+    """The record of a run: --json writes it, and the closing table shows it."""
     return {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),

@@ -41,7 +41,7 @@ chunk of tokens at once even where these are more."""
 
 @dataclass(frozen=True)
 class Generation:
-    """What `Engine.generate` returns.
+    """Results of `Engine.generate`.
 
     Attributes:
       tokens: the generated ids of each prompt, the token that ended the text included.

@@ -187,7 +187,7 @@ class _Reader:
 
 
 def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
-    """What each tensor is called in a checkpoint, by its name in transformers' modules."""
+    """The names of a checkpoint's tensors, by the names in transformers' modules."""
     is_v4 = isinstance(config.attention, tuple)
     return stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
 

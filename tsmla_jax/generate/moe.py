@@ -247,7 +247,7 @@ def _grouped_experts(
     limit: float | None,
     load: int,
 ) -> jax.Array:
-    """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU, of weights
+    """Results of each token's experts, [T, K, C]: two products of all experts in use, on an NVIDIA GPU, of weights
     that are widened to x's dtype first where each has many rows (WIDENED_PAIRS).
 
     x: `ScaledRows` only where `takes_scaled_rows`. load: as in `mix_experts`."""
@@ -266,7 +266,7 @@ def _grouped_experts(
 def _scaled_experts(
     x: jax.Array, experts: jax.Array, gate_up: BlockScaled, down: BlockScaled, limit: float | None
 ) -> jax.Array:
-    """What each token's experts make of it, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
+    """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
     products are quantised if the weights' `products` says so."""
     rows, cu_rows, places = sort_rows(experts, min(gate_up.shape[0], down.shape[0]))
 
@@ -281,8 +281,8 @@ def _scaled_experts(
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
-    """The same by XLA's ragged product, where the kernel can't run. Some versions of it multiply every row with every
-    expert."""
+    """Results of each token's experts by XLA's ragged product, where the kernel can't run. Some versions of it multiply
+    every row with every expert."""
     num_tokens, top_k = experts.shape
     count = min(gate_up.shape[0], down.shape[0])
     order = jnp.argsort(experts.reshape(-1), stable=True)
@@ -304,7 +304,8 @@ def _block_rows(rows: int, num_experts: int) -> int:
 
 
 def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
-    """The same, one block of one expert after the other: for a CPU, which has no launches to wait for.
+    """Results of each token's experts, one block of one expert after the other: for a CPU, which has no launches to
+    wait for.
 
     The (token, expert) pairs are sorted by expert and cut into blocks of one expert each; a loop runs over the blocks
     that exist. Work and weight traffic follow the experts in use, shapes stay static, and nothing of size E x T is

@@ -287,7 +287,7 @@ def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: in
 
 
 def _dtypes(config: ModelConfig, options: EngineOptions, dtype: str) -> tuple[str, str]:
-    """Of the caches and of the queries."""
+    """The dtypes of the caches and of the queries."""
     cache_dtype = _cache_dtype(config, options.cache_dtype or default_cache_dtype(config, dtype), dtype)
     return cache_dtype, _q_dtype(options.q_dtype or dtype, cache_dtype, dtype)
 

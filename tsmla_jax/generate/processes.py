@@ -83,7 +83,8 @@ def check_agreement(**given: object) -> None:
 
 
 def environment() -> dict[str, object]:
-    """What beside the options decides which program a process runs, by its name in the error of `check_agreement`."""
+    """Facts beside the options that decide which program a process runs, by their names in `check_agreement`'s
+    error."""
     import jax
 
     from tsmla_kernels import __version__

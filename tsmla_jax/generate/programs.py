@@ -31,7 +31,7 @@ _DONATED = ("caches", "state")
 
 @dataclass(frozen=True)
 class Programs:
-    """What the engine runs.
+    """The programs that an engine runs.
 
     Attributes:
       prefill, decode: `step.run_prefill` and `step.run_decode`. On a mesh the arrays of all replicas lie one after the

@@ -133,7 +133,8 @@ def _moe_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterato
 
 
 def _parts_of(values: Any, count: int) -> int:
-    """Of how many stacks the values of `count` weights are, each with its unused ones (`stack_size`); 0 if of none."""
+    """Number of stacks that the values of `count` weights make up, each with its padding (`stack_size`); 0 if no number
+    fits."""
     parts = (parts for parts in range(1, count + 1) if count % parts == 0)
     return next((n for n in parts if n * stack_size(count // n, *values.shape[1:]) == values.shape[0]), 0)
 

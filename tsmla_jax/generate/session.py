@@ -1,4 +1,4 @@
-"""What an engine holds of texts under way: the caches, the steps that were started, and the tokens that they gave."""
+"""The state of an engine's unfinished texts: the caches, the steps that were started, and the tokens that they gave."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ class Drafts(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What all steps of a run share: ids that end a text [N] i32, the sampling, the attention's scales and V4's rope
-    tables."""
+    """Values that all steps of a run share: ids that end a text [N] i32, the sampling, the attention's scales and V4's
+    rope tables."""
 
     ends: jax.Array
     sampling: Sampling

@@ -52,7 +52,7 @@ class BlockScaled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """The shape of the weight."""
         return self.values.shape
 
     def widened(self, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -88,7 +88,7 @@ def _all_tensors(tensors: Iterable[tuple[str, Any]], base: Checkpoint | None) ->
 
 
 def _arrays_of(name: str, value: Any, base: Checkpoint | None) -> Iterator[tuple[str, Array]]:
-    """What is stored for one tensor: it, or its e4m3 values and their scales."""
+    """The arrays that are stored for one tensor: itself, or its e4m3 values and their scales."""
     narrow, found = isinstance(value, BlockScaled), None
     if base is not None:
         info, shape = base.info(name), tuple(value.shape)

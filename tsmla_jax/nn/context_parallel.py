@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import tsmla_jax
-from tsmla_jax.sparse import metadata, numerics
+from tsmla_jax.ops.selected import metadata, numerics
 
 FEW_TOKENS = 256
 """Tokens up to which partial results go to every device, in one exchange. The results of more tokens are exchanged so
@@ -56,8 +56,8 @@ class HeldContext(NamedTuple):
 
 
 def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
-    """What a device has of contexts, where a pass takes `chunk` tokens of a text: all of it without a context_axis,
-    else its part, in whole pages."""
+    """A device's part of contexts, where a pass takes `chunk` tokens of a text: in whole pages, or all of it without
+    a context_axis."""
     if context_axis is None:
         return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)
@@ -183,7 +183,7 @@ def project_merged(
 
 
 def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """What sinks [H] leave of results [t, H, V] with logsumexps [t, H], in float32 (float64 of float64): out divided by
+    """Results [t, H, V] with logsumexps [t, H] beside sinks [H], in float32 (float64 of float64): out divided by
     1 + exp(sink - lse)."""
     dtype = jnp.promote_types(out.dtype, jnp.float32)
     # A row without a key is 0 already; -inf less a sink of -inf would make it NaN.

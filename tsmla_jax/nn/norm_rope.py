@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.triton import plgpu, why_no_triton
-from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse import v4 as sparse_v4
+from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selected import v4 as sparse_v4
 
 _WARP_COLUMNS = 512  # that a warp holds
 

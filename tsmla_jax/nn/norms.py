@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.sparse import numerics
+from tsmla_jax.ops.selected import numerics
 
 
 class Norm(NamedTuple):
@@ -23,7 +23,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rms_norm_fixed_order(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """The same for V4, which multiplies by its f32 weight before it rounds; result in x's dtype.
+    """V4's RMS norm, which multiplies by its f32 weight before it rounds; result in x's dtype.
 
     The order of summation does not depend on the shape, so a token gets the same bits whether it is prefilled in a
     chunk or decoded alone. V4 needs that: a cache must not depend on how a text was cut.

@@ -137,7 +137,7 @@ def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:
 
 
 class _Sizes(NamedTuple):
-    """Of a kernel that places pairs: groups, places of a block, pairs of a row, and pairs of a program."""
+    """Static sizes of the placement kernel: groups, rows a block, pairs a row, pairs a program."""
 
     num_groups: int
     block: int

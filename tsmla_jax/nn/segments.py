@@ -171,7 +171,7 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
 
 
 def _within(segments: Segments, attend: Callable[..., object]) -> jax.Array:
-    """What `attend`, a call of mla_prefill without its offsets, gives for the tokens of segments."""
+    """The results of `attend`, a call of mla_prefill without its offsets, for the tokens of segments."""
     (rows, row_len), offsets = segments.valid.shape, segments.cu_seqlens
     out = cast(  # an array, as no lse is asked for
         jax.Array, attend(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_q_len=row_len, max_kv_len=row_len)

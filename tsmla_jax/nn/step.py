@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.ragged import row_owner
-from tsmla_jax.sparse import checks
+from tsmla_jax.ops.selected import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract.layouts import V4_PACKED
 
@@ -144,7 +144,7 @@ class Step:
         check_pages(name, cache, self.page_size, "page_size")
 
     def checked(self, total_tokens: int) -> Step:
-        """The same step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""
+        """This step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""
         cu_seqlens_q = jnp.asarray(needed_when_ragged(self.cu_seqlens_q))
         return replace(self, cu_seqlens_q=checks.cu_seqlens(cu_seqlens_q, total_tokens))
 

@@ -253,7 +253,7 @@ class LayerWeights(Generic[_Config]):
         save_checkpoint(checkpoint_dir, tensors(), base=given, max_shard_bytes=max_shard_bytes)
 
     def _spelled(self, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """What each tensor of a checkpoint is called there, by its name in transformers' modules."""
+        """The names of a checkpoint's tensors, by the names in transformers' modules."""
         return self.stored_names(checkpoint) if self.stored_names else {name: name for name in checkpoint.names()}
 
 

@@ -32,7 +32,7 @@ BY_PLATFORM = "runs in programs that are lowered for an NVIDIA GPU, as by jax.ex
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; str() gives it as text.
+    """The findings of `explain`; str() gives them as text.
 
     Attributes:
       op: the operation's name.

@@ -4,24 +4,22 @@ The operations themselves (sparse_mla, indexer_logits, select_topk, compress_kv)
 """
 
 from tsmla_jax.ops.indexer_quantize.api import indexer_quantize
-from tsmla_jax.ops.write_indexer_cache.api import write_indexer_cache
-from tsmla_jax.ops.write_packed_kv_cache.api import write_packed_kv_cache
-from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState, init_compressor_state
-from tsmla_jax.sparse.layouts import (
+from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState, init_compressor_state
+from tsmla_jax.ops.selected.layouts import (
     pack_v4_rows,
     pack_v32_rows,
     unpack_v4_rows,
     unpack_v32_rows,
     write_v4_cache,
 )
-from tsmla_jax.sparse.metadata import (
+from tsmla_jax.ops.selected.metadata import (
     DecodeMetadata,
     expand_decode_metadata,
     localize_context_lens,
     positions_to_slots,
     remap_slots,
 )
-from tsmla_jax.sparse.v4 import (
+from tsmla_jax.ops.selected.v4 import (
     MixedIndices,
     apply_rope,
     build_mixed_sparse_indices,
@@ -32,6 +30,8 @@ from tsmla_jax.sparse.v4 import (
     rope_table,
     window_slots,
 )
+from tsmla_jax.ops.write_indexer_cache.api import write_indexer_cache
+from tsmla_jax.ops.write_packed_kv_cache.api import write_packed_kv_cache
 
 __all__ = [
     "CompressedEntries",

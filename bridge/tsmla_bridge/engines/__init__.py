@@ -1,1 +1,1 @@
-"""What serving engines call: modules with the surface of packages that engines import."""
+"""Modules that serving engines call: plug-ins, and modules with the surface of packages that engines import."""

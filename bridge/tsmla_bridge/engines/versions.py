@@ -53,7 +53,7 @@ ENGINES = (VLLM, SGLANG)
 
 @dataclass(frozen=True)
 class Found:
-    """What `tsmla doctor` says of an engine. version: None where it isn't installed. status: whether that version was
+    """An engine, for `tsmla doctor`. version: None where it isn't installed. status: whether that version was
     tested, in words. flags, sparse_flags: as of the Engine."""
 
     engine: str

@@ -171,7 +171,7 @@ def _select(call: Call, memory: Memory) -> Results:
 
 
 class Scratch(NamedTuple):
-    """What the first launch of a chunk leaves to the second: the logits, and where requests have several tokens, the
+    """Results of a chunk's first launch that the second reads: the logits, and where requests have several tokens, the
     keys that each row of the call sees and its request."""
 
     logits: torch.Tensor

@@ -84,7 +84,7 @@ def _value_width(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> int
 
 
 def _expanded(inputs: KvInputs) -> PrefillInputs:
-    """The same call on k and v."""
+    """This call as one of mla_prefill, on k and v."""
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, *selected = inputs
     nope = q.shape[-1] - k_rope.shape[-1]
     rope = k_rope[:, None].expand(-1, kv.shape[1], -1)

@@ -28,7 +28,7 @@ Spec = TypeVar("Spec", DecodeSpec, SparseMLASpec)
 
 
 class Plan(Generic[Spec]):
-    """What calls of the same shapes, strides, dtypes and options share.
+    """Facts that calls of the same shapes, strides, dtypes and options share.
 
     is_like: whether tensors are like those of the latest call of this plan.
     """

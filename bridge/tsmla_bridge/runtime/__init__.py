@@ -1,1 +1,1 @@
-"""What the operations need of torch and CUDA: devices, loaded kernels, scales, memory, and tensors as arguments."""
+"""The operations' access to torch and CUDA: devices, loaded kernels, scales, memory, and tensors as arguments."""

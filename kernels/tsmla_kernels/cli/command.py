@@ -26,8 +26,8 @@ _USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError)
 
 
 class Actions(NamedTuple):
-    """What a subcommand does: `add_arguments` fills the subcommand's parser, and `run` takes the parsed arguments and
-    returns the exit status."""
+    """The actions of a subcommand: `add_arguments` fills the subcommand's parser, and `run` takes the parsed arguments
+    and returns the exit status."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]

@@ -103,7 +103,7 @@ def advise(
 
 
 def _advise_jax(installed: Mapping[str, str | None], driver: str | None, jax: Devices) -> list[str]:
-    """What keeps jax from the GPU."""
+    """Reasons why jax uses no GPU."""
     advice = [f"jax starts no backend: {jax.failure}"] if jax.failure else []
     if driver is not None and not jax.on_gpu:
         major = driver.partition(".")[0]
@@ -117,7 +117,7 @@ def _advise_jax(installed: Mapping[str, str | None], driver: str | None, jax: De
 
 
 def _advise_torch(driver: str | None, torch: Torch) -> list[str]:
-    """What keeps torch from the GPU."""
+    """Reasons why torch uses no GPU."""
     if torch.failure:
         return [f"torch can't be imported: {torch.failure}"]
     if driver is None or torch.gpus:

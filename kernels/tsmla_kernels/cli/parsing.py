@@ -1,5 +1,5 @@
-"""What all subcommands share: errors of one line, and reading the files that flags name. Imports no kernels, so that
-`tsmla --help` is quick."""
+"""Common parts of all subcommands: errors of one line, and reading the files that flags name. Imports no kernels, so
+that `tsmla --help` is quick."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def read_text(flag: str, path: Path) -> str:
 
 @dataclass(frozen=True)
 class CacheState:
-    """What `tsmla doctor` says of the cache: its directory, and why processes can't keep what they compile there, None
+    """The cache of compiled kernels: its directory, and why processes can't keep what they compile there, None
     if they can."""
 
     directory: str

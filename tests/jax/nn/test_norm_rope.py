@@ -8,7 +8,7 @@ import pytest
 from tsmla_jax.nn import norm_rope as module
 from tsmla_jax.nn.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.sparse import v4
+from tsmla_jax.ops.selected import v4
 
 TABLE = v4.rope_table(jnp.asarray(10.0 ** -(np.arange(32) / 8), jnp.float32), 100)
 POSITIONS = jnp.asarray([3, 7, 99, -1, 0, 50], jnp.int32)

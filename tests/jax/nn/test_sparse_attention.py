@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.jax.nn import hf_layers
 from tsmla_jax.nn import Step, v4, v32
-from tsmla_jax.sparse.compressor import CompressorState
+from tsmla_jax.ops.selected.compressor import CompressorState
 
 Run = Callable[..., tuple[jax.Array, Any]]
 SPLIT_LENGTH = 140  # past an entry of either ratio, past the window, more entries than are chosen

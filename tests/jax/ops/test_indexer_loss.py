@@ -16,7 +16,7 @@ import tsmla_jax
 from tests.jax.ops.indexer_problems import DI, HI, SCALE, D, Floats, H, K, P, Problem, T, Z, floats_of
 from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
-from tsmla_jax.sparse import index_scores
+from tsmla_jax.ops.selected import index_scores
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

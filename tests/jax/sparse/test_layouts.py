@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
-from tsmla_jax.sparse import numerics
+from tsmla_jax.ops.selected import numerics
 from tsmla_kernels.contract.layouts import cache_spec
 from tsmla_kernels.contract.rules import Array
 

@@ -99,7 +99,7 @@ class MLAConfig:
 
     @property
     def rope_magnitude(self) -> float:
-        """What cos and sin are multiplied by; 1 without yarn."""
+        """Factor of cos and sin; 1 without yarn."""
         return 1.0 if self.yarn is None else self.yarn.magnitude
 
     @classmethod

@@ -26,7 +26,7 @@ from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize import quantize_q
-from tsmla_jax.sparse import indexer, metadata
+from tsmla_jax.ops.selected import indexer, metadata
 from tsmla_kernels.contract.packed import Rotation
 
 _NORM_EPS = 1e-6

@@ -12,8 +12,8 @@ from tsmla_jax.nn.weights import LayerWeights
 
 
 def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
-    """Those of `tsmla_jax.nn.param_shapes`, and indexer_wq_b [rank, Hi, Di], indexer_wk [E, Di], indexer_k_norm [Di]
-    and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi].
+    """Shapes of V3.2's weights: those of `tsmla_jax.nn.param_shapes`, and indexer_wq_b [rank, Hi, Di], indexer_wk [E,
+    Di], indexer_k_norm [Di] and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi].
 
     Args:
         config: the layer's shape.

@@ -29,10 +29,10 @@ from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize import quantize_q
-from tsmla_jax.sparse import indexer, layouts
-from tsmla_jax.sparse import v4 as sparse_v4
-from tsmla_jax.sparse.compressor import CompressorState, init_compressor_state
-from tsmla_jax.sparse.v4 import MixedIndices
+from tsmla_jax.ops.selected import indexer, layouts
+from tsmla_jax.ops.selected import v4 as sparse_v4
+from tsmla_jax.ops.selected.compressor import CompressorState, init_compressor_state
+from tsmla_jax.ops.selected.v4 import MixedIndices
 
 
 @exportable

@@ -81,7 +81,7 @@ def stored_name(name: str) -> str:
 
 
 def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """What each tensor is called in a checkpoint, by its name in transformers' modules.
+    """The names of a checkpoint's tensors, by the names in transformers' modules.
 
     Raises CheckpointError when the checkpoint holds one tensor in two spellings.
     """

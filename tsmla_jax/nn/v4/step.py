@@ -12,8 +12,8 @@ from tsmla_jax.nn.rope import inverse_frequencies
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.ops.exporting import exportable
-from tsmla_jax.sparse import v4 as sparse_v4
-from tsmla_jax.sparse.v4 import MixedIndices
+from tsmla_jax.ops.selected import v4 as sparse_v4
+from tsmla_jax.ops.selected.v4 import MixedIndices
 from tsmla_kernels import contract
 
 
@@ -99,8 +99,8 @@ def make_step(
             of whole texts, for every device has the whole window.
 
     Raises:
-        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step or one
-            made with a context_axis or another page_size, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
+        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse`), a dense step or one made
+            with a context_axis or another page_size, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
     """
     check_step(step, Step, "Step.ragged")
     if step.context_axis is not None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation
-from tsmla_jax.sparse import checks
-from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState
+from tsmla_jax.ops.selected import checks
+from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.compress_kv.windows import completed_entries, updated_state, window_rows
+from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selected.numerics import tree_max, tree_sum
 from tsmla_jax.ops.transforms import without_derivative
-from tsmla_jax.sparse.blocks import over_token_blocks
-from tsmla_jax.sparse.numerics import tree_max, tree_sum
 from tsmla_kernels.contract.sparse import CompressSpec
 
 BLOCK_BYTES = 2 << 20

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops.checks import behind
 from tsmla_jax.ops.inputs import Scale, describe, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation
-from tsmla_jax.sparse.compressor import CompressorState
+from tsmla_jax.ops.selected.compressor import CompressorState
 from tsmla_kernels.contract import compress, values
 
 if TYPE_CHECKING:

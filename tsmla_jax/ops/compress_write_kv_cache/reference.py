@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.compress_kv import reference
+from tsmla_jax.ops.selected.layouts import write_v4_cache
+from tsmla_jax.ops.selected.v4 import norm_rope
 from tsmla_jax.ops.write_indexer_cache.api import write_indexer_cache
-from tsmla_jax.sparse.layouts import write_v4_cache
-from tsmla_jax.sparse.v4 import norm_rope
 from tsmla_kernels.contract.compress import CompressWriteSpec
 
 Rings = tuple[jax.Array, jax.Array]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.ragged import seen_keys
-from tsmla_jax.sparse.indexer import read_indexer_pages
+from tsmla_jax.ops.selected.indexer import read_indexer_pages
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 

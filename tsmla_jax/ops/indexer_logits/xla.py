@@ -17,11 +17,11 @@ from jax import lax
 from tsmla_jax.ops.indexer_selected_logits.xla import logits_gradient
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import seen_keys
+from tsmla_jax.ops.selected import index_scores
+from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selected.index_scores import Columns
+from tsmla_jax.ops.selected.indexer import read_indexer_pages
 from tsmla_jax.ops.transforms import refuse_derivative, with_backward
-from tsmla_jax.sparse import index_scores
-from tsmla_jax.sparse.blocks import over_token_blocks
-from tsmla_jax.sparse.index_scores import Columns
-from tsmla_jax.sparse.indexer import read_indexer_pages
 from tsmla_kernels.contract import FP8
 from tsmla_kernels.contract.indexer import SelectedLogitsSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec

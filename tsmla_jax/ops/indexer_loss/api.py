@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scale, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
-from tsmla_jax.sparse import checks
+from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import indexer as indexer_contract
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from jax import lax
 from tsmla_jax.ops.indexer_loss.reference import Attention, Index, Where, total_of
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import seen_keys
+from tsmla_jax.ops.selected import index_scores
+from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selected.index_scores import Block, Columns, Gradient
 from tsmla_jax.ops.transforms import refuse_derivative
-from tsmla_jax.sparse import index_scores
-from tsmla_jax.sparse.blocks import over_token_blocks
-from tsmla_jax.sparse.index_scores import Block, Columns, Gradient
 from tsmla_kernels.contract.indexer import IndexerLossSpec
 
 

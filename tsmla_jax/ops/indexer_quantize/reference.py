@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse.indexer import fold_weights, rotate_columns
+from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selected.indexer import fold_weights, rotate_columns
 from tsmla_kernels.contract.layouts import INDEXER
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec
 

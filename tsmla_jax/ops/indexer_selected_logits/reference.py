@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.sparse.layouts import valid_slots
+from tsmla_jax.ops.selected.layouts import valid_slots
 from tsmla_kernels.contract.indexer import SelectedLogitsSpec
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.selected import index_scores
+from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selected.index_scores import Block, Columns, Gradient
 from tsmla_jax.ops.transforms import refuse_derivative, with_backward
-from tsmla_jax.sparse import index_scores
-from tsmla_jax.sparse.blocks import over_token_blocks
-from tsmla_jax.sparse.index_scores import Block, Columns, Gradient
 from tsmla_kernels.contract.indexer import SelectedLogitsSpec
 
 

@@ -11,8 +11,8 @@ from jax import lax
 
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.selected import checks
 from tsmla_jax.ops.transforms import refuse_derivative
-from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tsmla_jax.ops.indexer_logits import xla as logits_xla
 from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.kernel_call import kernel_call
-from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm90.topk import chunks

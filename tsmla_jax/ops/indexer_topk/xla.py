@@ -16,8 +16,8 @@ from jax import lax
 from tsmla_jax.ops.indexer_logits import xla as logits_xla
 from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 MIN_WINDOW = 4096

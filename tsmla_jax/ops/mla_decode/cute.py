@@ -40,7 +40,7 @@ def why_not(spec: DecodeSpec) -> list[str]:
 
 
 def notes(spec: DecodeSpec) -> list[str]:
-    """What a user should know about this architecture's kernels."""
+    """Notes for users about this architecture's kernels."""
     return [sm100.NOTICE, sm100.FINITE] if device.target_arch() in MLA_DECODE_SM100.archs else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.sparse import numerics
+from tsmla_jax.ops.selected import numerics
 from tsmla_kernels.contract.products import BLOCK, INVERSE_MAX, LEAST_AMAX, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8, FP8_MAX
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
-from tsmla_jax.sparse import checks
+from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:

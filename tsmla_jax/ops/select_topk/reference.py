@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.sparse import numerics
+from tsmla_jax.ops.selected import numerics
 from tsmla_kernels.contract.sparse import TopKSpec
 
 Results = jax.Array | tuple[jax.Array, jax.Array]

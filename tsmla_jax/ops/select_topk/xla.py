@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.select_topk.reference import Results, ascending, results_of, rows_of
-from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_kernels.contract.sparse import TopKSpec
 
 BLOCK_BYTES = 4 << 20

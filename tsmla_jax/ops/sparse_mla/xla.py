@@ -17,9 +17,9 @@ from jax import lax
 from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
 from tsmla_jax.ops.sparse_mla.gradient import Results, SavedOperands, gradients
-from tsmla_jax.sparse.blocks import over_token_blocks
-from tsmla_jax.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels import contract
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons

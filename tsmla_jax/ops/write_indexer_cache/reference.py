@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.quantize import to_cache_dtype
-from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse.blocks import put_rows
-from tsmla_jax.sparse.indexer import rotate_columns
-from tsmla_jax.sparse.layouts import kept_slots
+from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selected.blocks import put_rows
+from tsmla_jax.ops.selected.indexer import rotate_columns
+from tsmla_jax.ops.selected.layouts import kept_slots
 from tsmla_kernels.contract.layouts import INDEXER
 from tsmla_kernels.contract.packed import IndexerWriteSpec
 

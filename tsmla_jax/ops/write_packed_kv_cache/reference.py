@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from tsmla_jax.ops.rotation import rotate
-from tsmla_jax.sparse.blocks import put_rows
-from tsmla_jax.sparse.layouts import kept_slots, pack_v32_rows
+from tsmla_jax.ops.selected.blocks import put_rows
+from tsmla_jax.ops.selected.layouts import kept_slots, pack_v32_rows
 from tsmla_kernels.contract.packed import PackedWriteSpec
 
 

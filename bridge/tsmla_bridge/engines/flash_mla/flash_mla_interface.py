@@ -17,7 +17,7 @@ from tsmla_kernels.contract.rules import show
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What get_mla_metadata returns. It says nothing: the kernels make their schedule on the device at every call.
+    """The result of get_mla_metadata. It is empty: the kernels make their schedule on the device at every call.
 
     Attributes:
       tile_scheduler_metadata, num_splits: a schedule of get_mla_decoding_metadata, kept and never read.

@@ -109,9 +109,9 @@ def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_si
 
 @dataclass
 class Metadata:
-    """What the layers of a step share. seq_lens: the keys of each request; of decode and verify those that this rank
-    holds. q_len: query tokens of every request, or None where cu_seqlens_q tells them apart, at most max_q_len of each.
-    visible_lens: how many of a rank's keys each token sees, where ranks hold others and a request has several.
+    """Values that the layers of a step share. seq_lens: the keys of each request; of decode and verify those that this
+    rank holds. q_len: query tokens of every request, or None where cu_seqlens_q tells them apart, at most max_q_len of
+    each. visible_lens: how many of a rank's keys each token sees, where ranks hold others and a request has several.
     gathered: the pages of SGLang's buffer of all ranks' keys, once a layer has asked for them."""
 
     block_tables: torch.Tensor

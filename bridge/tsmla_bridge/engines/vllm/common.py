@@ -1,4 +1,4 @@
-"""What the dense and the sparse backend for vLLM have in common: the calls that they take, and what they tell vLLM."""
+"""Common parts of the dense and the sparse backend for vLLM: the calls that they take, and what they tell vLLM."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def layers_of(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 class Asked(NamedTuple):
-    """What a layer's calls have that its model's configuration may say otherwise: layers may skip the cache's dtype,
-    and a draft model's may have heads and a dtype of their own."""
+    """Properties of a layer's calls that its model's configuration may say otherwise: layers may skip the cache's
+    dtype, and a draft model's may have heads and a dtype of their own."""
 
     num_heads: int
     dtype: torch.dtype
@@ -50,12 +50,13 @@ class Asked(NamedTuple):
 
 
 def asked_by(layers: Iterable[Any]) -> list[Asked]:
-    """What these layers' calls have, each once."""
+    """The properties of these layers' calls, each once."""
     return list({Asked(layer.impl.num_heads, layer.impl.dtype, layer.kv_cache_dtype): None for layer in layers})
 
 
 class HopperBackend(MLACommonBackend):
-    """What vLLM asks of a backend before it makes a layer. Where vLLM answers yes by itself, this answers too."""
+    """Answers to what vLLM asks of a backend before it makes a layer. Where vLLM answers yes by itself, this answers
+    too."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]

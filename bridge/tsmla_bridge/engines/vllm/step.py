@@ -1,4 +1,4 @@
-"""What the layers of a builder share in a step: values made on the device by the first layer that asks, and the scales
+"""Values that the layers of a builder share in a step: made on the device by the first layer that asks, and the scales
 of all layers."""
 
 from __future__ import annotations

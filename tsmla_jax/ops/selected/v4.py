@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe, describe_ints
-from tsmla_jax.sparse import checks, numerics
-from tsmla_jax.sparse.metadata import positions_to_slots, remap_slots
+from tsmla_jax.ops.selected import checks, numerics
+from tsmla_jax.ops.selected.metadata import positions_to_slots, remap_slots
 from tsmla_kernels import contract
 from tsmla_kernels.contract import FLOATS, layouts, rules
 from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT

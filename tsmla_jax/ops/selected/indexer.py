@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.rotation import rotate
-from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse.blocks import fetch
+from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selected.blocks import fetch
 from tsmla_kernels.contract.layouts import IndexerCacheSpec
 from tsmla_kernels.contract.packed import Rotation
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.ops.ragged import row_owner
-from tsmla_jax.sparse import checks
+from tsmla_jax.ops.selected import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import rules
 from tsmla_kernels.contract.layouts import check_page_span

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe, describe_ints, describe_scale
-from tsmla_jax.sparse import checks, numerics
-from tsmla_jax.sparse.blocks import fetch, put_rows
+from tsmla_jax.ops.selected import checks, numerics
+from tsmla_jax.ops.selected.blocks import fetch, put_rows
 from tsmla_kernels import contract
 from tsmla_kernels.contract import FLOATS, packed, rules
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.sparse.blocks import fetch
-from tsmla_jax.sparse.layouts import valid_slots
+from tsmla_jax.ops.selected.blocks import fetch
+from tsmla_jax.ops.selected.layouts import valid_slots
 from tsmla_kernels.contract.indexer import SelectedLogitsSpec
 from tsmla_kernels.contract.layouts import IndexerCacheSpec
 
