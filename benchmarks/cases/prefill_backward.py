@@ -1,8 +1,9 @@
 """The gradient of mla_prefill: the operator of the backward pass alone, causal, head dims 192 and 128, random normal
 bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of kv and
-shared rope columns. cuDNN's is the operator that torch's autograd calls. A function holds all operands of its operator,
-because the replays of a CUDA graph read them where they were. Older records have calls through autograd, by CUDA
-events.
+shared rope columns, "tsmla_selected" that of mla_prefill where a token of the one request selects at most 2048 keys,
+random ones of the earlier tokens' or all of these. cuDNN's is the operator that torch's autograd calls. A function
+holds all operands of its operator, because the replays of a CUDA graph read them where they were. Older records have
+calls through autograd, by CUDA events.
 
 Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
 every row of a peer repeats them.
@@ -21,12 +22,15 @@ import torch
 
 import tsmla_bridge
 from benchmarks.cases.prefill import QK_DIM, SCALE, V_DIM
+from benchmarks.cases.sparse_mla_prefill import draw_prompt
 from benchmarks.harness import Case, Object, Run, device, ints, randn
 from benchmarks.peers import dense
 
 NOPE = 128
 CHECKED = "2048h16"
-MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope"}
+SELECTION = "tsmla_selected"
+MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope", SELECTION: "selected keys"}
+SELECTED = 2048
 
 
 def lengths_of(name: str) -> tuple[tuple[int, ...], int]:
@@ -58,6 +62,9 @@ class PrefillBackward(Case):
         yield "mla_prefill", {}
         for options in ({}, {"deterministic": True}, {"shared_rope": True}):
             yield "mla_prefill_backward", options
+        if len(lengths_of(point)[0]) == 1:
+            for kernel in ("mla_prefill", "mla_prefill_backward"):
+                yield kernel, {"selection": True}
 
     def forward(self, call: Any, inputs: list[Any], **options: Any) -> Any:
         """out, or out and lse, of one of our operations."""
@@ -68,17 +75,33 @@ class PrefillBackward(Case):
     def ours(self) -> dict[str, Run]:
         whole = (self.q, self.k, self.v)
         kv = torch.cat([self.k[..., :NOPE], self.v], -1)
-        return {
+        found = {
             "tsmla": self.operator("mla_prefill", *whole),
             "tsmla_deterministic": self.operator("mla_prefill", *whole, deterministic=True),
             "tsmla_kv": self.operator("mla_prefill_kv", self.q, kv, self.k[:, 0, NOPE:].contiguous()),
         }
+        if len(self.lens) == 1:
+            found[SELECTION] = self.operator("mla_prefill", *whole, selected=self.selection)
+        return found
 
-    def operator(self, name: str, *inputs: Any, deterministic: bool = False) -> Run:
+    @functools.cached_property
+    def selection(self) -> tuple[Any, Any]:
+        """Words of SELECTED keys, at most half, of the one request's tokens, and each token's row; those that select
+        all earlier ones need no words."""
+        (tokens,) = self.lens
+        at = torch.arange(tokens, device=device(), dtype=torch.int32)
+        count = min(SELECTED, tokens // 2)
+        bits = tsmla_bridge.selection_bits(draw_prompt(tokens, count, 0.0), tokens)
+        return bits, torch.where(at < count, -1, at)
+
+    def operator(
+        self, name: str, *inputs: Any, deterministic: bool = False, selected: tuple[Any, Any] = (None, None)
+    ) -> Run:
         """The backward operator of one of our operations."""
-        out, lse = self.forward(getattr(tsmla_bridge, name), [*inputs], return_lse=True)
+        selection = dict(zip(("selection", "selection_rows"), selected, strict=True))
+        out, lse = self.forward(getattr(tsmla_bridge, name), [*inputs], return_lse=True, **selection)
         scales, longest = torch.tensor([SCALE, 1.0], device=device()), max(self.lens)
-        given = (self.d_out, torch.zeros_like(lse), out, lse, *inputs, self.cu, self.cu, scales, 1.0, 1.0)
+        given = (self.d_out, torch.zeros_like(lse), out, lse, *inputs, self.cu, self.cu, *selected, scales, 1.0, 1.0)
         return functools.partial(
             getattr(torch.ops.tsmla, f"{name}_backward"), *given, longest, longest, True, deterministic, None
         )
@@ -101,18 +124,25 @@ class PrefillBackward(Case):
 
 
 @functools.cache
-def _checked() -> tuple[PrefillBackward, list[Any]]:
-    """The case whose errors are measured, and its gradients in float64 by the definition."""
-    case = PrefillBackward(CHECKED)
+def _checked() -> PrefillBackward:
+    """The case whose errors are measured."""
+    return PrefillBackward(CHECKED)
+
+
+@functools.cache
+def _wanted(*, selects: bool) -> list[Any]:
+    """Its gradients in float64 by the definition."""
+    case = _checked()
     wide = [x.double().requires_grad_() for x in (case.q, case.k, case.v)]
-    out = case.forward(tsmla_bridge.mla_prefill, wide, implementation="reference")
-    return case, [*torch.autograd.grad(out, wide, case.d_out.double())]
+    selected = dict(zip(("selection", "selection_rows"), case.selection, strict=True)) if selects else {}
+    out = case.forward(tsmla_bridge.mla_prefill, wide, implementation="reference", **selected)
+    return [*torch.autograd.grad(out, wide, case.d_out.double())]
 
 
 @functools.cache
 def errors_of(name: str) -> list[float]:
     """Relative errors of a function's gradients of q, k and v at CHECKED."""
-    case, (d_q, d_k, d_v) = _checked()
+    case, (d_q, d_k, d_v) = _checked(), _wanted(selects=name == SELECTION)
     ours = case.ours()
     got = list((ours[name] if name in ours else case.of_peer(name))())
     if name == "tsmla_kv":  # whose gradient of the shared rope columns is a sum over heads

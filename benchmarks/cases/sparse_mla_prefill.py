@@ -1,13 +1,20 @@
 """sparse_mla on a prompt's tokens over packed caches, beside FlashMLA's sparse prefill. Mode random: 2048 random slots
 of a context of 131,072 V3.2 rows a token, ascending; shared80: neighbouring tokens share 80 % of them; prompt: the
-first tokens of a text, which select all of at most 2048 earlier ones (lengths); v4: a window of 128 and 512 random
-compressed slots of V4 pages, with sinks.
+first tokens of a text, which select all of at most 2048 earlier ones (lengths), else random ones; prompt80: the same,
+where neighbouring tokens share 80 %; v4: a window of 128 and 512 random compressed slots of V4 pages, with sinks.
 
   tsmla              bf16 queries straight from the packed cache
   tsmla fp8 queries  e4m3 queries, V3.2 rows; its rel_err is against the bf16 queries that they were rounded from, and
                      own_err against the e4m3 ones
   flashmla           over a bf16 copy of the rows, queries of 64 or 128 heads, padded beforehand
   widen              making that copy of the whole context, V3.2 only: an engine does so before it calls FlashMLA
+
+A prompt's tokens also in the expanded form, random q, k and v of 192 and 128 columns, whose errors are of their own
+inputs; a row's `form` says which:
+
+  tsmla mask, tsmla mask fp8    the same selection as bits, in bf16 and in e4m3
+  tsmla dense, tsmla dense fp8  all keys: what the kernel takes without a selection, for comparison alone
+  tsmla bits                    the bits of the selection
 """
 
 from __future__ import annotations
@@ -19,17 +26,24 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+import tsmla_bridge
 from benchmarks.cases import packed
 from benchmarks.cases.packed import WINDOW
+from benchmarks.cases.prefill import QK_DIM, V_DIM
 from benchmarks.floors import BYTES_PER_S, FLOPS_PER_S, LATENT, PAGE
-from benchmarks.harness import Object, Run, device, randn
+from benchmarks.harness import Object, Run, device, ints, randn
 from benchmarks.peers import sparse
 
 FP8, E4M3 = "tsmla fp8 queries", torch.float8_e4m3fn
-SELECTED = {"random": 2048, "shared80": 2048, "prompt": 2048, "v4": 512}
+MASK, DENSE, BITS = "tsmla mask", "tsmla dense", "tsmla bits"
+MASK_FP8, DENSE_FP8 = f"{MASK} fp8", f"{DENSE} fp8"
+EXPANDED = {MASK: "mask", MASK_FP8: "mask", DENSE: "dense", DENSE_FP8: "dense", BITS: "bits"}
+"""The functions of the expanded form, and the form of each; all others are direct."""
+SELECTED = {"random": 2048, "shared80": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
 """The slots of each mode, the window's apart."""
 CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
 SHARED = 0.8
+PROMPTS = ("prompt", "prompt80")
 SAMPLE = 8  # tokens that errors are found on
 
 
@@ -41,11 +55,8 @@ class Point(NamedTuple):
 
 def draw(mode: str, tokens: int, count: int, within: int) -> Any:
     """Different slots below `within` for each token, int32 [tokens, count], ascending; -1 behind a prompt's token."""
-    columns = torch.arange(count, device=device())
-    if mode == "prompt":
-        chosen = [columns if at < count else torch.randperm(at + 1, device=device())[:count].sort().values
-                  for at in range(tokens)]  # fmt: skip
-        return torch.where(columns <= torch.arange(tokens, device=device())[:, None], torch.stack(chosen), -1).int()
+    if mode in PROMPTS:
+        return draw_prompt(tokens, count, SHARED if mode == "prompt80" else 0.0)
     rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED)
     for _ in range(1, tokens):
         if mode != "shared80":
@@ -61,6 +72,18 @@ def draw(mode: str, tokens: int, count: int, within: int) -> Any:
     return torch.stack(rows).sort(1).values.int()
 
 
+def draw_prompt(tokens: int, count: int, shared: float) -> Any:
+    """Different positions of each token and those before it, int32 [tokens, count], ascending, `shared` of them the
+    token's before; -1 behind them."""
+    columns, kept = torch.arange(count, device=device()), round(count * shared)
+    chosen = [columns] * min(count, tokens)
+    for at in range(count, tokens):
+        order = torch.rand(at + 1, device=device())
+        order[chosen[-1][torch.randperm(count, device=device())[:kept]]] = -1.0
+        chosen.append(order.topk(count, largest=False).indices.sort().values)
+    return torch.where(columns <= torch.arange(tokens, device=device())[:, None], torch.stack(chosen), -1).int()
+
+
 @functools.lru_cache(1)
 def caches_of(is_v4: bool) -> tuple[tuple[Any, ...], Any]:
     """Random packed caches for all points of a kind of mode, and the same rows in bf16."""
@@ -70,7 +93,15 @@ def caches_of(is_v4: bool) -> tuple[tuple[Any, ...], Any]:
 
 
 class SparsePrefill(packed.PackedCase):
-    points = tuple(itertools.starmap(Point, itertools.product(SELECTED, (512, 2048, 4096), (16, 32, 64, 128))))
+    points = tuple(
+        itertools.starmap(
+            Point,
+            (
+                *itertools.product(SELECTED, (512, 2048, 4096), (16, 32, 64, 128)),
+                *itertools.product(PROMPTS, (8192, 16384), (16, 64, 128)),
+            ),
+        )
+    )
     common: ClassVar = {"dtype": "bf16", "page": PAGE}
     peers: ClassVar = {"flashmla": "flashmla", "widen": "vllm_c"}
     iterations = 10
@@ -87,18 +118,45 @@ class SparsePrefill(packed.PackedCase):
             near = torch.arange(t, device=device())[:, None] + torch.arange(WINDOW, device=device())
             self.sections.insert(0, near.int())
         counts = torch.arange(1, t + 1, device=device()).clamp(max=SELECTED[mode]).int()
-        self.lengths = counts if mode == "prompt" else None
+        self.lengths = counts if mode in PROMPTS else None
         self.sinks = torch.randn(h, device=device()) if self.is_v4 else None
 
     @classmethod
     def objects(cls, point: Point) -> Iterable[Object]:
-        lengths = {"lengths": True} if point.mode == "prompt" else {}
+        lengths = {"lengths": True} if point.mode in PROMPTS else {}
         for dtype in ("bfloat16",) if point.mode == "v4" else ("bfloat16", "float8_e4m3fn"):
             yield packed.options_of(point.h, point.t, point.mode == "v4", dtype=dtype, **lengths)
+            if lengths:
+                yield "mla_prefill", {"dtype": dtype}
+                yield "mla_prefill", {"dtype": dtype, "selection": True}
+        if lengths:
+            yield "selection_bits", lengths
 
     def ours(self) -> dict[str, Run]:
         found = {"tsmla": self.call(self.q)}
-        return found if self.is_v4 else found | {FP8: self.call(self.q.to(E4M3))}
+        if not self.is_v4:
+            found[FP8] = self.call(self.q.to(E4M3))
+        return found | self.expanded() if self.lengths is not None else found
+
+    def expanded(self) -> dict[str, Run]:
+        """The functions of the expanded form. Tokens that select all earlier ones need no bits."""
+        t, h = self.point[1:]
+        self.qkv = [randn(t, h, width) for width in (QK_DIM, QK_DIM, V_DIM)]
+        tokens, offsets = torch.arange(t, device=device(), dtype=torch.int32), ints([0, t])
+        bits = functools.partial(tsmla_bridge.selection_bits, self.sections[0], t, lengths=self.lengths)
+        rows = torch.where(tokens < SELECTED[self.point.mode], -1, tokens)
+        options = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_q_len": t, "max_kv_len": t}
+        options |= {"softmax_scale": self.scale, "return_lse": True}
+        dense = functools.partial(tsmla_bridge.mla_prefill, **options)
+        mask = functools.partial(dense, selection=bits(), selection_rows=rows)
+        narrow = [x.to(E4M3) for x in self.qkv]
+        return {
+            MASK: functools.partial(mask, *self.qkv),
+            MASK_FP8: functools.partial(mask, *narrow),
+            DENSE: functools.partial(dense, *self.qkv),
+            DENSE_FP8: functools.partial(dense, *narrow),
+            BITS: bits,
+        }
 
     def of_peer(self, name: str) -> Run:
         if name == "widen":
@@ -116,6 +174,11 @@ class SparsePrefill(packed.PackedCase):
         if name == "widen":
             return CONTEXT * (656 + 1152) / BYTES_PER_S * 1e6
         t, h = self.point[1:]
+        if name == BITS:
+            return (self.indices.numel() * 4 + t * t / 8) / BYTES_PER_S * 1e6
+        if name in EXPANDED:
+            rate = FLOPS_PER_S["fp8" if name in (MASK_FP8, DENSE_FP8) else "bf16"]
+            return t * (t + 1) * h * (QK_DIM + V_DIM) / rate * 1e6
         pairs = int(self.lengths.sum()) if self.lengths is not None else self.indices.numel()
         rows = min(pairs, COMPRESSED + t + WINDOW if self.is_v4 else CONTEXT)
         size = 2 * self.width if name == "flashmla" else 584 if self.is_v4 else 656
@@ -127,12 +190,31 @@ class SparsePrefill(packed.PackedCase):
         """Errors on a sample of tokens; ours with lse_err, and of fp8 queries own_err."""
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
+        case |= {"form": EXPANDED.get(name, "widen" if name == "widen" else "direct")}
+        if name in (DENSE, DENSE_FP8, BITS):
+            return case
         if name == "widen":
             return case | {"rel_err": float((results.float() - self.bf16.float()).norm() / self.bf16.float().norm())}
         sample = sorted({(t - 1) * i // (SAMPLE - 1) for i in range(SAMPLE)})
+        if name in EXPANDED:
+            return case | self.expanded_errors(results, sample, torch.bfloat16 if name == MASK else E4M3)
         keys = {token: self.selected(token) for token in sample}
         find = functools.partial(packed.errors_of, results[0], keys=keys, scale=self.scale, sinks=self.sinks)
         if name != FP8:
             return case | find(self.q, lse=results[1] if name == "tsmla" else None)
         own = find(self.q.to(E4M3), lse=results[1])
         return case | find(self.q) | {"own_err": own["rel_err"], "lse_err": own["lse_err"]}
+
+    def expanded_errors(self, results: Any, sample: list[int], dtype: Any) -> dict[str, Any]:
+        """rel_err of out and lse_err on the sample's tokens, against float64 of the inputs as `dtype` rounds them."""
+        (out, lse), wanted, found, worst = results, [], [], 0.0
+        for token in sample:
+            keys = self.sections[0][token].long()
+            q, k, v = (x.to(dtype).double() for x in (self.qkv[0][token], *(x[keys[keys >= 0]] for x in self.qkv[1:])))
+            scores = torch.einsum("hd,khd->hk", q, k) * self.scale
+            wanted.append(torch.einsum("hk,khv->hv", torch.softmax(scores, -1), v))
+            found.append(out[token].double())
+            worst = max(worst, float((lse[token].double() - torch.logsumexp(scores, -1)).abs().max()))
+        want = torch.stack(wanted)
+        error = float((torch.stack(found) - want).norm() / want.norm())
+        return {"rel_err": float(f"{error:.3e}"), "lse_err": float(f"{worst:.2e}")}

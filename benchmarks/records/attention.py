@@ -123,14 +123,24 @@ PROMPT_MODES = {
     "random": "V3.2, random keys",
     "shared80": "V3.2, 80 % shared with the token before",
     "prompt": "V3.2, the first tokens of a text",
+    "prompt80": "V3.2, the first tokens of a text, 80 % shared",
     "v4": "V4, 128 + 512",
 }
 
 
+MASK, DENSE = "tsmla mask", "tsmla dense"
+BITS = "tsmla bits"
+MASK_COLUMNS: Sequence[tb.Column] = (
+    tb.time("mask", MASK), tb.over("mask / FlashMLA", MASK, "flashmla"), tb.over("mask / dense", MASK, DENSE),
+    tb.time("mask, fp8", f"{MASK} fp8"), tb.time("bits", BITS),
+)  # fmt: skip
+
+
 def sparse_prefill() -> tb.Record:
-    def columns(name: tb.Column) -> Sequence[tb.Column]:
+    def columns(name: tb.Column, loaded: tb.Loaded) -> Sequence[tb.Column]:
         ours = [tb.our_time(), tb.over("/ FlashMLA", OURS, "flashmla"), tb.OF_FLOOR, tb.time("fp8 queries", FP8)]
-        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours
+        expanded = MASK_COLUMNS if any(MASK in point.rows for point in loaded.points) else ()
+        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours, *expanded
 
     def caption(loaded: tb.Loaded) -> str:
         points, said = loaded.points, "Microseconds, medians, bf16 queries. "
@@ -149,22 +159,27 @@ def sparse_prefill() -> tb.Record:
             errors = [point.rows[FP8]["rel_err"] for point in points if FP8 in point.rows]
             said += f"fp8 queries take {fp8} of the time of bf16 queries, and out's error against the bf16 queries "
             said += f"that they were rounded from is {min(errors):.1%} to {max(errors):.1%}. "
+        if masks := tb.mean_and_worst(point.ratio(MASK, "flashmla") for point in points):
+            said += f"The selection as bits in the expanded form (mask) takes {masks} of FlashMLA's time, "
+            said += f"{tb.mean_and_worst(point.ratio(MASK, DENSE) for point in points)} of what the same kernel takes "
+            said += f"for all keys; making the bits {tb.mean_and_worst(point.ratio(BITS, MASK) for point in points)} "
+            said += "of the mask's time. "
         return said + tb.provenance(loaded.rows)
 
     def short(loaded: tb.Loaded) -> list[str]:
         name: tb.Column = "T, H, selection", lambda p: f"{p['length']}, {p['h']}, {PROMPT_MODES[p['mode']]}"
-        return [tb.table([p for p in loaded.points if p["length"] == 4096], columns(name), loaded.points)]
+        return [tb.table([p for p in loaded.points if p["length"] == 4096], columns(name, loaded), loaded.points)]
 
     def mark(p: tb.Point) -> Mark:
         return Mark(PROMPT_MODES[p["mode"]], f"T = {p['length']}", p["h"], p.ratio(OURS, "flashmla"))
 
-    full = columns(("T, H", lambda p: f"{p['length']}, {p['h']}"))
+    full: tb.Column = "T, H", lambda p: f"{p['length']}, {p['h']}"
     style = Style("time / FlashMLA's", "heads", width=(0, 4.2), columns=2)
     lines = chart(lambda loaded: map(mark, loaded.points), style)
     panels = (tb.Panel("sparse_mla_prefill_relative", "time of sparse prefill over FlashMLA's", lines, shown=True),)
     return tb.Record(
         "sparse_mla_prefill", "Sparse MLA, prefill", ("mode", "length", "h"), caption,
-        tb.whole(lambda _: full, lambda point: PROMPT_MODES[point["mode"]]), short, panels,
+        tb.whole(lambda loaded: columns(full, loaded), lambda point: PROMPT_MODES[point["mode"]]), short, panels,
         order=lambda point: ([*PROMPT_MODES].index(point["mode"]), *point.key[1:]),
     )  # fmt: skip
 

@@ -37,7 +37,8 @@ from tsmla_kernels.kernel import Kernel
 
 POINTS = {
     "decode_bf16": ["2,2,4,100,fixed", "2,1,4,100,varlen"], "decode_fp8": ["2,2,4,100,varlen"],
-    "sparse_mla": ["v32,2,1,4", "v4-512,1,2,4"], "sparse_mla_prefill": ["random,6,4", "prompt,6,4", "v4,6,4"],
+    "sparse_mla": ["v32,2,1,4", "v4-512,1,2,4"],
+    "sparse_mla_prefill": ["random,6,4", "prompt,6,4", "prompt80,80,4", "v4,6,4"],
     "prefill": ["2x40h2", "30on50h2"], "prefill_backward": ["40h2"], "select_topk": ["3,100"],
     "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
     "cache": [f"{op},{','.join(dtypes)},20" for op, of in cache.DTYPES.items() if "rope" not in op for dtypes in of],
@@ -63,10 +64,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(sparse_mla, "MODES", {"v32": 64, "v4-512": 32, "v4-1024": 32})
-    monkeypatch.setattr(sparse_mla_prefill, "SELECTED", {"random": 64, "shared80": 64, "prompt": 64, "v4": 32})
+    few = {"random": 64, "shared80": 64, "prompt": 64, "prompt80": 64, "v4": 32}
+    monkeypatch.setattr(sparse_mla_prefill, "SELECTED", few)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, prefill_backward.errors_of, prefill_backward._checked
+    gradients = prefill_backward.errors_of, prefill_backward._checked, prefill_backward._wanted
+    caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, *gradients
     for cached in caches:
         cached.cache_clear()
     yield
@@ -213,7 +216,7 @@ OBJECTS = {  # of each kernel
     "indexer_logits": ("64,4,131072/1,4096,8192", {"indexer_logits": 2}),
     "indexer_topk": ("1,1,8192", {"indexer_logits": 1, "select_topk": 2}),
     "prefill": ("", {"mla_prefill": 2}),
-    "prefill_backward": ("", {"mla_prefill": 1, "mla_prefill_backward": 3}),
+    "prefill_backward": ("", {"mla_prefill": 2, "mla_prefill_backward": 4}),
     "select_topk": ("64,8192", {"select_topk": 2}),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
     "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2}),
