@@ -99,6 +99,17 @@ def test_vmap_of_calls_one_after_another(op: str, name: str, cell: Axes) -> None
     assert_close(jax.jit(mapped)(*given), want)
 
 
+@cells(lambda row: [*row.folded, *row.in_turn][:1], "reference")
+def test_vmap_of_the_reference(op: str, name: str, cell: Axes) -> None:
+    mapped, given, want = over_axes(op, name, cell)
+    assert_close(jax.jit(mapped)(*given), want)
+
+
+def test_the_reference_eagerly() -> None:
+    op = "merge_attention_states"
+    assert_close(ROWS[op].run("reference")(*arrays_of(op)), wanted(op))
+
+
 @cells(lambda row: [row.scale] if row.scale else [])
 def test_vmap_over_a_scale(op: str, name: str, cell: str) -> None:
     scales = jnp.asarray([0.05, 0.1, 0.2], jnp.float32)
@@ -187,7 +198,7 @@ def portable(row: Row) -> Sequence[str]:
     return row.shapes if row.portable is None else row.portable
 
 
-@cells(lambda row: ["sizes"] if portable(row) else [], "xla")
+@cells(lambda row: ["sizes"] if portable(row) else [], "xla", "reference")
 def test_export_with_symbolic_sizes_and_eval_shape(op: str, name: str, cell: str) -> None:
     run = ROWS[op].run(name)
     again = export.deserialize(export.export(jax.jit(run))(*described(op, portable(ROWS[op]))).serialize())
