@@ -31,6 +31,7 @@ import tsmla_jax
 from benchmarks import peers
 from benchmarks.floors import LATENT, PAGE, ROPE
 from benchmarks.harness import Case, device, ints, least_seconds, randn
+from benchmarks.peers import sparse as sparse_peers
 from tsmla_jax import sparse
 from tsmla_jax.ops.rotation import rotate
 
@@ -72,42 +73,31 @@ def _busy(matrix: jax.Array) -> jax.Array:
     return product[0, :32].astype(jnp.float32)
 
 
-class JaxClock:
-    """Microseconds of the GPU from one call's start to its end."""
-
-    wait = staticmethod(jax.block_until_ready)
-
-    def __init__(self) -> None:
-        self.matrix = jnp.full((BUSY_SIZE, BUSY_SIZE), 1 / BUSY_SIZE, jnp.bfloat16)
-
-    def microseconds(self, run: Callable[[], Any]) -> float:
-        """Of what `run` starts; it returns arrays and waits for nothing."""
-        begin = _clock(_busy(self.matrix))
-        results = run()
-        end = _clock(jnp.zeros(32))
-        jax.block_until_ready((results, begin, end))
-        return ((int(end[0]) - int(begin[0])) % 2**32) / 1e3
+@functools.cache
+def _matrix(of_jax: bool) -> Any:
+    shape, value = (BUSY_SIZE, BUSY_SIZE), 1 / BUSY_SIZE
+    return jnp.full(shape, value, jnp.bfloat16) if of_jax else torch.full(shape, value, dtype=torch.bfloat16).cuda()
 
 
-class TorchClock:
+def jax_us(run: Callable[[], Any]) -> float:
+    """Microseconds of the GPU from start to end of what `run` starts; it returns arrays and waits for nothing."""
+    begin = _clock(_busy(_matrix(True)))
+    results = run()
+    end = _clock(jnp.zeros(32))
+    jax.block_until_ready((results, begin, end))
+    return ((int(end[0]) - int(begin[0])) % 2**32) / 1e3
+
+
+def torch_us(run: Callable[[], Any]) -> float:
     """The same of what runs on torch's current stream."""
-
-    def __init__(self) -> None:
-        self.matrix = torch.full((BUSY_SIZE, BUSY_SIZE), 1 / BUSY_SIZE, dtype=torch.bfloat16, device="cuda")
-
-    def microseconds(self, run: Callable[[], Any]) -> float:
-        """Of what `run` starts; it waits for nothing."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(BUSY_PRODUCTS):
-            self.matrix @ self.matrix
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    def wait(self, results: Any) -> None:
-        torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(BUSY_PRODUCTS):
+        _matrix(False) @ _matrix(False)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 # ---- operands
@@ -204,13 +194,18 @@ def _chain(caches: tuple[Any, Any], layer: Layer, steps: list[LayerStep]) -> tup
     return caches, slots, outs
 
 
-def step_us(clock: JaxClock | TorchClock, short: Callable[[], Any], long: Callable[[], Any]) -> dict[str, float]:
+def step_us(clock: Callable[..., float], *starts: Callable[[], Any]) -> dict[str, float]:
     """Microseconds a step by the GPU's clock and by the host's, of functions that start SHORT and LONG of them."""
+
+    def wait(started: Any) -> None:
+        jax.block_until_ready(started)
+        torch.cuda.synchronize()
+
     taken, waited = [], []
-    for start in (short, long):
+    for start in starts:
         start()  # compiled, and recorded
-        taken.append(statistics.median(clock.microseconds(start) for _ in range(TURNS)))
-        waited.append(least_seconds(lambda start=start: clock.wait(start()), TURNS) * 1e6)
+        taken.append(statistics.median(clock(start) for _ in range(TURNS)))
+        waited.append(least_seconds(lambda start=start: wait(start()), TURNS) * 1e6)
     return {part: (long - short) / (LONG - SHORT) for part, (short, long) in (("step", taken), (ON_HOST, waited))}
 
 
@@ -235,16 +230,15 @@ def peer_step(layer: Layer, steps: list[LayerStep], hear: Callable[[str], None])
     from benchmarks.peers.layer import PeerLayer
 
     last, best = steps[-1]._make(x.clone() for x in steps[-1]), None  # rope works in place
-    libraries = {"vllm_cooperative": "vllm_c", "vllm_persistent": "vllm_c", "sgl": "sgl"}
-    for (topk, library), attention in itertools.product(libraries.items(), ("flashmla", "legacy")):
+    for topk, attention in itertools.product(("vllm_cooperative", "vllm_persistent", "sgl"), ("flashmla", "legacy")):
         try:
-            for needed in ("vllm_c", "deep_gemm", library, attention):
+            for needed in ("vllm_c", "deep_gemm", sparse_peers.TOPK[topk], attention):
                 if (reason := peers.why_not(needed)) is not None:
                     raise ImportError(reason)
                 peers.load(needed)
             hear("engines")
             run = PeerLayer(layer, steps[0], topk, attention)
-            us = step_us(TorchClock(), graph_of(run, steps[:SHORT]), graph_of(run, steps))
+            us = step_us(torch_us, graph_of(run, steps[:SHORT]), graph_of(run, steps))
             run(last._make(x.clone() for x in last))
         except Exception as error:
             print(f"{topk}, {attention} failed: {type(error).__name__}: {str(error)[:120]}")
@@ -266,7 +260,7 @@ class SparseLayer(Case):
         layer, steps = layer_of(batch), steps_of(batch, heads)
         ours = Ours(layer, steps)
         case: dict[str, Any] = {"b": batch, "h": heads}
-        sides = [("tsmla", "", step_us(JaxClock(), lambda: ours.start(SHORT), lambda: ours.start(LONG)))]
+        sides = [("tsmla", "", step_us(jax_us, lambda: ours.start(SHORT), lambda: ours.start(LONG)))]
         if ("engines", self.point) not in skipped and (best := peer_step(layer, steps, hear)) is not None:
             us, kernels, slots = best
             both = [torch.isin(a, b).float().mean()

@@ -18,9 +18,11 @@ from absl.testing import flagsaver
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tsmla_bridge
 from benchmarks import harness, peers, run
 from benchmarks.cases import (
     CASES,
+    bridge_overhead,
     cache,
     case,
     compress,
@@ -43,6 +45,7 @@ POINTS = {
     "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
     "cache": [f"{op},{','.join(dtypes)},20" for op, of in cache.DTYPES.items() if "rope" not in op for dtypes in of],
     "merge": ["merge_attention_states,float32,float32,20"], "compress": ["v4_4,2,some", "indexer_4,16,prefill"],
+    "bridge_overhead": ["4,1,16,256"],
 }  # fmt: skip
 """Points for a CPU; the other cases are tested below, or need a GPU."""
 
@@ -57,9 +60,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (harness, cache, compress):
         monkeypatch.setattr(module, "time_all", clock)
     monkeypatch.setattr(prefill_backward, "CHECKED", "40h2")
+    for name in ("Workspace", "decode_workspace_size", "sparse_workspace_size"):  # a GPU's
+        monkeypatch.setattr(tsmla_bridge, name, lambda *_, **__: None)
     for module, sizes in (
         (sparse_mla, {"CONTEXT": 256, "COMPRESSED": 128}), (sparse_mla_prefill, {"CONTEXT": 256, "COMPRESSED": 128}),
-        (select_topk, {"K": 16}), (indexer_topk, {"K": 16}),
+        (select_topk, {"K": 16}), (indexer_topk, {"K": 16}), (bridge_overhead, {"CALLS": 2, "ROUNDS": 1, "WARM": 1}),
     ):  # fmt: skip
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
