@@ -13,7 +13,7 @@ CASES = {
     "select_topk": "select_topk:SelectTopk", "indexer_logits": "indexer_logits:Logits",
     "indexer_topk": "indexer_topk:Selection", "cache": "cache:Cache", "merge": "cache:Merge",
     "compress": "compress:Compress", "sparse_layer": "sparse_layer:SparseLayer",
-    "bridge_overhead": "bridge_overhead:Overhead",
+    "bridge_overhead": "bridge_overhead:Overhead", "fp8_products": "fp8_products:Products",
 }  # fmt: skip
 
 

@@ -44,6 +44,7 @@ POINTS = {
     "prefill": ["2x40h2", "30on50h2"], "prefill_backward": ["40h2"], "select_topk": ["3,100"],
     "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
     "cache": [f"{op},{','.join(dtypes)},20" for op, of in cache.DTYPES.items() if "rope" not in op for dtypes in of],
+    "fp8_products": ["linear,5,264,272", "experts,9,256,272"],
     "merge": ["merge_attention_states,float32,float32,20"], "compress": ["v4_4,2,some", "indexer_4,16,prefill"],
     "bridge_overhead": ["4,1,16,256"],
 }  # fmt: skip

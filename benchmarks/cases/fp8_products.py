@@ -1,0 +1,185 @@
+"""Products with e4m3 weights that have a scale for 128 x 128, beside DeepGEMM's. A point is "linear", or "experts" for
+DeepSeek-V3's 256 experts of which every token has 8; tokens; and the weight's rows and columns, for experts those of
+the joined gate and up projections.
+
+"tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
+experts they are two products, and what is between: the first one reads tokens by their index and makes silu(gate) * up,
+quantised by "tsmla". "deep_gemm" is its two products alone, of rows that have been copied and padded, without what is
+between: masked below MANY_TOKENS, contiguous from there on. "cublas" multiplies bf16 with weights that were widened
+before. Tokens choose experts at random, the same for all. Some rows are checked against float64 over activations as
+they are: rel_err of exact products, own_err of quantised ones (norm of the difference over norm).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+import tsmla_bridge
+from benchmarks.floors import FLOPS_PER_S, bytes_per_s
+from benchmarks.harness import Case, Object, Run, device, ints, randn
+
+EXPERTS, CHOSEN, WEIGHT_SCALE = 256, 8, 2.0**-11
+MANY_TOKENS = 1024
+LINEARS = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432))
+FORMS = {"tsmla": "float8_e4m3fn", "tsmla_exact": "bfloat16"}
+
+
+class Point(NamedTuple):
+    op: str
+    t: int
+    n: int
+    k: int
+
+
+def weight(*shape: int) -> tuple[Any, Any]:
+    """Finite e4m3 of all magnitudes [..., N, K], and scales [..., N / 128, K / 128]."""
+    bits = torch.empty(shape, dtype=torch.uint8, device=device())
+    for part in bits.view(-1, shape[-1]).split(1 << 16):
+        part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device()) & 0xB7)
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    return bits.view(torch.float8_e4m3fn), torch.rand(blocks, device=device()) * WEIGHT_SCALE + WEIGHT_SCALE
+
+
+def widened(values: Any, scales: Any) -> Any:
+    """The numbers of a weight [N, K] and its scales."""
+    wide = scales.repeat_interleave(128, 0)[: values.shape[0]].repeat_interleave(128, 1)[:, : values.shape[1]]
+    return values.float() * wide
+
+
+class Products(Case):
+    points: ClassVar = (
+        *(Point("experts", t, 4096, 7168) for t in (1, 16, 64, 256, 1024, 2048, 4096)),
+        *(Point("linear", t, *matrix) for matrix, t in itertools.product(LINEARS, (1, 16, 64, 256, 1024, 4096))),
+    )
+    peers: ClassVar = {"deep_gemm": "deep_gemm", "cublas": "cudnn"}  # cuBLAS comes with torch, as cuDNN does
+    patience = 90
+
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        torch.manual_seed(0)
+        self.x = randn(point.t, point.k)
+        self.quantised = tsmla_bridge.quantize_blocks(self.x)
+        self.experts = point.op == "experts"
+        self.width, self.count = point.n // 2, min(EXPERTS, max(2, point.n // 16)) if self.experts else 1
+        stack = (self.count,) if self.experts else ()
+        self.weights = [weight(*stack, point.n, point.k)]
+        if self.experts:
+            self.weights.append(weight(*stack, point.k, self.width))
+            chosen = torch.stack([torch.randperm(self.count) for _ in range(point.t)])[:, : min(CHOSEN, self.count)]
+            order = chosen.flatten().argsort(stable=True)
+            self.counts = torch.bincount(chosen.flatten(), minlength=self.count)
+            self.picked = ints(order // chosen.shape[1])
+            self.cu_rows = ints([0, *self.counts.cumsum(0).tolist()])
+        self.iterations = 9
+
+    @classmethod
+    def objects(cls, point: Point) -> Iterable[Object]:
+        sizes = {"num_tokens": point.t, "in_features": point.k, "out_features": point.n}
+        yield "quantize_blocks", {"dtype": "bfloat16", **sizes}
+        for dtype in FORMS.values():
+            if point.op == "linear":
+                yield "block_scaled_matmul", {"dtype": dtype, **sizes}
+                continue
+            grouped = {"dtype": dtype, "num_tokens": point.t * CHOSEN, "num_groups": EXPERTS}
+            features = {"in_features": point.k, "out_features": point.n}
+            first = {"gated": True, "picked": True, "quantized": dtype == "float8_e4m3fn"}
+            yield "grouped_block_scaled_matmul", {**grouped, **features, **first}
+            features = {"in_features": point.n // 2, "out_features": point.k}
+            yield "grouped_block_scaled_matmul", {**grouped, **features}
+
+    def ours(self) -> dict[str, Run]:
+        return {name: functools.partial(self.run, name) for name in FORMS}
+
+    def run(self, name: str) -> Any:
+        """The result of one of our forms."""
+        quantised = name == "tsmla"
+        x, x_scales = self.quantised if quantised else (self.x, None)
+        if not self.experts:
+            return tsmla_bridge.block_scaled_matmul(x, self.weights[0][0], x_scales, self.weights[0][1])
+        (gate_up, of_gate_up), (down, of_down) = self.weights
+        form = {"rows": self.picked, "gated": True, "out_dtype": getattr(torch, FORMS[name])}
+        inner = tsmla_bridge.grouped_block_scaled_matmul(x, gate_up, x_scales, of_gate_up, self.cu_rows, **form)
+        values, scales = inner if isinstance(inner, tuple) else (inner, None)
+        return tsmla_bridge.grouped_block_scaled_matmul(values, down, scales, of_down, self.cu_rows)
+
+    def of_peer(self, name: str) -> Run:
+        if name == "cublas":
+            if self.experts:
+                raise NotImplementedError("it has no product of groups")
+            wide = widened(*self.weights[0]).bfloat16()
+            return lambda: self.x @ wide.T
+        return self.deep_gemm_experts() if self.experts else self.deep_gemm(*self.quantised, self.weights[0])
+
+    def deep_gemm(self, x: Any, x_scales: Any, weights: tuple[Any, Any]) -> Run:
+        import deep_gemm  # type: ignore[import-not-found]
+
+        out = torch.empty(x.shape[0], weights[0].shape[0], dtype=torch.bfloat16, device=device())
+        return lambda: deep_gemm.fp8_gemm_nt((x, x_scales), weights, out)
+
+    def deep_gemm_experts(self) -> Run:
+        """Its two products, of rows that lie as it wants them."""
+        import deep_gemm
+
+        products = []
+        if self.point.t >= MANY_TOKENS:
+            padded = (self.counts + 127) // 128 * 128
+            index = torch.full((int(padded.sum()),), -1, dtype=torch.int32)
+            for expert, begin in enumerate((padded.cumsum(0) - padded).tolist()):
+                index[begin : begin + int(self.counts[expert])] = expert
+            index = index.to(device())
+            for weights in self.weights:
+                x = tsmla_bridge.quantize_blocks(randn(len(index), weights[0].shape[2]))
+                out = torch.empty(len(index), weights[0].shape[1], dtype=torch.bfloat16, device=device())
+                products.append((deep_gemm.m_grouped_fp8_gemm_nt_contiguous, x, weights, out, (index,)))
+        else:
+            most, expected = max(16, int(self.counts.max()) + 15 & ~15), max(1, self.point.t * CHOSEN // self.count)
+            counts = ints(self.counts)
+            for weights in self.weights:
+                x = tsmla_bridge.quantize_blocks(randn(self.count, most, weights[0].shape[2]))
+                out = torch.empty(self.count, most, weights[0].shape[1], dtype=torch.bfloat16, device=device())
+                products.append((deep_gemm.m_grouped_fp8_gemm_nt_masked, x, weights, out, (counts, expected)))
+
+        def run() -> Any:
+            for function, x, weights, out, rest in products:
+                function(x, weights, out, *rest)
+            return out
+
+        return run
+
+    def wanted(self, token_rows: Any) -> Any:
+        """The result of some rows in float64, of activations as they are."""
+        if not self.experts:
+            return self.x[token_rows].double() @ widened(*self.weights[0]).double().T
+        found = []
+        for place in token_rows.tolist():
+            expert = int(torch.searchsorted(self.cu_rows, place, right=True)) - 1
+            up, down = (widened(values[expert], scales[expert]).double() for values, scales in self.weights)
+            gate, other = (up @ self.x[self.picked[place]].double()).chunk(2)
+            found.append(down @ (torch.nn.functional.silu(gate) * other))
+        return torch.stack(found)
+
+    def floor_us(self, name: str) -> float:
+        t, n, k = self.point[1:]
+        products = [(t * CHOSEN, n, k), (t * CHOSEN, k, n // 2)] if self.experts else [(t, n, k)]
+        used = int((self.counts > 0).sum()) if self.experts else 1
+        moved = sum(used * columns * depth + 2 * rows * columns for rows, columns, depth in products)
+        flops = sum(2 * rows * columns * depth for rows, columns, depth in products)
+        rate = FLOPS_PER_S["fp8" if name in ("tsmla", "deep_gemm") else "bf16"]
+        card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return max(flops / rate, moved / bytes_per_s(card)) * 1e6
+
+    def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.point._asdict()
+        if name in FORMS:
+            rows = torch.arange(0, len(results), max(1, len(results) // 4), device=device())[:4]
+            want = self.wanted(rows)
+            field = "own_err" if name == "tsmla" else "rel_err"
+            found[field] = round(float((results[rows].double() - want).norm() / want.norm()), 5)
+            if found[field] > (0.1 if name == "tsmla" else 0.01):
+                raise AssertionError(f"{name} is wrong at {self.text(self.point)}: {found[field]}")
+        return found
