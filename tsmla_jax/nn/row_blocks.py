@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from tsmla_jax.nn.tiles import BLOCKS_BY_KERNEL
 from tsmla_jax.nn.triton import plgpu, why_no_triton
 
-_AT_ONCE = 128  # pairs that one program places
+_AT_ONCE = 128  # pairs that one program places, and that are counted together
 _OWN, _OTHERS = 64, 256  # pairs of one of several programs, and those that it compares them with at once
 
 
@@ -94,20 +94,37 @@ class SortedRows(NamedTuple):
 
 
 def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
-    """Sorts the pairs (row, group) of groups [T, K] i32 by group. A pair whose group is num_groups is of none."""
+    """Sorts the pairs (row, group) of groups [T, K] i32 by group. A pair whose group is num_groups is of none.
+
+    Pairs are counted, not sorted: a sort of XLA's is some ten kernels."""
     num_rows, most = groups.shape
     pairs, flat = num_rows * most, groups.reshape(num_rows * most)
     order, group = jnp.arange(pairs, dtype=jnp.int32), jnp.arange(num_groups + 1, dtype=jnp.int32)
     if pairs <= BLOCKS_BY_KERNEL:
         before = (flat < flat[:, None]) | ((flat == flat[:, None]) & (order < order[:, None]))
         places = before.sum(axis=1, dtype=jnp.int32)
-        rows = jnp.zeros(pairs, jnp.int32).at[places].set(order // most, unique_indices=True)
+        cu_rows = (flat < group[:, None]).sum(axis=1, dtype=jnp.int32)
     else:
-        pair = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        places = jnp.zeros(pairs, jnp.int32).at[pair].set(order, unique_indices=True)
-        rows = pair // most
-    cu_rows = (flat < group[:, None]).sum(axis=1, dtype=jnp.int32)
+        places, cu_rows = _places_by_chunks(flat, group)
+    rows = jnp.zeros(pairs, jnp.int32).at[places].set(order // most, unique_indices=True)
     return SortedRows(rows, cu_rows, places.reshape(num_rows, most))
+
+
+def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where each pair of flat [pairs] has its place, and cu_rows. Chunks of _AT_ONCE pairs count theirs of each group,
+    and for each pair those of its group that come before it."""
+    pairs, count = flat.shape[0], -(-flat.shape[0] // _AT_ONCE)
+    chunks = jnp.pad(flat, (0, count * _AT_ONCE - pairs), constant_values=group.shape[0] - 1).reshape(count, _AT_ONCE)
+    one, chunk = jnp.arange(_AT_ONCE), jnp.arange(count)
+    same = (chunks[:, :, None] == chunks[:, None, :]) & (one[None, :] < one[:, None])
+    rank = same.sum(axis=2, dtype=jnp.int32)
+    # float32 counts exactly up to 2^24, and a product of matrices is one kernel.
+    sizes = (chunks[:, :, None] == group).sum(axis=1, dtype=jnp.int32).astype(jnp.float32)
+    earlier = jnp.matmul((chunk < chunk[:, None]).astype(jnp.float32), sizes, precision="highest").astype(jnp.int32)
+    total = sizes.sum(axis=0).astype(jnp.int32)
+    begins = ((group < group[:, None]) * total).sum(axis=1, dtype=jnp.int32)
+    places = jnp.take_along_axis(begins + earlier, chunks, axis=1) + rank
+    return places.reshape(-1)[:pairs], begins
 
 
 def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:

@@ -293,7 +293,7 @@ def test_products_as_the_weight_says(products: str, limit: float) -> None:
 
 def test_rows_sorted_by_group() -> None:
     rng = np.random.default_rng(9)
-    for tokens, most, groups in ((1, 8, 20), (40, 3, 7), (900, 4, 9)):
+    for tokens, most, groups in ((1, 8, 20), (40, 3, 7), (900, 4, 9), (1024, 3, 40), (4100, 8, 256)):
         chosen = np.stack([rng.permutation(groups + 1)[:most] for _ in range(tokens)]).astype(np.int32)
         found = sort_rows(jnp.asarray(chosen), groups)
         order = np.argsort(chosen.ravel(), kind="stable")
