@@ -1,8 +1,8 @@
 """DeepSeek's multi-head latent attention (MLA) for JAX: paged decode and prefill, their caches, and a Flax layer.
 
-`tsmla_jax.sparse` holds what surrounds the sparse attention of V3.2 and V4, `tsmla_jax.nn` the layers. Importing
-tsmla_jax touches no device, compiles nothing and imports nothing else: what a name stands for is imported when the name
-is first used. It needs jax to be installed.
+`tsmla_jax.sparse` holds what surrounds the sparse attention of V3.2 and V4, `tsmla_jax.nn` the layers,
+`tsmla_jax.generate` whole models. Importing tsmla_jax touches no device, compiles nothing and imports nothing else:
+what a name stands for is imported when the name is first used. It needs jax to be installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tsmla_kernels import __version__
 
 if TYPE_CHECKING:
-    from tsmla_jax import nn, sparse
+    from tsmla_jax import generate, nn, sparse
     from tsmla_jax.ops.block_scaled_matmul.api import block_scaled_matmul
     from tsmla_jax.ops.compress_kv.api import compress_kv
     from tsmla_jax.ops.compress_write_kv_cache.api import compress_write_kv_cache
@@ -50,7 +50,7 @@ _MODULES = {
     "export_disabled_checks": "ops.device",
     "register_custom_calls": "ops.device",
 }
-_PACKAGES = ("nn", "sparse")
+_PACKAGES = ("generate", "nn", "sparse")
 
 __all__ = [
     "__version__",
@@ -60,6 +60,7 @@ __all__ = [
     "explain",
     "export_disabled_checks",
     "gather_kv_cache",
+    "generate",
     "grouped_block_scaled_matmul",
     "indexer_logits",
     "indexer_loss",

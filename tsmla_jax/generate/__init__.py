@@ -23,3 +23,7 @@ __all__ = [
     "load_model",
     "save_model",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -83,3 +83,7 @@ def __getattr__(name: str) -> Any:
         if error.name is None or error.name.split(".")[0] != "flax":
             raise
         raise ImportError(f"{name} needs the package flax: pip install 'tsmla-jax[flax]'") from None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

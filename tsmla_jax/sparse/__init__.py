@@ -60,3 +60,7 @@ __all__ = [
     "write_packed_kv_cache",
     "write_v4_cache",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -17,6 +17,54 @@ from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.contract.rules import GREATEST_SCALE, LEAST_SCALE
 from tsmla_kernels.sm90.decode import config as sm90_decode
+
+
+@overload
+def mla_decode(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    visible_lens: torch.Tensor | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def mla_decode(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    visible_lens: torch.Tensor | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def mla_decode(

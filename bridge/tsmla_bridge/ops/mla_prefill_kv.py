@@ -7,7 +7,7 @@ and go to mla_prefill; the gradients of k and v are then added up to those of kv
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -22,6 +22,50 @@ from tsmla_kernels import contract
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.record import SHARED_ROPE_DIM
+
+
+@overload
+def mla_prefill_kv(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def mla_prefill_kv(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def mla_prefill_kv(

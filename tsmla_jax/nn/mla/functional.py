@@ -237,7 +237,7 @@ def prefill(
         deterministic=deterministic,
         implementation=implementation,
     )
-    y = project_out(params, config, cast(jax.Array, out))
+    y = project_out(params, config, out)
     if context_axis is not None:
         y = context_parallel.gather_rows(y, x.shape[0], context_axis)
     return y, latent, k_rope

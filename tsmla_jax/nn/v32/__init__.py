@@ -26,3 +26,7 @@ param_specs = WEIGHTS.param_specs
 params_from_hf = WEIGHTS.params_from_hf
 params_to_hf = WEIGHTS.params_to_hf
 save_hf_attention = WEIGHTS.save_hf_attention
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,7 +17,7 @@ from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.rules import FP8
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32
+    from tsmla_jax.array_types import Array, Float, Float32
 
 
 def block_scaled_matmul(

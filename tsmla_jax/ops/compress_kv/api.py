@@ -14,7 +14,7 @@ from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
 
 
 def compress_kv(

@@ -15,7 +15,7 @@ from tsmla_jax.ops.selected.compressor import CompressorState
 from tsmla_kernels.contract import compress, values
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32
+    from tsmla_jax.array_types import Array, Float, Float32, Int32
 
 
 def compress_write_kv_cache(

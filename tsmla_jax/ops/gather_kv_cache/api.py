@@ -14,7 +14,7 @@ from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
 
 
 def gather_kv_cache(

@@ -15,7 +15,7 @@ from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_kernels.contract import products
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32
+    from tsmla_jax.array_types import Array, Float, Float32, Int32
 
 
 def grouped_block_scaled_matmul(

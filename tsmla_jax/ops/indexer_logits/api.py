@@ -14,7 +14,7 @@ from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
 
 
 def indexer_logits(
@@ -74,6 +74,4 @@ def _implementations() -> Mapping[str, Implementation]:
     }
 
 
-OPERATION = Operation(
-    indexer_logits, partial(describe_call, sparse_contract.indexer_logits_spec), _implementations
-)
+OPERATION = Operation(indexer_logits, partial(describe_call, sparse_contract.indexer_logits_spec), _implementations)

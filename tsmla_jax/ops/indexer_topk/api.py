@@ -16,7 +16,7 @@ from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32
+    from tsmla_jax.array_types import Array, Float, Float32, Int32
 
 
 @overload

@@ -13,7 +13,7 @@ from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from tsmla_jax.array_types import Array, Float
 
 
 def merge_attention_states(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import jax.numpy as jnp
 
@@ -14,7 +14,49 @@ from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
+
+
+@overload
+def mla_decode(
+    q: Float[Array, "*tokens H D"],
+    kv_cache: Float[Array, "P Z D"],
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    visible_lens: Int32[Array, "*tokens"] | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*tokens H L"]: ...
+
+
+@overload
+def mla_decode(
+    q: Float[Array, "*tokens H D"],
+    kv_cache: Float[Array, "P Z D"],
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    visible_lens: Int32[Array, "*tokens"] | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]: ...
 
 
 def mla_decode(

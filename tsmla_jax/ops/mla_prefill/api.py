@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import jax.numpy as jnp
 
@@ -15,7 +15,53 @@ from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
+
+
+@overload
+def mla_prefill(
+    q: Float[Array, "Tq H K"],
+    k: Float[Array, "Tk H K"],
+    v: Float[Array, "Tk H V"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    cu_seqlens_kv: Int32[Array, " B+1"],
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    selection: Int32[Array, "R W"] | None = None,
+    selection_rows: Int32[Array, " Tq"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "Tq H V"]: ...
+
+
+@overload
+def mla_prefill(
+    q: Float[Array, "Tq H K"],
+    k: Float[Array, "Tk H K"],
+    v: Float[Array, "Tk H V"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    cu_seqlens_kv: Int32[Array, " B+1"],
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    selection: Int32[Array, "R W"] | None = None,
+    selection_rows: Int32[Array, " Tq"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]: ...
 
 
 def mla_prefill(

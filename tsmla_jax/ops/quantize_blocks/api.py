@@ -13,7 +13,7 @@ from tsmla_jax.ops.operation import Implementation, Operation, same_spec
 from tsmla_kernels.contract import products
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32
+    from tsmla_jax.array_types import Array, Float, Float32
 
 
 def quantize_blocks(

@@ -13,7 +13,7 @@ from tsmla_jax.ops.operation import Implementation, Operation, row_specs, same_s
 from tsmla_kernels.contract import cache as cache_contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32
+    from tsmla_jax.array_types import Array, Float, Float32, Int32
 
 
 def rope_write_kv_cache(

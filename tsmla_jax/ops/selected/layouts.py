@@ -20,7 +20,7 @@ from tsmla_kernels.contract import FLOATS, packed, rules
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, UInt8
+    from tsmla_jax.array_types import Array, Float, Int32, UInt8
 
 
 def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"]) -> UInt8[Array, "*N 656"]:

@@ -20,7 +20,7 @@ from tsmla_kernels.contract import rules
 from tsmla_kernels.contract.layouts import check_page_span
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from tsmla_jax.array_types import Array, Int32
 
 
 @exportable

@@ -21,7 +21,7 @@ from tsmla_kernels.contract import FLOATS, layouts, rules
 from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
 
 
 @exportable

@@ -14,7 +14,7 @@ from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels.contract import selection
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from tsmla_jax.array_types import Array, Int32
 
 
 def selection_bits(

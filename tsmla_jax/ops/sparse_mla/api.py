@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
 
@@ -14,7 +14,57 @@ from tsmla_kernels import contract
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
+
+
+@overload
+def sparse_mla(
+    q: Float[Array, "T H D"],
+    kv_cache: Array,
+    indices: Int32[Array, "T K"],
+    lengths: Int32[Array, " T"] | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: Float[Array, " H"] | None = None,
+    compressed_kv_cache: Array | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T H L"]: ...
+
+
+@overload
+def sparse_mla(
+    q: Float[Array, "T H D"],
+    kv_cache: Array,
+    indices: Int32[Array, "T K"],
+    lengths: Int32[Array, " T"] | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: Float[Array, " H"] | None = None,
+    compressed_kv_cache: Array | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H L"], Float[Array, "T H"]]: ...
 
 
 def sparse_mla(

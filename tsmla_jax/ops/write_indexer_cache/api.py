@@ -14,7 +14,7 @@ from tsmla_jax.ops.operation import Implementation, Operation, same_spec
 from tsmla_kernels.contract import packed, values
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, UInt8
+    from tsmla_jax.array_types import Array, Float, Float32, Int32, UInt8
 
 
 def write_indexer_cache(

@@ -14,7 +14,7 @@ from tsmla_jax.ops.operation import Implementation, Operation, same_spec
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from tsmla_jax.array_types import Array, Float, Int32
 
 
 def write_kv_cache(

@@ -34,7 +34,7 @@ def sparse_mla(
     **pages: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the operation sparse_mla; pages: its window and sizes of pages."""
-    results: Any = op.sparse_mla(
+    results: Any = op.sparse_mla(  # type: ignore[call-overload]
         q,
         kv_cache,
         indices,
@@ -45,7 +45,7 @@ def sparse_mla(
         latent_dim=latent_dim,
         batch_invariant=batch_invariant,
         return_lse=True,
-        **pages,  # type: ignore[arg-type]
+        **pages,
     )
     if not torch.compiler.is_compiling():
         inputs = SparseInputs(q, kv_cache, compressed_kv_cache, indices, lengths, sinks)

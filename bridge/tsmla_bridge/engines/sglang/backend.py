@@ -452,7 +452,7 @@ class TsmlaBackend(AttentionBackend):
             starts = forward_batch.prefix_chunk_cu_seq_lens[chunk]
             most = forward_batch.prefix_chunk_max_seq_lens[chunk]
         heads = layer.tp_q_head_num
-        results: Results = mla_prefill.mla_prefill(
+        results: Results = mla_prefill.mla_prefill(  # type: ignore[call-overload]  # mypy expands no bool
             q.view(-1, heads, layer.head_dim).contiguous(),
             k.view(-1, heads, layer.head_dim).to(q.dtype).contiguous(),
             v.view(-1, heads, layer.v_head_dim).to(q.dtype),  # read where it lies, in a wider tensor too

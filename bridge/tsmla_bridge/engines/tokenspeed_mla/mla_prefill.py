@@ -74,7 +74,7 @@ def tokenspeed_mla_prefill(
     starts_kv = cum_seq_lens.to(query.device, torch.int32)
     starts_q = starts_kv if cum_seq_lens_q is None else cum_seq_lens_q.to(query.device, torch.int32)
     direct = query.dtype != torch.float16
-    found: Any = mla_prefill.mla_prefill(
+    found: Any = mla_prefill.mla_prefill(  # type: ignore[call-overload]  # mypy expands no bool
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),

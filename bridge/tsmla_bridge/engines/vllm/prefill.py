@@ -113,7 +113,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
     ) -> Results:
         """mla_prefill with (query, key) pairs of offsets and bounds."""
         dense_out = out if out is not None and out.is_contiguous() else None
-        results: Any = op.mla_prefill(
+        results: Any = op.mla_prefill(  # type: ignore[call-overload]  # mypy expands no bool
             q.contiguous(),
             k.contiguous(),
             v,  # half of the tensor that has k's columns too; read where it lies
