@@ -8,7 +8,7 @@ from tsmla_kernels.sm90.decode.record import MLA_DECODE
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.products.record import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
-from tsmla_kernels.sm90.sparse.record import SPARSE_MLA
+from tsmla_kernels.sm90.sparse.record import SPARSE_MLA, SPARSE_MLA_UNION
 from tsmla_kernels.sm90.sparse_backward.record import SPARSE_MLA_BACKWARD
 from tsmla_kernels.sm90.topk.record import INDEXER_TOPK, SELECT_TOPK
 from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
@@ -35,6 +35,7 @@ KERNELS = {
         SELECT_TOPK,
         SELECTION_BITS,
         SPARSE_MLA,
+        SPARSE_MLA_UNION,
         SPARSE_MLA_BACKWARD,
         WRITE_PACKED_KV_CACHE,
         WRITE_INDEXER_CACHE,

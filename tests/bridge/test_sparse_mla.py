@@ -22,6 +22,7 @@ from tsmla_bridge.ops import plans, sparse_mla
 from tsmla_bridge.runtime.workspace import sparse_layout
 from tsmla_kernels.sm90.latent import shape as latent_shape
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
+from tsmla_kernels.sm90.sparse.record import SPARSE_MLA, Serving
 
 BF16 = 2**-7
 OPTIONS = ("window", "page_size", "page_span", "compressed_page_size", "compressed_page_span")
@@ -230,7 +231,7 @@ def test_a_workspace_for_many_columns_serves_calls_of_fewer(gpu: Gpu) -> None:
     assert enough < 1.1 * latent_shape.INVARIANT_WORKSPACE
     for tile_rows, selected in itertools.product((64, 32), (1, 512, 513, 700, 1500, 2048)):
         config = sm90_sparse.SparseConfig("bfloat16", 128, tile_rows=tile_rows, batch_invariant=True)
-        assert sparse_layout(config, sms, 5000, selected).size <= enough
+        assert sparse_layout(Serving(SPARSE_MLA, config), sms, 5000, selected).size <= enough
 
 
 def test_a_workspace_serves_rows_of_any_kind(gpu: Gpu) -> None:
@@ -241,6 +242,28 @@ def test_a_workspace_serves_rows_of_any_kind(gpu: Gpu) -> None:
         size = tsmla_bridge.sparse_workspace_size(**sizes, batch_invariant=True, device="cuda:0")
         memory = tsmla_bridge.Workspace(size, "cpu")
         assert_right(attend(case, batch_invariant=True, workspace=memory), case)
+
+
+def test_a_workspace_serves_tokens_that_share_gathers(gpu: Gpu) -> None:
+    for rows, heads in ({"layout": "v32"}, 8), ({"layout": "plain", "kv_dtype": "bfloat16"}, 16):
+        case = sparse_inputs.call(**rows, tokens=23, heads=heads, selected=70)
+        size = tsmla_bridge.sparse_workspace_size(max_tokens=23, num_heads=heads, max_selected=70, device="cuda:0")
+        memory = tsmla_bridge.Workspace(size, "cpu")
+        assert_right(attend(case, form="union", workspace=memory), case)
+        assert "union_slots" in gpu.operands
+        assert_right(attend(case, form="direct", workspace=memory), case)
+        assert "union_slots" not in gpu.operands
+
+
+def test_sizes_choose_the_form(gpu: Gpu) -> None:
+    """The kernel is the stand-in: any slots will do."""
+    gpu.runs = False
+    q, slots = torch.zeros(1024, 16, 576).bfloat16(), torch.zeros(1024, 4, dtype=torch.int32)
+    for options, union in (({}, True), ({"tokens_per_request": 1}, False), ({"form": "direct"}, False)):
+        tsmla_bridge.sparse_mla(q, torch.zeros(2, 4, 656, dtype=torch.uint8), slots, softmax_scale=1.0, **options)
+        assert ("union_slots" in gpu.operands) == union
+    with pytest.raises(NotImplementedError, match="num_heads is 4; tokens share gathers with 8, 16, 32 heads"):
+        attend(sparse_inputs.call("v32"), form="union")
 
 
 # ---- what is refused
@@ -342,7 +365,7 @@ def test_into_the_callers_memory_when_compiled() -> None:
 def operator_arguments(name: str) -> tuple[Any, ...]:
     case = sparse_inputs.call(**CASES[name])
     given = tensors_of(case)
-    options = (512, *(case.options.get(option) for option in OPTIONS), False, None)
+    options = (512, *(case.options.get(option) for option in OPTIONS), False, "auto", None, None)
     inputs = (given.get(field) for field in sparse_mla.SparseInputs._fields)
     scales = (None, [0.1, 1.0, 1.0]) if name == "v32" else (torch.tensor([0.1, 1.0, 1.0]), [])
     return (*inputs, *scales, *options)

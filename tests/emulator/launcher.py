@@ -203,8 +203,9 @@ class StandInLauncher(launch.Launcher):
             operands[name].copy_(result)
 
     def _sparse_mla(self, operands: Operands) -> None:
-        for name in ("partial_out", "partial_lse", "split_info"):
-            operands[name].view(torch.uint8).fill_(0xFF)
+        for operand in self.operands:
+            if operand.output and operand.name not in ("out", "lse"):
+                operands[operand.name].view(torch.uint8).fill_(0xFF)
         given = call_of(self.config, operands)
         arrays = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         spec = sparse_mla_spec(**(given | describe(arrays)))
@@ -213,6 +214,8 @@ class StandInLauncher(launch.Launcher):
         )  # fmt: skip
         for name, result in zip(("out", "lse"), found, strict=True):
             operands[name].copy_(result.view(operands[name].shape))
+
+    _sparse_mla_union = _sparse_mla
 
     def _sparse_mla_backward(self, operands: Operands) -> None:
         for name in ("kv_sum", "row_terms"):

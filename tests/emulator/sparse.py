@@ -14,13 +14,14 @@ from tsmla_jax.ops.sparse_mla import reference
 from tsmla_kernels.contract.sparse import sparse_mla_spec
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sm90.sparse.union_config import UnionConfig
 from tsmla_kernels.sm90.sparse_backward.config import SparseBackwardConfig
 
 
-def call_of(config: SparseConfig | SparseBackwardConfig, operands: dict[str, Any]) -> dict[str, Any]:
+def call_of(config: SparseConfig | UnionConfig | SparseBackwardConfig, operands: dict[str, Any]) -> dict[str, Any]:
     """The arguments of sparse_mla that these operands of a kernel stand for, without the scales."""
     given = {name: operands.get(name) for name in ("q", "kv_cache", "indices", "lengths", "sinks")}
-    if isinstance(config, SparseConfig):
+    if not isinstance(config, SparseBackwardConfig):
         given["q"] = operands["q"].reshape(-1, config.num_heads, config.head_dim)
     # (0, 0) where a slot's number is its row's number
     given |= {"page_size": config.page_size or None, "page_span": config.page_span or None}
@@ -37,7 +38,7 @@ def call_of(config: SparseConfig | SparseBackwardConfig, operands: dict[str, Any
 def emulate(
     *arrays: jax.Array,
     kernel: Kernel,
-    config: SparseConfig | SparseBackwardConfig,
+    config: SparseConfig | UnionConfig | SparseBackwardConfig,
     arch: str,
     result_shapes: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:

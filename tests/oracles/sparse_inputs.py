@@ -107,6 +107,20 @@ def poison(held: sparse.Cache, slots: np.ndarray) -> None:
         region[:] = rows.reshape(region.shape)
 
 
+def draw_together(rng: np.random.Generator, indices: np.ndarray, held: sparse.Cache, together: int) -> None:
+    """Fill the rows of indices: every `together` of them draw different slots from a quarter more than they have
+    columns, in an order of their own."""
+    tokens, columns = indices.shape
+    slots = np.arange(len(held.array) * held.span)
+    slots = slots[held.has(slots)]
+    for first in range(0, tokens, together):
+        few = rng.choice(slots, min(len(slots), columns + columns // 4 + 1), replace=False)
+        for row in indices[first : first + together]:
+            drawn = rng.permutation(few)[:columns]
+            row[:] = -1
+            row[: len(drawn)] = drawn
+
+
 def call(
     layout: str,
     *,
@@ -125,13 +139,15 @@ def call(
     exponents: tuple[int, int] = (-8, -5),
     odd: bool = False,
     sizes: tuple[float, ...] = (1.0,),
+    together: int = 0,
     seed: int = 0,
 ) -> Call:
     """A random call. Some indices are -1, some twice in a row; one token selects nothing, and one has length 0.
 
     window: with it there is a second cache, of 3 pages of 2 rows less. kv_dtype, width: of plain rows. exponents, odd:
     of packed rows' scales; their values are of size 64 * 2^exponent, and softmax_scale makes up for it. sizes: of the
-    tokens' queries, in turn; their last 64 columns have the next token's.
+    tokens' queries, in turn; their last 64 columns have the next token's. together: with it, every so many neighbouring
+    tokens draw from few slots, each at most once, so that they share most of them.
     """
     rng = np.random.default_rng(seed)
     head_dim = 512 if layout == "v4" else width or 576
@@ -149,8 +165,11 @@ def call(
         options |= {f"compressed_{name}": value for name, value in given.items()} | {"window": window}
         if layout == "plain":
             options["compressed_kv_scale"] = far.scale
+    if together:
+        for section, held in zip((indices[:, :cut], indices[:, cut:]), caches, strict=False):
+            draw_together(rng, section, held, together)
     indices[rng.random(indices.shape) < 0.05] = -1
-    if selected > 2:
+    if selected > 2 and not together:
         indices[:, 1] = indices[:, 0]
     indices[3 % tokens] = -1
     if lengths:

@@ -14,10 +14,9 @@ from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
-from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.rules import GREATEST_SCALE, LEAST_SCALE
 from tsmla_kernels.contract.sparse import SparseMLASpec
-from tsmla_kernels.sm90.sparse import config as sm90_sparse
+from tsmla_kernels.sm90.sparse.record import serving
 
 
 @overload
@@ -96,6 +95,8 @@ def sparse_mla(
     compressed_kv_scale: Scale | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -129,6 +130,11 @@ def sparse_mla(
         is read on the device at every call, and at every replay of a CUDA graph.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
       batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
+      form: how the kernel gathers: "direct", each token for itself; or "union", neighbouring tokens with 64 (or 32)
+        heads together gather the union of their slots once, where the device finds that they share enough of them.
+        "auto" chooses by the call's sizes.
+      tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
+        of one token a request, whose tokens share little. None: not known, or a prompt.
       implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
 
     Returns:
@@ -152,14 +158,14 @@ def sparse_mla(
     # The latest plan's key: SparseOptions as a plain tuple, because to make them takes time of every call.
     options = (
         latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
-        implementation,
+        form, tokens_per_request, implementation,
     )  # fmt: skip
     inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
     compiling = torch.compiler.is_compiling()
     # True is 1 and 8.0 is 8: a plan is looked up only by options of the legal types.
     usual = not compiling and type(latent_dim) is int and type(batch_invariant) is bool
     plan = None
-    if usual and _LEGAL_TYPES.issuperset(map(type, options[1:6])):
+    if usual and _LEGAL_TYPES.issuperset(map(type, (*options[1:6], tokens_per_request))):
         plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
     if plan is None:
         named, described = SparseInputs(*inputs), SparseOptions(*options)
@@ -207,7 +213,7 @@ WARM_TOKENS = (1, 32, 1 << 14)
 
 def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
     """Load the kernel that serves `spec` on device `index`; lengths, sinks: for calls with these arguments."""
-    loaded_kernels.launcher(SPARSE_MLA, sm90_sparse.sparse_config(spec, lengths=lengths, sinks=sinks), index)
+    loaded_kernels.launcher(*serving(spec, lengths=lengths, sinks=sinks), index)
 
 
 # ---- the operators
@@ -234,7 +240,8 @@ _OPTIONS = _INPUTS + 2
 _PARAMETERS = (
     "Tensor q, Tensor kv_cache, Tensor? compressed_kv_cache, Tensor indices, Tensor? lengths, Tensor? sinks,"
     " Tensor? scales, float[] numbers, int latent_dim, SymInt? window, SymInt? page_size, SymInt? page_span,"
-    " SymInt? compressed_page_size, SymInt? compressed_page_span, bool batch_invariant, str? implementation"
+    " SymInt? compressed_page_size, SymInt? compressed_page_span, bool batch_invariant,"
+    " str form, SymInt? tokens_per_request, str? implementation"
 )
 sparse_operator = operators.register_attention(
     "sparse_mla",

@@ -20,7 +20,8 @@ from tsmla_kernels.contract import values
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.kernel import ITEMSIZE
-from tsmla_kernels.sm90.sparse import config as sm90_sparse
+from tsmla_kernels.sm90.sparse.config import NUM_SCALES
+from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
 
 
 class SparseInputs(NamedTuple):
@@ -48,6 +49,8 @@ class SparseOptions(NamedTuple):
     compressed_page_size: int | None
     compressed_page_span: int | None
     batch_invariant: bool
+    form: str
+    tokens_per_request: int | None
     implementation: str | None
 
 
@@ -136,9 +139,9 @@ class KernelPlan(Plan):
         self.device = inputs.q.device
         self.index = index = inputs.q.get_device()
         lengths, sinks = inputs.lengths is not None, inputs.sinks is not None
-        config = sm90_sparse.sparse_config(spec, lengths=lengths, sinks=sinks)
-        sms = devices.num_sms(index)
-        launcher = loaded_kernels.launcher(SPARSE_MLA, config, index)
+        found = serving(spec, lengths=lengths, sinks=sinks)
+        config, sms = found.config, devices.num_sms(index)
+        launcher = loaded_kernels.launcher(found.kernel, config, index)
         row_bytes = {  # of a token, by operand
             "q": spec.num_heads * spec.head_dim * ITEMSIZE[spec.q_dtype],
             "indices": spec.num_selected * ITEMSIZE["int32"],
@@ -147,16 +150,16 @@ class KernelPlan(Plan):
             "lse": spec.num_heads * ITEMSIZE["float32"],
         }
         parts = []
-        for first, stop in sm90_sparse.launches(config, spec.num_tokens, spec.num_selected):
+        for first, stop in found.launches(spec.num_tokens, spec.num_selected):
             count = stop - first
-            shapes = sm90_sparse.workspace_shapes(config, sms, count, spec.num_selected)
+            shapes = workspaces_of(config, sms, count, spec.num_selected)
             operands = {
                 "q": (count * spec.num_heads, spec.head_dim),
                 **{name: each.shape for name, each in zip(_CACHES, pages, strict=False)},
                 "indices": (count, spec.num_selected),
                 **({"lengths": (count,)} if lengths else {}),
                 **({"sinks": (spec.num_heads,)} if sinks else {}),
-                "scales": (sm90_sparse.NUM_SCALES,),
+                "scales": (NUM_SCALES,),
                 "out": (count * spec.num_heads, spec.latent_dim),
                 "lse": (count * spec.num_heads,),
                 **{name: shape for name, (shape, _) in shapes.items()},
@@ -167,7 +170,7 @@ class KernelPlan(Plan):
         self.launch = loaded_kernels.all_of(parts)
         # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
         self.checked = values.enabled()
-        memory = sparse_layout(config, sms, spec.num_tokens, spec.num_selected)
+        memory = sparse_layout(found, sms, spec.num_tokens, spec.num_selected)
         self.size = memory.size
         *self.offsets, self.lse_offset = memory.offsets.values()
         layout = self.layout

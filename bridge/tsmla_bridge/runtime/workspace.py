@@ -16,6 +16,8 @@ from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
+from tsmla_kernels.sm90.sparse import union_config as sm90_union
+from tsmla_kernels.sm90.sparse.record import SPARSE_MLA, SPARSE_MLA_UNION, Serving, workspaces_of
 from tsmla_kernels.sm90.topk import chunks as sm90_topk
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
@@ -101,11 +103,11 @@ def decode_layout(config: sm90_decode.DecodeConfig, num_sms: int, batch: int, ma
     return Layout({**shapes, "lse": ((rows,), "float32")})
 
 
-def sparse_layout(config: sm90_sparse.SparseConfig, num_sms: int, num_tokens: int, num_selected: int) -> Layout:
+def sparse_layout(serving: Serving, num_sms: int, num_tokens: int, num_selected: int) -> Layout:
     """The workspaces of a call's largest launch, and an lse for calls that return none."""
-    largest = max((stop - first for first, stop in sm90_sparse.launches(config, num_tokens, num_selected)), default=0)
-    shapes: dict[str, Any] = dict(sm90_sparse.workspace_shapes(config, num_sms, largest, num_selected))
-    return Layout({**shapes, "lse": ((num_tokens * config.num_heads,), "float32")})
+    largest = max((stop - first for first, stop in serving.launches(num_tokens, num_selected)), default=0)
+    shapes: dict[str, Any] = dict(workspaces_of(serving.config, num_sms, largest, num_selected))
+    return Layout({**shapes, "lse": ((num_tokens * serving.config.num_heads,), "float32")})
 
 
 def _num_sms(device: torch.device | str | int | None) -> int:
@@ -125,20 +127,21 @@ def sparse_workspace_size(
     *,
     max_tokens: int,
     num_heads: int,
-    max_selected: int = 1,
+    max_selected: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     device: torch.device | str | int | None = None,
 ) -> int:
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
-    On an H200 some 18 MB (35 with up to 32 heads) hold the partial results of any number of tokens. batch_invariant
-    calls need some 256 MiB at most, because many tokens take several launches.
+    On an H200 some 18 MB (35 with up to 32 heads) hold the partial results of any number of tokens. With 8, 16 or 32
+    heads tokens may share gathers: that needs 18 MB more, and up to 3.5 bytes for each token and column of indices.
+    batch_invariant calls need some 256 MiB at most, because many tokens take several launches.
 
     Args:
       max_tokens: T.
       num_heads: H.
-      max_selected: K of indices, which matters for batch_invariant calls alone.
+      max_selected: K of indices, which matters for batch_invariant calls and for tokens that share gathers.
       dtype: of q.
       batch_invariant: as the calls have it.
       device: its number of multiprocessors decides; the current CUDA device by default.
@@ -151,8 +154,12 @@ def sparse_workspace_size(
     # Tiles of fewer rows are more, and a call of fewer columns may put more tokens into a launch: both may need more.
     configs = (whole, dataclasses.replace(whole, tile_rows=sm90_sparse.FEW_HEADS))
     columns = range(max(max_selected, 1), 0, -whole.shape.block) if batch_invariant else (1,)
-    calls = itertools.product(configs, columns)
-    return max(sparse_layout(config, sms, max_tokens, selected).size for config, selected in calls)
+    calls = [(Serving(SPARSE_MLA, config), selected) for config, selected in itertools.product(configs, columns)]
+    if not batch_invariant:
+        for union in sm90_union.union_configs(dtype_name(dtype), num_heads):
+            most = min(max(max_selected, 1), sm90_union.TABLE // union.tokens)
+            calls.append((Serving(SPARSE_MLA_UNION, union), most))
+    return max(sparse_layout(serving, sms, max_tokens, selected).size for serving, selected in calls)
 
 
 def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:

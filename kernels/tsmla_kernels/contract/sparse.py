@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tsmla_kernels.contract.attention import ResultDtypes
 from tsmla_kernels.contract.layouts import CacheSpec, IndexerCacheSpec, cache_spec, indexer_cache_spec
@@ -36,6 +37,10 @@ from tsmla_kernels.contract.rules import (
 INDEX_ROW_ALIGNMENT = 4
 """Rows of int32 indices are padded to a multiple of this: vector loads and TMA gathers need 16 bytes."""
 
+SPARSE_FORMS = ("auto", "direct", "union")
+"""How sparse_mla's kernel gathers: each token for itself, or neighbouring tokens the union of their slots once. "auto"
+lets the sizes of the call decide. The results are those of the same selection."""
+
 TOPK_ORDERS = ("value", "position")
 """The orders in which select_topk writes a row."""
 
@@ -43,7 +48,8 @@ TOPK_ORDERS = ("value", "position")
 @dataclass(frozen=True)
 class SparseMLASpec(ResultDtypes):
     """The static facts of one sparse_mla call. `window` columns of the indices select from `cache`, the others from
-    `compressed`; without a compressed cache all of them select from `cache`."""
+    `compressed`; without a compressed cache all of them select from `cache`. tokens_per_request: how many neighbouring
+    tokens are of one request; 0 if that is not known."""
 
     num_tokens: int
     num_heads: int
@@ -55,6 +61,8 @@ class SparseMLASpec(ResultDtypes):
     compressed: CacheSpec | None
     q_dtype: str
     batch_invariant: bool = False
+    form: str = "auto"
+    tokens_per_request: int = 0
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -105,6 +113,8 @@ def sparse_mla_spec(
     kv_scale: Scale = None,
     compressed_kv_scale: Scale = None,
     batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
 ) -> SparseMLASpec:
     """The spec of sparse_mla, or ValueError / TypeError naming the argument that is not legal."""
     check_array("q", q, "T H D", VALUES)
@@ -172,7 +182,17 @@ def sparse_mla_spec(
         compressed=compressed,
         q_dtype=q.dtype,
         batch_invariant=batch_invariant,
+        **_form(form, tokens_per_request),
     )
+
+
+def _form(form: str, tokens_per_request: int | None) -> dict[str, Any]:
+    """The fields of a SparseMLASpec by these arguments."""
+    if form not in SPARSE_FORMS:
+        raise ValueError(f"form: got {form!r}; legal: {listed([repr(name) for name in SPARSE_FORMS])}")
+    if tokens_per_request is not None:
+        tokens_per_request = static_int("tokens_per_request", tokens_per_request, minimum=1)
+    return {"form": form, "tokens_per_request": tokens_per_request or 0}
 
 
 def check_sparse_scales(

@@ -203,8 +203,11 @@ class _Encoder:
 
     def atomic(self, i: Instruction) -> Encoding:
         space = "shared" if any(m.startswith("shared") for m in i.modifiers) else "global"
-        operation = next(m for m in i.modifiers if m in ("add", "min", "max", "or", "and", "exch"))
+        operation = next(m for m in i.modifiers if m in ("add", "min", "max", "or", "and", "exch", "cas"))
         name = f"atom.{space}.{operation}.{i.type}"
+        if operation == "cas":
+            to, where, expected, value = i.operands
+            return Encoding(name, (self.slot(to), *self.address(where), self.slot(expected), self.slot(value)))
         if i.name == "red":
             return Encoding(name, (*self.address(i.operands[0]), self.slot(i.operands[1])))
         to, where, value = i.operands

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
 from tests.emulator import sparse as emulation
-from tests.jax.ops.programs import assert_same, calls, ints
+from tests.jax.ops.programs import assert_same, calls, collectives, ints, kernels
 from tests.oracles import sparse as oracle
 from tsmla_jax.ops.sparse_mla import api, cute
+from tsmla_kernels.catalog import SPARSE_MLA, SPARSE_MLA_UNION
 from tsmla_kernels.sm90.latent import shape as latent_shape
 
 pytestmark = [
@@ -131,6 +134,57 @@ def test_many_invariant_tokens_take_several_launches(layout: str, each: int, mon
     assert calls(jax.make_jaxpr(run)(given)) == -(-TOKENS // each)
     assert_same(run(given), attend("reference", layout)(given))
     cute._transformable.cache_clear()
+
+
+# ---- tokens that share gathers
+
+
+def of_16_heads(layout: str) -> dict[str, jax.Array]:
+    given = arrays(layout)
+    return given | {
+        name: jnp.repeat(given[name], 4, -2 if name == "q" else 0) for name in ("q", "sinks") if name in given
+    }
+
+
+@pytest.mark.parametrize("layout", ["v32", "v4", "plain"])
+def test_tokens_share_gathers(layout: str) -> None:
+    given = of_16_heads(layout)
+    run = jax.jit(attend("cute", layout, form="union"))
+    ((kernel, config),) = kernels(jax.make_jaxpr(run)(given))
+    assert kernel is SPARSE_MLA_UNION and config.tokens == 4
+    assert_same(run(given), attend("reference", layout, form="union")(given))
+    ((kernel, _),) = kernels(jax.make_jaxpr(attend("cute", layout, form="direct"))(given))
+    assert kernel is SPARSE_MLA
+
+
+def test_a_folded_call_and_each_devices_part_share_gathers(mesh: Mesh) -> None:
+    given = of_16_heads("v4")
+    stacked = given | {"q": jnp.stack([given["q"], given["q"][::-1]])}
+    run = jax.vmap(attend("cute", "v4", form="union"), ({name: 0 if name == "q" else None for name in given},))
+    ((kernel, _),) = kernels(jax.make_jaxpr(run)(stacked))
+    assert kernel is SPARSE_MLA_UNION
+    want = [attend("reference", "v4")(given | {"q": q}) for q in stacked["q"]]
+    assert_same(run(stacked), jax.tree.map(lambda *x: jnp.stack(x), *want))
+    specs = {"q": P("data", "model"), "indices": P("data"), "lengths": P("data"), "sinks": P("model")}
+    split = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in given.items()}
+    compiled = jax.jit(attend("cute", "v4", form="union")).lower(split).compile()  # with 8 heads on a device
+    assert collectives(compiled) == []
+    assert_same(compiled(split), attend("reference", "v4")(given))
+
+
+def test_sizes_choose_the_form_and_explain_says_it() -> None:
+    q, indices = Struct((2048, 16, 576), jnp.bfloat16), Struct((2048, 2048), jnp.int32)
+    given = {"q": q, "indices": indices, "lengths": Struct((2048,), jnp.int32)}
+    (note,) = (said for said in explain("v32", **given).notes["cute"] if "form" in said)
+    assert note == "form union: q has 2048 tokens, and 4 that select the same slots gather them once"
+    (note,) = (said for said in explain("v32", **given, tokens_per_request=1).notes["cute"] if "form" in said)
+    assert note.startswith("form direct: each token is of another request")
+    found = explain("v32", form="union", batch_invariant=True, implementation="cute", **given)
+    assert found.chosen is None and "batch_invariant is set" in found.reasons["cute"][0]
+    with pytest.raises(ValueError, match=r"form: got 'wide'; legal: 'auto', 'direct', 'union'"):
+        explain("v32", form="wide")
+    with pytest.raises(ValueError, match="tokens_per_request: got 0"):
+        explain("v32", tokens_per_request=0)
 
 
 # ---- vmap, derivatives

@@ -198,7 +198,8 @@ def attend(
         return_slots=True,
         implementation=implementation,
     )
-    attended = tsmla_jax.sparse_mla(queries, kv, slots, **attention)
+    per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
+    attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
     return project(cast(jax.Array, attended)), V32Cache(kv, keys)
 
 

@@ -229,6 +229,7 @@ def attend(
         "page_size": page_size,
         "q_scale": q_scale,
         "kv_scale": kv_scale,
+        "tokens_per_request": max(x.shape[0] // step.state_slots.shape[0], 1),  # on average, which is enough
         "implementation": implementation,
     }
     if cache.compressed is not None:

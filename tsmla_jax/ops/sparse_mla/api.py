@@ -87,6 +87,8 @@ def sparse_mla(
     compressed_kv_scale: Scale | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H L"] | tuple[Float[Array, "T H L"], Float[Array, "T H"]]:
     """Attention of each query token over the cache slots selected for it; one key head, values are the keys' latent.
@@ -116,6 +118,11 @@ def sparse_mla(
         bring their own scales and take no other.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
       batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
+      form: how the Hopper kernel gathers: "direct", each token for itself; or "union", neighbouring tokens with 64 (or
+        32) heads together gather the union of their slots once, where the device finds that they share enough of them.
+        "auto" chooses by the call's sizes; `explain` tells what and why. The other implementations take no notice.
+      tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
+        of one token a request, whose tokens share little. None: not known, or a prompt.
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which
@@ -123,7 +130,9 @@ def sparse_mla(
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
-      float64), natural logarithm. What rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by
+      float64), natural logarithm. Every form computes the softmax over the selection, and none computes dense attention
+      in its place; forms differ in rounding alone, and with "union" a token's rounding depends on its neighbours. What
+      rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by
       the spread of the logits. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
       never reaches a result.
 
@@ -163,7 +172,7 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.sparse_mla import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default),
+        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default, cute.notes),
         "xla": Implementation(xla.sparse_mla),
         "reference": Implementation(reference.sparse_mla),
     }

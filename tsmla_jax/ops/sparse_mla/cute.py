@@ -19,12 +19,19 @@ from tsmla_jax.ops.sparse_mla.call import Operands, Planned, Results, fold_cache
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
-from tsmla_kernels.sm90.sparse.config import launches, sparse_config, workspace_shapes
+from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
+from tsmla_kernels.sm90.sparse.union_config import sparse_form
 
 
 def why_not(spec: SparseMLASpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
     return device.why_not(SPARSE_MLA) + SPARSE_MLA.reasons(spec)
+
+
+def notes(spec: SparseMLASpec) -> list[str]:
+    """The form in which the kernel would run this call, and why."""
+    form = sparse_form(spec)
+    return [] if SPARSE_MLA.reasons(spec) else [f"form {form.name}: {form.why}"]
 
 
 def sparse_mla(
@@ -104,17 +111,17 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> Results:
     operands = call.split(arrays)
     shapes = [cache.shape for cache in operands.caches]
     spec = call.spec.with_sizes_of(operands.q.shape, shapes, operands.indices.shape)
-    config = sparse_config(spec, lengths=call.lengths, sinks=call.sinks)
-    parts = launches(config, spec.num_tokens, spec.num_selected)
+    found = serving(spec, lengths=call.lengths, sinks=call.sinks)
+    parts = found.launches(spec.num_tokens, spec.num_selected)
 
     def launch(first: Any, stop: Any) -> Results:
         """The rows of tokens first to stop - 1."""
         mine = operands if len(parts) == 1 else operands.tokens(first, stop)
         rows = (stop - first) * spec.num_heads
-        workspaces = workspace_shapes(config, call.num_sms, stop - first, spec.num_selected)
+        workspaces = workspaces_of(found.config, call.num_sms, stop - first, spec.num_selected)
         out, lse, *_ = kernel_call(
-            SPARSE_MLA,
-            config,
+            found.kernel,
+            found.config,
             mine._replace(q=mine.q.reshape(rows, spec.head_dim)).given,
             ((rows, spec.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
             arch=call.arch,

@@ -8,6 +8,7 @@ chosen, not when it is registered.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -42,6 +43,7 @@ from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
+SEVERAL = 2  # tokens of a request, as a call's tokens_per_request: more choose the same kernel
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -54,6 +56,7 @@ def describe(
     num_heads: int = 1,
     num_tokens: int = 1,
     batch_invariant: bool = False,
+    tokens_per_request: int | None = None,
 ) -> SparseMLASpec:
     """The spec of a call with vLLM's names for its properties. The size of pages is none: slots are row numbers."""
     if kv_cache_dtype == PACKED_CACHE:
@@ -66,6 +69,7 @@ def describe(
         indices=Array((num_tokens, 1), "int32"),
         latent_dim=DIMENSIONS[head_size][0],
         batch_invariant=batch_invariant,
+        tokens_per_request=tokens_per_request,
     )
 
 
@@ -200,10 +204,10 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         request waits for the compiler."""
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
         for asked in asked_by(self.layers.values()):
-            for num_tokens in op.WARM_TOKENS:
+            for num_tokens, per_request in itertools.product(op.WARM_TOKENS, (1, SEVERAL)):
                 spec = describe(
                     head_size, asked.dtype, asked.kv_cache_dtype, num_heads=asked.num_heads * self.dcp_world_size,
-                    num_tokens=num_tokens, batch_invariant=self.batch_invariant,
+                    num_tokens=num_tokens, batch_invariant=self.batch_invariant, tokens_per_request=per_request,
                 )  # fmt: skip
                 op.warm(spec, index, lengths=True)
 
@@ -260,6 +264,8 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
             kv_scale=layer._k_scale if is_fp8 else None,
             return_lse=return_lse,
             batch_invariant=self.batch_invariant,
+            # Of prompts and drafts several; which number it is does not choose the form.
+            tokens_per_request=min(max(attn_metadata.max_query_len, 1), SEVERAL),
         )
         return results if return_lse else (results, None)
 

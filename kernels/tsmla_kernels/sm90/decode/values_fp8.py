@@ -14,7 +14,7 @@ from tsmla_kernels.sm90.decode.memory import LOOKAHEAD, Arrays, Copies
 from tsmla_kernels.sm90.decode.stages import Stages
 from tsmla_kernels.sm90.latent.memory import Barrier, Blocks, Described, Piece, Schedule, Shared
 from tsmla_kernels.sm90.latent.shape import ROWS
-from tsmla_kernels.sm90.latent.values import AHEAD, WIDE, Held, OutRows, Reading, ValueWalk, WideValues
+from tsmla_kernels.sm90.latent.values import AHEAD, WIDE, Held, OutArrays, OutRows, Reading, ValueWalk, WideValues
 from tsmla_kernels.sm90.latent.walk import PieceWalk
 from tsmla_kernels.sm90.warp import kept, load_transposed, uniform
 
@@ -60,6 +60,9 @@ class ValuesFp8:
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
         """The offset in a stage of this lane's first values."""
         return kept(self.first_values(first_tile, lane))
+
+    def look_at(self, piece: Described, held: Held, arrays: OutArrays) -> None:
+        """Do nothing."""
 
     def wait_for_sums(self, number: Int32) -> None:
         """Wait until piece `number`'s row sums have been written."""

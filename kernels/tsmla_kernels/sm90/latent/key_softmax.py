@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.constants import LOWEST
 from tsmla_kernels.sm90.latent.memory import Place, Running, Shared
@@ -65,10 +65,13 @@ class KeySoftmax:
 
     Attributes:
       p_rows: how many rows P has. p_dtype: the dtype of P. over_keys: reduces over all keys (see OverKeys).
+      token_rows: rows of a token, if rows see different keys; None if all rows see the same keys.
     """
 
-    def __init__(self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys) -> None:
-        self.p_rows, self.p_dtype, self.over_keys = p_rows, p_dtype, over_keys
+    def __init__(
+        self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys, token_rows: int | None = None
+    ) -> None:
+        self.p_rows, self.p_dtype, self.over_keys, self.token_rows = p_rows, p_dtype, over_keys, token_rows
 
     @cute.jit
     def softmax_of_keys(
@@ -77,7 +80,8 @@ class KeySoftmax:
         """Turn S into P, relative to the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
 
         The maxima are updated if a P would exceed 2**RESCALE_BITS, and always in a piece's first block (`first` is 1).
-        The four warps have different keys of the same rows, so they vote and reduce together.
+        With token_rows `first` has a bit for each token: whether the block has the token's first keys. The four warps
+        have different keys of the same rows, so they vote and reduce together.
         """
         changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
         m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
@@ -96,6 +100,8 @@ class KeySoftmax:
             found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
             if t % 4 == 0 and t < 2 * self.p_rows:
                 four = cute.make_rmem_tensor((4,), Float32)
+                if const_expr(self.token_rows is not None):
+                    first = (first >> (t // 2 // self.token_rows)) & 1
                 for e in cutlass.range_constexpr(2):
                     # A maximum only rises, except in the first block, where it starts as 0 and may also fall, but not
                     # below LOWEST, because -inf - -inf is NaN.

@@ -47,6 +47,8 @@ class LatentShape:
       visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
       batch_invariant: whether requests are cut at fixed keys, so that a row's bits do not depend on the rest of the
         batch.
+      skips: whether a request with a negative length belongs to another launch, which computes its rows. Requests have
+        max_q_len tokens each, and the last one has the rest.
     """
 
     num_heads: int
@@ -68,6 +70,7 @@ class LatentShape:
     causal: bool = False
     visible_lens: bool = False
     batch_invariant: bool = False
+    skips: bool = False
 
     @property
     def partial_dtype(self) -> str:

@@ -36,8 +36,8 @@ class BatchShare:
     """Shares a batch out to the clusters of the grid, by its requests' lengths.
 
     Attributes:
-      heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows, min_share: as in
-        LatentShape.
+      heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows, min_share, skips: as
+        in LatentShape.
       equal_row_counts: whether all requests have the same number of query rows, and cuts may depend on the batch.
       may_use_tracks: whether the row tiles of a request may lie side by side, each on its own track.
       may_sort_requests: whether requests may be dealt out by length.
@@ -51,8 +51,8 @@ class BatchShare:
         self.ragged, self.batch_invariant = shape.ragged, shape.batch_invariant
         self.tile_rows, self.max_tiles = shape.tile_rows, shape.max_tiles
         self.block, self.few_rows = shape.block, shape.few_rows
-        self.min_share = shape.min_share
-        self.equal_row_counts = not shape.ragged and not shape.batch_invariant
+        self.min_share, self.skips = shape.min_share, shape.skips
+        self.equal_row_counts = not shape.ragged and not shape.batch_invariant and not shape.skips
         self.may_use_tracks = self.equal_row_counts and shape.max_tiles > 1
         self.may_sort_requests = self.equal_row_counts and shape.max_tiles == 1 and not equal_lengths
 
@@ -85,7 +85,16 @@ class BatchShare:
             rows = cutlass.min(rows, all_rows - first)
             tiles = quotient(rows + self.tile_rows - 1, self.tile_rows)
         if const_expr(self.ends_batch):
-            first += all_rows - schedule.seq_lens.shape[0] * self.heads
+            if const_expr(self.max_q_len == 1):
+                first += all_rows - schedule.seq_lens.shape[0] * self.heads
+            else:
+                # The last request may have fewer tokens. The rows of a request are a power of 2.
+                of_request = self.max_q_len * self.heads
+                requests = quotient(all_rows + of_request - 1, of_request)
+                first += (requests - schedule.seq_lens.shape[0]) * of_request
+        if const_expr(self.skips):
+            rows = cutlass.min(rows, all_rows - first) * Int32(length >= 0)
+            tiles = quotient(rows + self.tile_rows - 1, self.tile_rows)
         return Request(keys, first, rows, tiles, blocks)
 
     @cute.jit
@@ -231,7 +240,10 @@ class BatchShare:
                 longest = cutlass.max(longest, other.blocks)
         total = cute.arch.warp_redux_sync(total, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
-        row_tiles = cute.arch.warp_redux_sync(row_tiles, "add") if const_expr(self.ragged) else batch * tiles
+        if const_expr(self.ragged or self.skips):
+            row_tiles = cute.arch.warp_redux_sync(row_tiles, "add")
+        else:
+            row_tiles = batch * tiles
         if const_expr(self.may_use_tracks):
             if not self.tracks_fit(total, schedule.num_clusters):
                 tracks, tiles = Int32(1), Int32(self.max_tiles)

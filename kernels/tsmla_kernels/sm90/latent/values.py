@@ -149,6 +149,9 @@ class Values(Protocol):
     ) -> tuple[Int32, Int32]:
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
 
+    def look_at(self, piece: Described, held: Held, arrays: OutArrays) -> None:
+        """Look at a piece's O before it is stored."""
+
     def wait_for_sums(self, number: Int32) -> None:
         """Wait until piece `number`'s row sums have been written."""
 
@@ -217,6 +220,7 @@ class ValueWalk:
             else:
                 index, phase = self.steps.pass_q(blocks.piece, number, index, phase, shared)
                 index, phase = self.steps.add_blocks(blocks, number, index, phase, held, shared)
+                self.steps.look_at(blocks.piece, held, arrays)
                 self.steps.wait_for_sums(number)
                 kept_at, first_latent = number % self.steps.ring.inverses_kept, self.steps.first_latent(first_tile)
                 out_rows = OutRows(shared.inverse, kept_at, first_latent, lane, factors)

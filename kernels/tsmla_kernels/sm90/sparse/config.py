@@ -57,6 +57,9 @@ class SparseConfig:
         batch.
       dealt: whether row tiles are dealt out in turn if every CTA gets several.
       early_q: whether a piece's Q is requested as soon as the products with the previous piece's Q are done.
+      tokens: query tokens of a row tile. With more than one, the indices are the union of their slots, and an operand
+        has a bit for each of the tokens and each slot: see union_config.py.
+      skips: whether a negative length means that another launch computes the row tile.
     """
 
     dtype: str
@@ -75,6 +78,8 @@ class SparseConfig:
     batch_invariant: bool = False
     dealt: bool = False
     early_q: bool = False
+    tokens: int = 1
+    skips: bool = False
 
     @property
     def fp8_queries(self) -> bool:
@@ -95,11 +100,11 @@ class SparseConfig:
     def shape(self) -> LatentShape:
         """The facts from which the common parts of the latent attention kernels are built: a token is a request, and a
         column of the indices is a page of one key."""
-        p_rows = next(n for n in (16, 32, ROWS) if n >= min(self.num_heads, ROWS))
+        p_rows = next(n for n in (16, 32, ROWS) if n >= min(self.tokens * self.num_heads, ROWS))
         p_rows = min(p_rows, self.tile_rows)
         return LatentShape(
             num_heads=self.num_heads,
-            max_q_len=1,
+            max_q_len=self.tokens,
             latent_dim=LATENT_DIM,
             head_dim=self.head_dim,
             page_size=1,
@@ -113,6 +118,7 @@ class SparseConfig:
             partial_needs_scale=False,
             partial_is_lane_order=False,
             batch_invariant=self.batch_invariant,
+            skips=self.skips,
         )
 
     @property

@@ -47,6 +47,14 @@ class DealtWalk:
         self.of_rest.begin(rest, (length, first_token, end_token))
 
     @cute.jit
+    def leave(self, schedule: Schedule):
+        """Take no part of the batch."""
+        if cute.arch.lane_idx() == 0:
+            schedule.state[ROUNDS] = Int32(0)
+            schedule.state[ROUND] = Int32(0)
+        self.of_rest.leave(schedule)
+
+    @cute.jit
     def rounds(self, schedule: Schedule):
         """How many rounds are dealt out; 0 if that would leave CTAs too unequal."""
         tiles, ctas = schedule.seq_lens.shape[0] * self.max_tiles, schedule.num_clusters
@@ -68,14 +76,34 @@ class DealtWalk:
             cta = cutlass.min(base + lane, ctas - 1)
             load = Int32(0)
             for i in cutlass.range(rounds, unroll=8):
-                request = cutlass.min(self.tile_of(i, cta, ctas) // self.max_tiles, last)
-                load += self.batch.request_at(request, schedule).blocks + OVERHEAD
+                number = cutlass.min(self.tile_of(i, cta, ctas) // self.max_tiles, last)
+                request = self.batch.request_at(number, schedule)
+                cost = request.blocks + OVERHEAD
+                load += cost * request.tiles if const_expr(self.batch.skips) else cost
             most = cutlass.max(most, load)
             if base + lane < ctas:
                 total += load
         most = cute.arch.warp_redux_sync(most, "max")
         mean = divide(cute.arch.warp_redux_sync(total, "add"), ctas)
         return most <= mean + cutlass.max(mean >> 5, OVERHEAD)
+
+    @cute.jit
+    def next_round(self, i: Int32, rounds: Int32, schedule: Schedule):
+        """The first round from `i` on in which this CTA's row tile is of this launch; `rounds` or more if there is no
+        such round. Requests have one row tile each. A lane looks at one round."""
+        lane, found = cute.arch.lane_idx(), Int32(0)
+        while found == 0 and i < rounds:
+            taken = Int32(0)
+            if i + lane < rounds:
+                mine = self.tile_of(i + lane, schedule.cluster_index, schedule.num_clusters)
+                taken = Int32(schedule.seq_lens[mine] >= 0)
+            ballot = cute.arch.vote_ballot_sync(taken == 1)
+            if ballot != 0:
+                i += cute.arch.popc((ballot & -ballot) - 1)
+                found = Int32(1)
+            else:
+                i += 32
+        return i
 
     def tile_of(self, i: Int32, cta: Int32, ctas: Int32) -> Int32:
         """The row tile that a CTA takes in round i."""
@@ -101,6 +129,10 @@ class DealtWalk:
         cute.arch.sync_warp()
         rest = self.rest(rounds, schedule)
         dealt = schedule.seq_lens.shape[0] - rest.seq_lens.shape[0]
+        if const_expr(self.batch.skips):
+            i = self.next_round(i, rounds, schedule)
+            if lane == 0:
+                state[ROUND] = i
         row_tile = self.tile_of(i, schedule.cluster_index, schedule.num_clusters)
         piece = Described(pieces, remainder(number, self.pieces_kept))
         if i < rounds and row_tile < dealt * self.max_tiles:

@@ -17,6 +17,7 @@ from tsmla_kernels.sm90.warp import element
 
 ALL_ROWS = (1 << GATHER_ROWS) - 1
 LINE = 128  # bytes
+NO_SLOT = (1 << 31) - 1  # no cache has this slot; -1, a column that is not active, becomes it
 
 
 class Row(NamedTuple):
@@ -94,11 +95,15 @@ class Gatherer:
                     low, high = self.scales_of(slot, column + self.block, gather)
                     following = self.slot_at(selected, column + 2 * self.block, keys)
                     cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                    of_tokens = self.bits_at(piece, column, keys, gather)
                     row = self.locate(here, column, gather)
                     exist = self.copy_rows(row, index, warp, gather)
+                    seen = exist
+                    if const_expr(self.config.tokens > 1):
+                        seen = self.store_bits(of_tokens * row.exists, index, warp, gather)
                     if const_expr(self.scales_apart):
                         self.store_scales(low_here, high_here, index, warp, gather)
-                    self.announce(exist, index, warp, gather)
+                    self.announce(exist, seen, index, warp, gather)
                     column += self.block
                     index, phase = self.ring.advance(index, phase)
                 number += 1
@@ -123,12 +128,37 @@ class Gatherer:
         return slot
 
     @cute.jit
+    def bits_at(self, piece: Described, column: Int32, keys: Int32, gather: Gather):
+        """The bits of the tokens that select the slot in column `column` of the union; 0 if there is no union."""
+        of_tokens = Int32(0)
+        if const_expr(self.config.tokens > 1):
+            if column < keys:
+                address = gather.bits.iterator.toint() + Int64(piece[Piece.REQUEST]) * gather.bits.shape[1] + column
+                pointer = cute.make_ptr(cutlass.Uint8, address, cute.AddressSpace.gmem, assumed_align=1)
+                of_tokens = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+        return of_tokens
+
+    @cute.jit
+    def store_bits(self, of_tokens: Int32, index: Int32, warp: Int32, gather: Gather):
+        """Store, for stage `index`, the bits of the tokens that select each of this warp's rows. Return the bits of all
+        tokens that select one."""
+        lane = cute.arch.lane_idx()
+        if lane < GATHER_ROWS:
+            gather.of_tokens[warp * GATHER_ROWS + lane, index] = cutlass.Uint8(of_tokens)
+        cute.arch.sync_warp()  # before a lane arrives at `full` for the warp
+        return cute.arch.warp_redux_sync(of_tokens, "or")
+
+    @cute.jit
     def locate(self, slot: Int32, column: Int32, gather: Gather) -> Row:
-        """The row that column `column` selects."""
+        """The row that column `column` selects. In a union, a slot has a bit that says from which cache."""
+        of_second = column >= self.config.window if const_expr(self.config.two_caches) else None
+        if const_expr(self.config.two_caches and self.config.tokens > 1):
+            of_second = slot < 0
+            slot = slot & NO_SLOT
         row = self.row_of(slot, gather.caches[0], self.pages[0])
         exists, address, scales = row.exists, row.address, row.scales
         if const_expr(self.config.two_caches):
-            if column >= self.config.window:
+            if of_second:
                 other = self.row_of(slot, gather.caches[1], self.pages[1])
                 exists, address, scales = other.exists, other.address, other.scales
         return Row(exists, address, scales)
@@ -198,13 +228,14 @@ class Gatherer:
         return exist
 
     @cute.jit
-    def announce(self, exist: Int32, index: Int32, warp: Int32, gather: Gather):
-        """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes will arrive.
+    def announce(self, exist: Int32, seen: Int32, index: Int32, warp: Int32, gather: Gather):
+        """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes will arrive. `seen` is
+        this stage's word of `valid`.
 
         The copies may complete before this call, but the stage is not full until this warp has arrived at `full`.
         """
         if cute.arch.lane_idx() == 0:
-            gather.valid[warp, index] = exist
+            gather.valid[warp, index] = seen
             cute.arch.mbarrier_arrive_and_expect_tx(gather.full + index, cute.arch.popc(exist) * self.row_bytes)
         cute.arch.sync_warp()
 

@@ -15,9 +15,10 @@ A second, small kernel merges the results of tokens that several CTAs shared (la
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.constants import FP8
@@ -59,6 +60,8 @@ class SparseMla:
         else:
             batch = BatchShare(config.shape, equal_lengths=equal_lengths)
             self.walk = PieceWalk(config.shape, batch=batch, pieces_kept=PIECES_KEPT)
+        # Bytes for the bits of the keys' tokens, if a row tile has several tokens.
+        self.keys_with_bits = self.ring.stages * self.ring.block if config.tokens > 1 else 0
         self.state_words = DEALT_STATE_WORDS if config.dealt else STATE_WORDS
         self.gatherer = Gatherer(config, stages)
         self.scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, stages)
@@ -86,7 +89,12 @@ class SparseMla:
         else:
             lengths = cute.make_tensor(indices.iterator, cute.make_layout((indices.shape[0],)))
         sinks = operands.pop(0) if const_expr(config.sinks) else None
-        arrays = Arrays._make([indices, lengths, sinks, *operands])
+        self.launch(stream, q, caches, Arrays(indices, lengths, sinks, *operands))
+
+    @cute.jit
+    def launch(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
+        """Launch both kernels."""
+        config = self.config
         atom, tma = self.scores.query.tensor_map(q)
 
         @cute.struct
@@ -99,6 +107,7 @@ class SparseMla:
             rescale: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.stages * ROWS], 16]
             moved: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * 4], 16]
             valid: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * GATHER_WARPS], 16]
+            of_tokens: cute.struct.Align[cute.struct.MemRange[Uint8, self.keys_with_bits], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.inverses_kept * ROWS], 16]
             schedule_state: cute.struct.MemRange[Int32, self.state_words]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, config.exchanged_words], 16]
@@ -109,10 +118,10 @@ class SparseMla:
         ctas = self.num_ctas(arrays)
         grid = [ctas, 1, 1]
         self.attend(q, caches, (atom, tma), arrays, self.scores.mma(), self.values.mma(), ctas).launch(
-            grid=grid, block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=grid, block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=config.skips
         )
         self.combine.merge_pieces(
-            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, ctas, sinks
+            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, ctas, arrays.sinks
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_ctas(self, arrays: Arrays) -> Int32:
@@ -139,7 +148,10 @@ class SparseMla:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         atom, tma = q_map
-
+        works = cutlass.Boolean(True)
+        if const_expr(self.config.skips):
+            cute.arch.griddepcontrol_wait()
+            works = self.works(arrays.lengths)
         early = self.walk.batch.early_numbers(arrays.lengths, arrays.lengths)
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
@@ -172,11 +184,12 @@ class SparseMla:
             order=order,
         )
         if warp_idx == GATHER_WARP:
-            self.walk.begin(schedule, early)
+            self.find_work(works, schedule, early)
             self.walk.next_piece(Int32(0), schedule)
         valid = storage.valid.get_tensor(
             cute.make_layout((GATHER_WARPS, self.ring.stages), stride=(1, GATHER_WARPS))
         )
+        of_tokens = self.bits_of_stages(storage) if const_expr(self.config.tokens > 1) else None
         cute.arch.sync_threads()
         if group == 3:
             self.registers.set(self.registers.copies)
@@ -189,13 +202,15 @@ class SparseMla:
                 empty=shared.empty,
                 valid=valid,
                 pieces=shared.pieces,
+                bits=arrays.bits,
+                of_tokens=of_tokens,
             )
             self.gatherer.run(gather, warp_idx - GATHER_WARP)
         else:
             if group == 0:
                 self.registers.set(self.registers.scores)
                 query = Query(atom, tma, q, storage.q.data_ptr(), q_full)
-                scratch = Scratch(query, storage.exchange.data_ptr(), valid)
+                scratch = Scratch(query, storage.exchange.data_ptr(), valid, of_tokens)
                 self.scores.score(arrays, shared, scratch, score_mma)
             else:
                 self.registers.set(self.registers.values)
@@ -203,6 +218,38 @@ class SparseMla:
             # Gathering warps, which end first, must not call this: `combine` would launch and occupy the SM while it
             # waits.
             cute.arch.griddepcontrol_launch_dependents()
+
+    def bits_of_stages(self, storage: cute.struct) -> cute.Tensor:
+        """The bits of the keys' tokens: `of_tokens` of Gather."""
+        keys, stages = self.ring.block, self.ring.stages
+        return storage.of_tokens.get_tensor(cute.make_layout((keys, stages), stride=(1, keys)))
+
+    @cute.jit
+    def find_work(self, works: cutlass.Boolean, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
+        """Find this CTA's share of the work."""
+        if const_expr(self.config.skips):
+            if works:
+                self.walk.begin(schedule, early)
+            else:
+                self.walk.leave(schedule)
+        else:
+            self.walk.begin(schedule, early)
+
+    @cute.jit
+    def works(self, lengths: cute.Tensor):
+        """Whether this launch has any row tile: a length that is not negative. All threads look, and get the answer."""
+        tidx, _, _ = cute.arch.thread_idx()
+        mine = Int32(0)
+        for i in cutlass.range(tidx, lengths.shape[0], THREADS, unroll=4):
+            mine |= Int32(lengths[i] >= 0)
+        found = cute.arch.inline_ptx(
+            "{ .reg .pred mine, any; setp.ne.s32 mine, {$r0}, 0; "
+            f"barrier.cta.red.or.pred any, 0, {THREADS}, mine; "
+            "selp.s32 {$w0}, 1, 0, any; }",
+            write_only_types=[Int32],
+            read_only_args=[mine],
+        )
+        return found != 0
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, indices: cute.Tensor, warp: Int32):

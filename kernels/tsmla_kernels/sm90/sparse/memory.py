@@ -27,6 +27,8 @@ class Arrays(NamedTuple):
       sinks: [H] f32, or None. scales: [3] f32.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
+      bits: [T, K], the bits of the tokens that select each slot, if the indices are unions; token_lengths: [all tokens]
+        i32, see UnionArrays. Both are None if a row tile has one token.
     """
 
     indices: cute.Tensor
@@ -38,6 +40,8 @@ class Arrays(NamedTuple):
     partial_out: cute.Tensor
     partial_lse: cute.Tensor
     split_info: cute.Tensor
+    bits: cute.Tensor | None = None
+    token_lengths: cute.Tensor | None = None
 
 
 class Query(NamedTuple):
@@ -52,11 +56,12 @@ class Query(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and which keys exist."""
+    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and which keys exist: see Gather."""
 
     query: Query
     exchange: cute.Pointer
     valid: cute.Tensor
+    of_tokens: cute.Tensor | None
 
 
 class Gather(NamedTuple):
@@ -66,8 +71,10 @@ class Gather(NamedTuple):
       q, indices: operands. caches: one cache or two.
       ring: the address of the ring's first stage. full, empty: its barriers.
       valid: [GATHER_WARPS, stages], a bit for each row that a gathering warp copies to a stage: whether its slot
-        exists.
+        exists. If a row tile has several tokens, a bit for each token: whether it selects one of these rows.
       pieces: the ring of descriptions.
+      bits: as in Arrays. of_tokens: [keys of a stage, stages], the bits of the tokens that select a row; 0 if its slot
+        does not exist. It is not used if a row tile has one token.
     """
 
     q: cute.Tensor
@@ -78,6 +85,8 @@ class Gather(NamedTuple):
     empty: cute.Pointer
     valid: cute.Tensor
     pieces: cute.Tensor
+    bits: cute.Tensor | None
+    of_tokens: cute.Tensor | None
 
 
 class Step(NamedTuple):
@@ -120,7 +129,7 @@ class Held(NamedTuple):
         row of P.
       p_words: P, packed into the words that are stored. exchanged: shared-memory scratch. running: the lane's maxima
         and sums.
-      valid: which keys exist. scales: the operand. results: the arrays for finished rows.
+      valid, of_tokens: which keys exist: see Gather. scales: the operand. results: the arrays for finished rows.
       place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
     """
 
@@ -141,6 +150,7 @@ class Held(NamedTuple):
     exchanged: Exchange
     running: Running
     valid: cute.Tensor
+    of_tokens: cute.Tensor | None
     scales: cute.Tensor
     results: Results
     place: Place

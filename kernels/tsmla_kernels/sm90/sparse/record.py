@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
+from tsmla_kernels.contract import not_runnable
 from tsmla_kernels.contract.layouts import V32_PACKED
 from tsmla_kernels.kernel import V32_MODEL, Kernel, Operand
 from tsmla_kernels.options import sparse_mla_spec
 from tsmla_kernels.sm90.sparse.config import (
     NUM_SCALES,
     SparseConfig,
+    launches,
     sparse_config,
-    sparse_reasons,
     workspace_shapes,
 )
+from tsmla_kernels.sm90.sparse.union_config import (
+    UnionConfig,
+    sparse_form,
+    sparse_mla_reasons,
+    union_config,
+    union_reasons,
+    union_workspaces,
+)
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.rules import Dim
+    from tsmla_kernels.contract.sparse import SparseMLASpec
 
 
-def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
+PER_COLUMN = ("union_slots", "union_bits")
+"""Workspaces with a row of a number of columns that the call decides."""
+
+
+def sparse_mla_operands(config: SparseConfig | UnionConfig) -> tuple[Operand, ...]:
     """The operands, for N = T * H query rows; the workspaces are those of config.workspace_shapes.
 
     A cache is the array of the call: [P, span, 656] of V3.2 rows, [P, page_bytes] of V4 pages, or a plain [P, span, D].
     `scales` are softmax_scale * q_scale, kv_scale and compressed_kv_scale; a scale that a call does not have is 1.
     """
+    alone = config.alone if isinstance(config, UnionConfig) else config
     rows: tuple[int | None, ...] = {
         "v32": (None, None, V32_PACKED.row_bytes),
         "v4": (None, None),
@@ -29,7 +49,7 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
     lengths = (Operand("lengths", "int32", (None,), align=4),) if config.lengths else ()
     sinks = (Operand("sinks", "float32", (config.num_heads,), align=4),) if config.sinks else ()
     # The workspaces' static sizes don't depend on the number of multiprocessors, the tokens or the columns.
-    workspaces = workspace_shapes(config, 1, 1, 1)
+    workspaces = workspaces_of(config, 1, 1, 1)
     return (
         Operand("q", config.dtype, (None, config.head_dim)),
         *(Operand(name, config.kv_dtype, rows, wide=True) for name in names),
@@ -37,14 +57,35 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
         *lengths,
         *sinks,
         Operand("scales", "float32", (NUM_SCALES,), align=4),
-        Operand("out", config.shape.out_dtype, (None, config.shape.latent_dim), output=True),
+        Operand("out", alone.shape.out_dtype, (None, alone.shape.latent_dim), output=True),
         Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put lse into the middle of another array
         *(
-            Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
+            Operand(name, dtype, (None, None) if name in PER_COLUMN else (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()
         ),
     )
 
+
+def workspaces_of(
+    config: SparseConfig | UnionConfig, num_sms: int, num_tokens: int, num_selected: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the workspaces of a launch that serves `num_tokens` tokens, in the order of its operands."""
+    find = union_workspaces if isinstance(config, UnionConfig) else workspace_shapes
+    return find(config, num_sms, num_tokens, num_selected)  # type: ignore[arg-type]
+
+
+SPARSE_MLA_UNION = Kernel(
+    name="sparse_mla_union",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.sparse.union_kernel:SparseMlaUnion",
+    config=UnionConfig,
+    operands=sparse_mla_operands,
+    spec_from_options=sparse_mla_spec,
+    reasons=union_reasons,
+    config_for=union_config,
+    flags=("lengths", "sinks"),
+    presets=(),  # models have more heads than tokens share gathers with, unless devices share them
+)
 
 SPARSE_MLA = Kernel(
     name="sparse_mla",
@@ -53,8 +94,33 @@ SPARSE_MLA = Kernel(
     config=SparseConfig,
     operands=sparse_mla_operands,
     spec_from_options=sparse_mla_spec,
-    reasons=sparse_reasons,
+    reasons=sparse_mla_reasons,
     config_for=sparse_config,
     flags=("lengths", "sinks"),
     presets=((V32_MODEL, (("num_heads", "128"), ("layout", "v32"))),),
 )
+
+
+class Serving(NamedTuple):
+    """The kernel that serves a call, and its configuration."""
+
+    kernel: Kernel
+    config: SparseConfig | UnionConfig
+
+    def launches(self, num_tokens: Dim, num_selected: Dim) -> list[tuple[Dim, Dim]]:
+        """The tokens [first, stop) of each launch that a call takes."""
+        if isinstance(self.config, UnionConfig):
+            return [(0, num_tokens)]
+        return launches(self.config, num_tokens, num_selected)
+
+
+def serving(spec: SparseMLASpec, *, lengths: bool, sinks: bool) -> Serving:
+    """The kernel that serves a call in the form that it names, or that its sizes choose.
+
+    Raises:
+      NotImplementedError: the named form cannot serve the call, as a part of one on a device with few of its heads.
+    """
+    kernel = SPARSE_MLA_UNION if sparse_form(spec).name == "union" else SPARSE_MLA
+    if reasons := kernel.reasons(spec):
+        raise not_runnable("sparse_mla", "cute", reasons)
+    return Serving(kernel, kernel.config_for(spec, lengths=lengths, sinks=sinks))

@@ -46,7 +46,7 @@ from tsmla_kernels.sm90.sparse.memory import (
 from tsmla_kernels.sm90.sparse.query import SparseQuery
 from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
-from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
+from tsmla_kernels.sm90.warp import kept, load_matrices, remainder, uniform
 
 EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block's P V may begin
 # Fragments of K (16 keys, 32 bytes) that a warp has in registers or is loading, in the cache's dtype. WGMMA reads a
@@ -54,6 +54,7 @@ EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block'
 KEYS_AHEAD = 4
 KEYS_WIDE = 4  # steps of 16 columns that a warp has in registers as f16
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
+LEAST_BITS = 0xFF800000 - (1 << 32)  # -inf, as the bits of an f32
 
 
 def key_row(lane: Int32, warp: Int32, pitch: int) -> Int32:
@@ -79,7 +80,8 @@ class SparseScores:
         self.k_dtype = self.p_dtype
         self.query = SparseQuery(config, ring)
         self.row_results = RowResults(config.shape, ring.inverses_kept)
-        self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys)
+        token_rows = config.num_heads if config.tokens > 1 else None
+        self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows)
         narrow = config.e4m3_columns // 32
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
@@ -158,6 +160,7 @@ class SparseScores:
             exchanged=exchanged,
             running=Running(m, l),
             valid=scratch.valid,
+            of_tokens=scratch.of_tokens,
             scales=arrays.scales,
             results=results,
             place=place,
@@ -229,7 +232,8 @@ class SparseScores:
         running.l.fill(0.0)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
-        arrived, stored, fresh = Int32(0), Int32(0), Int32(1)
+        arrived, stored = Int32(0), Int32(0)
+        fresh = Int32((1 << self.config.tokens) - 1)  # a bit for each token: whether it has seen no key
         exist = cute.make_rmem_tensor((4,), Int32)
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             if arrived == 0:
@@ -247,10 +251,14 @@ class SparseScores:
             following, phase_following = ahead.following, ahead.phase
             if const_expr(self.config.two_scales):
                 self.scale_keys(s, b, held)
-            if (exist[0] & exist[1] & exist[2] & exist[3]) != (1 << GATHER_ROWS) - 1:
-                self.mask_keys(s, held.valid[place.warp, previous], place.lane)
             # A row has no maximum before its first key.
-            first = fresh & Int32((exist[0] | exist[1] | exist[2] | exist[3]) != 0)
+            if const_expr(self.config.tokens > 1):
+                self.mask_tokens(s, previous, held)
+                first = fresh & (exist[0] | exist[1] | exist[2] | exist[3])
+            else:
+                if (exist[0] & exist[1] & exist[2] & exist[3]) != (1 << GATHER_ROWS) - 1:
+                    self.mask_keys(s, held.valid[place.warp, previous], place.lane)
+                first = fresh & Int32((exist[0] | exist[1] | exist[2] | exist[3]) != 0)
             fresh = fresh ^ first
             self.key_softmax.softmax_of_keys(s, first, taken.scale, held, shared, previous)
             if const_expr(self.config.two_scales):
@@ -364,8 +372,11 @@ class SparseScores:
         if const_expr(self.config.sinks):
             sinks = cute.make_rmem_tensor((2,), Float32)
             for e in cutlass.range_constexpr(2):
-                # Rows past the last head also have sums; they read the last head's sink.
-                head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.config.num_heads - 1)
+                if const_expr(self.config.tokens > 1):
+                    head = remainder(t // 2 + e, self.config.num_heads)
+                else:
+                    # Rows past the last head also have sums; they read the last head's sink.
+                    head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.config.num_heads - 1)
                 sinks[e] = held.results.sinks[head]
         return sinks
 
@@ -435,6 +446,20 @@ class SparseScores:
                 for v in cutlass.range_constexpr(self.p_rows // 8):
                     for e in cutlass.range_constexpr(2):
                         s[e, i, v] = -Float32.inf
+
+    @cute.jit
+    def mask_tokens(self, s: cute.Tensor, index: Int32, held: Held):
+        """Set the scores of stage `index` to -inf where a row's token does not select the key. Without branches: each
+        token has such keys in nearly every block."""
+        numbers = cute.make_tensor(cute.recast_ptr(s.iterator, dtype=Int32), s.layout)
+        eights, least = self.config.num_heads // 8, Int32(LEAST_BITS)
+        for i in cutlass.range_constexpr(2):
+            of_tokens = Int32(held.of_tokens[held.place.warp * GATHER_ROWS + held.place.lane // 4 + 8 * i, index])
+            for token in cutlass.range_constexpr(self.config.tokens):
+                kept_bits = -((of_tokens >> token) & 1)
+                for v in cutlass.range_constexpr(token * eights, (token + 1) * eights):
+                    for e in cutlass.range_constexpr(2):
+                        numbers[e, i, v] = (numbers[e, i, v] & kept_bits) | (least & ~kept_bits)
 
     @cute.jit
     def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):

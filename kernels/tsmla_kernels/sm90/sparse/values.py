@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from tsmla_kernels.sm90.latent.memory import Blocks, Described, Schedule, Shared, two_rows
+from tsmla_kernels.sm90.latent.memory import Blocks, Described, Piece, Schedule, Shared, two_rows
 from tsmla_kernels.sm90.latent.query import two_halves
+from tsmla_kernels.sm90.latent.softmax import tree
 from tsmla_kernels.sm90.latent.values import AHEAD, WIDE, Held, OutRows, Reading, ValueWalk, WideValues
 from tsmla_kernels.sm90.latent.walk import Walk
 from tsmla_kernels.sm90.sparse.config import SparseConfig
@@ -100,6 +103,24 @@ class SparseValues:
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
         """Do nothing: Q is not copied through the ring."""
         return index, phase
+
+    @cute.jit
+    def look_at(self, piece: Described, held: Held, arrays: Arrays):
+        """Let the tokens of a group gather for themselves, in the next launch, if O is not finite.
+
+        A row of the cache that holds NaN or an infinity makes O NaN in all rows, because 0 * NaN is NaN, also in those
+        of tokens that do not select it. The next launch writes these tokens' results anew."""
+        if const_expr(self.config.tokens > 1):
+            zeros = [Float32(0.0)] * 4  # several sums, because an addition waits for the one before
+            for i in cutlass.range_constexpr(cute.size(held.acc)):
+                zeros[i % 4] = cute.math.fma(held.acc[i], Float32(0.0), zeros[i % 4])
+            wrong = tree(operator.add, zeros)
+            lane, tokens = held.lane, self.config.tokens
+            if cute.arch.vote_any_sync(wrong != 0.0):  # NaN
+                token = piece[Piece.REQUEST] * tokens + lane
+                if lane < tokens and token < arrays.token_lengths.shape[0]:
+                    length = arrays.token_lengths[token]
+                    arrays.token_lengths[token] = cutlass.max(length, ~length)
 
     @cute.jit
     def add_blocks(

@@ -56,6 +56,20 @@ Flow atomic(Warp& warp, const Instruction& i, uint32_t mask) {  // aux: 1 if the
   return Flow::next;
 }
 
+// Slots: the old value, base and offset, the value that is expected, and the new one.
+template <class T, Space space>
+Flow compare_and_swap(Warp& warp, const Instruction& i, uint32_t mask) {
+  EACH_LANE {
+    const uint64_t address = address_of(warp, i, 1, lane);
+    T before;
+    std::memcpy(&before, at<space>(warp, address, sizeof(T), sizeof(T), true), sizeof(T));
+    const T after = before == read<T>(warp, i.slots[3], lane) ? read<T>(warp, i.slots[4], lane) : before;
+    put<space>(warp, lane, address, &after, sizeof(T), sizeof(T), true);
+    write<T>(warp, i.slots[0], lane, before);
+  }
+  return Flow::next;
+}
+
 template <class T>
 struct Add { T operator()(T a, T b) const { return static_cast<T>(a + b); } };
 template <class T>
@@ -84,6 +98,7 @@ void add_memory(Handlers& handlers, const std::string& name) {
   handlers["atom." + name + ".or.b32"] = atomic<uint32_t, Or, space>;
   handlers["atom." + name + ".and.b32"] = atomic<uint32_t, And, space>;
   handlers["atom." + name + ".exch.b32"] = atomic<uint32_t, Exchange, space>;
+  handlers["atom." + name + ".cas.b32"] = compare_and_swap<uint32_t, space>;
 }
 
 // Slots: result, its predicate or -1, the value, b and c of the PTX ISA. aux: 0 idx, 1 up, 2 down, 3 bfly.
