@@ -21,8 +21,11 @@ from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.block_scaled import BlockScaled, products_of, why_not_by_kernel
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
+from tsmla_jax.nn.v32.functional import mask_reasons, mask_refusals
 from tsmla_jax.ops.operation import Explanation
 from tsmla_kernels import contract
+from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
+from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT
 
 Add = Callable[..., None]
@@ -41,6 +44,10 @@ class Choice:
     op: str
     implementation: str
     why: str
+
+
+FORM = "attention over selected keys"
+"""The name of the choice between the forms of V3.2's attention."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,9 @@ def explain_step(
             choice = replace(choice, why="; ".join((choice.why, *notes)))
         found.setdefault(op, {})[where] = choice
 
+    def add_form(where: str, form: Form) -> None:
+        found.setdefault(FORM, {})[where] = Choice(FORM, form.name, form.why)
+
     tokens = batch * max_q_len
     each, requests = (1, tokens) if context > 1 else (max_q_len, batch)
     common: dict[str, Any] = {"max_pages": max_pages, "q_dtype": q_dtype, "context": context}
@@ -114,7 +124,7 @@ def explain_step(
                 else:
                     _explain_decode(partial(add, phase), attention, cache, sizes)
             elif isinstance(attention, V32Config):
-                _explain_v32(partial(add, phase), attention, cache, sizes)
+                _explain_v32(partial(add, phase), partial(add_form, phase), attention, cache, sizes)
             else:
                 entries = entries_per_page(attention, layout.page_size)
                 _explain_v4(partial(add, f"{phase}, {attention.kind}"), attention, dtype, cache, sizes, entries)
@@ -231,8 +241,33 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
     return min(config.index_topk, here * sizes.context)
 
 
-def _explain_v32(add: Add, config: V32Config, cache: V32Cache, sizes: _Sizes) -> None:
+def _explain_v32(
+    add: Add, add_form: Callable[[Form], None], config: V32Config, cache: V32Cache, sizes: _Sizes
+) -> None:
     chosen = _explain_indexer(add, config, cache.indexer, sizes)
+    mla, longest = config.mla, sizes.max_pages * cache.kv.shape[1]
+    quantised = jnp.dtype(sizes.q_dtype) == jnp.float8_e4m3fn
+    reasons = mask_refusals(quantised=quantised, shared_keys=sizes.context > 1)
+    reasons += [] if quantised else mask_reasons(config, sizes.q_dtype)
+    of_step = StepSizes(sizes.tokens, sizes.requests, longest, mla.num_attention_heads, config.index_topk)
+    add_form(form := selected_form(of_step, reasons=reasons))
+    if form.name == "mask":
+        keys = _floats(longest, mla.num_attention_heads, mla.qk_nope_head_dim + mla.v_head_dim)
+        offsets = {"cu_seqlens_q": _integers(sizes.requests + 1), "cu_seqlens_kv": _integers(sizes.requests + 1)}
+        add("selection_bits", _integers(sizes.tokens, chosen), longest)
+        add(
+            "mla_prefill_kv",
+            _array(sizes.q_dtype, sizes.tokens, mla.num_attention_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+            jax.ShapeDtypeStruct(keys.shape, sizes.q_dtype),
+            _array(sizes.q_dtype, longest, mla.qk_rope_head_dim),
+            **offsets,
+            max_q_len=sizes.max_q_len,
+            max_kv_len=longest,
+            softmax_scale=mla.softmax_scale,
+            return_lse=True,
+            selection=_integers(sizes.tokens, selection_words(longest)),
+        )
+        return
     q = _array(sizes.q_dtype, sizes.tokens, config.mla.num_attention_heads, config.mla.cache_dim)
     add(
         "sparse_mla",

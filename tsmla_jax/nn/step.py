@@ -40,6 +40,8 @@ class Step:
             block_tables are then the device's own.
         page_size: static, Z of the caches that slot_mapping is of; layers refuse caches of other pages. None, of a step
             made by hand, says nothing.
+        max_seq_len: static bound of seq_lens, by which a sparse layer chooses the form of its attention; None is that
+            of the block tables.
     """
 
     block_tables: jax.Array
@@ -49,6 +51,7 @@ class Step:
     max_q_len: int | None = field(default=None, metadata={"static": True})
     context_axis: str | None = field(default=None, metadata={"static": True})
     page_size: int | None = field(default=None, metadata={"static": True})
+    max_seq_len: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def dense(
@@ -88,6 +91,7 @@ class Step:
         *,
         total_tokens: int,
         max_q_len: int | None = None,
+        max_seq_len: int | None = None,
         page_size: int,
         context_axis: str | None = None,
     ) -> Step:
@@ -100,6 +104,7 @@ class Step:
             total_tokens: T, static.
             page_size: Z of the caches, static.
             max_q_len: static bound of the new tokens of a request; None is T.
+            max_seq_len: static bound of seq_lens; None is that of the block tables.
             context_axis: the mesh axis whose devices share the keys (`nn.context_parallel`); the block tables are then
                 the device's own, and tokens whose page is another's have slot -1.
 
@@ -111,7 +116,16 @@ class Step:
         positions = _here(positions, page_size, context_axis)
         slots = slots_of(block_tables, requests, positions, page_size=page_size)
         max_q_len = total_tokens if max_q_len is None else max_q_len
-        return cls(block_tables, seq_lens, slots, cu_seqlens_q, max_q_len, context_axis, page_size)
+        return cls(
+            block_tables,
+            seq_lens,
+            slots,
+            cu_seqlens_q=cu_seqlens_q,
+            max_q_len=max_q_len,
+            context_axis=context_axis,
+            page_size=page_size,
+            max_seq_len=max_seq_len,
+        )
 
     @property
     def new_lens(self) -> jax.Array:

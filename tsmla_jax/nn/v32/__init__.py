@@ -1,13 +1,14 @@
 """DeepSeek-V3.2's attention layer; as a Flax module it is `tsmla_jax.nn.V32Attention`."""
 
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.v32.functional import V32Cache, attend, init_cache
+from tsmla_jax.nn.v32.functional import V32Cache, attend, form_of, init_cache
 from tsmla_jax.nn.v32.weights import WEIGHTS, param_shapes
 
 __all__ = [
     "V32Cache",
     "V32Config",
     "attend",
+    "form_of",
     "hf_attention_shapes",
     "init_cache",
     "init_params",

@@ -23,10 +23,12 @@ from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v32.config import V32Config
+from tsmla_jax.nn.v32.expanded import Selected, attend_by_mask
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.selected import indexer, metadata
+from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
 from tsmla_kernels.contract.packed import Rotation
 
 _NORM_EPS = 1e-6
@@ -106,6 +108,7 @@ def attend(
     kv_scale: float | jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
     context_axis: str | None = None,
+    form: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V32Cache]:
     """Attention of new tokens over the keys that the indexer chooses among their requests' tokens, new ones included.
@@ -120,14 +123,17 @@ def attend(
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
-        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`.
+        form: "direct", `sparse_mla` on the selected rows; "mask", the expanded form with the selection as bits, in
+            chunks of the context; or None, which `form_of` decides from the step's sizes. Both compute the attention
+            over the selected keys; they differ by rounding alone.
+        implementation: of the operations that the form calls, and of `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
 
     Raises:
         ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis or
-            page size.
+            page size; or `form` is none, or "mask" with a q_scale or a context_axis.
     """
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")
@@ -139,7 +145,10 @@ def attend(
             f" {cache.kv.shape} and {cache.indexer.shape}"
         )
     step.check_pages("cache.kv", cache.kv)
-    _, positions = step.ragged_tokens(num_tokens)
+    chosen_form = form_of(
+        config, step, x, form=form, quantised=q_scale is not None, context_axis=context_axis
+    )
+    request, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)
     if cache.kv.dtype == jnp.uint8:
@@ -159,7 +168,22 @@ def attend(
     keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
 
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
-    queries = quantize_q(functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)), q_scale)
+    projected = functional.project_q(params, mla, x, cos, sin)
+    if chosen_form.name == "mask":
+        chosen = tsmla_jax.indexer_topk(
+            q_index,
+            weights,
+            keys,
+            step.block_tables,
+            step.seq_lens,
+            min(config.index_topk, step.block_tables.shape[1] * keys.shape[1]),
+            cu_seqlens_q=step.cu_seqlens_q,
+            implementation=implementation,
+        )
+        new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions)
+        heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
+        return functional.project_out(params, mla, heads.astype(x.dtype)), V32Cache(kv, keys)
+    queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale,
         "latent_dim": mla.kv_lora_rank,
@@ -201,6 +225,66 @@ def attend(
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
     return project(cast(jax.Array, attended)), V32Cache(kv, keys)
+
+
+def form_of(
+    config: V32Config,
+    step: Step,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    form: str | None = None,
+    quantised: bool = False,
+    context_axis: str | None = None,
+) -> Form:
+    """The form in which `attend` computes a step, and why; decided from sizes that the host knows.
+
+    Args:
+        config: the layer's shape.
+        step: of ragged tokens. A bound on its requests' tokens, max_seq_len, makes the decision sharper than the length
+            of the block tables does.
+        x: [T, E], of which the shape and the dtype count.
+        form: the caller's choice, "direct" or "mask", or None.
+        quantised: whether `attend` is given a q_scale.
+        context_axis: of `attend`.
+
+    Returns:
+        Form: name and why.
+
+    Raises:
+        ValueError: `form` is none, or "mask" where the mask can't serve the step.
+    """
+    unable = mask_refusals(quantised=quantised, shared_keys=context_axis is not None)
+    if form == "mask" and unable:
+        raise ValueError(f"form: got 'mask'; legal: None or 'direct', as {'; '.join(unable)}")
+    unable += mask_reasons(config, x.dtype)
+    requests, pages = step.block_tables.shape
+    bounds = [bound for bound in (step.max_seq_len, pages * step.page_size if step.page_size else None) if bound]
+    if not bounds and form is None:
+        unable.append("the step has neither max_seq_len nor page_size")
+    if not all(isinstance(size, int) for size in (*x.shape, requests, pages)):
+        unable.append("the step's sizes are symbolic")
+    if unable or form is not None:
+        return selected_form(StepSizes(0, 0, 0, 0, 0), forced=form, reasons=unable)
+    heads = config.mla.num_attention_heads
+    return selected_form(StepSizes(x.shape[0], requests, min(bounds), heads, config.index_topk))
+
+
+def mask_refusals(*, quantised: bool, shared_keys: bool) -> list[str]:
+    """Why the mask can't serve a step; empty if it can. quantised: whether absorbed queries are quantised. shared_keys:
+    whether the devices of a mesh axis share the keys."""
+    refused = ["q_scale quantises absorbed queries, and the mask has none"] if quantised else []
+    return refused + ["the keys are shared by the devices of a mesh axis"] * shared_keys
+
+
+def mask_reasons(config: V32Config, dtype: DTypeLike) -> list[str]:
+    """Why the mask would have no kernel with activations of `dtype`; empty if it has one."""
+    mla, name, reasons = config.mla, jnp.dtype(dtype).name, []
+    widths = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim
+    if widths != (192, 128):
+        reasons.append(f"the head dims are {widths[0]} and {widths[1]}; the mask's kernel takes 192 and 128")
+    if name not in ("bfloat16", "float16"):
+        reasons.append(f"x's dtype is {name}; the mask's kernel takes bfloat16 and float16")
+    return reasons
 
 
 def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ class V32Attention(AttentionLayer):
         kv_scale: float | jax.Array | None = None,
         q_scale: float | jax.Array | None = None,
         context_axis: str | None = None,
+        form: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, V32Cache]:
         """Prefill, chunks and decode alike; see `tsmla_jax.nn.v32.attend`. Returns y and the caches."""
@@ -34,5 +35,6 @@ class V32Attention(AttentionLayer):
             kv_scale=kv_scale,
             q_scale=q_scale,
             context_axis=context_axis,
+            form=form,
             implementation=implementation,
         )

@@ -1,0 +1,107 @@
+"""V3.2's attention with the selection as a mask: keys and values expanded from the cache, new ones and context alike.
+
+New tokens see each other in one causal call. Cached context is taken in chunks: gathered, expanded, attended to with
+the bits of that chunk, and merged by lse. So a chunk bounds the memory of keys, values and bits. All keys are read from
+the cache, so that a quantised cache means the same as in the direct form.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+import tsmla_jax
+from tsmla_jax.nn.mla import functional
+from tsmla_jax.nn.step import Step, needed_when_ragged, slots_of
+from tsmla_jax.nn.v32.config import V32Config
+from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.inputs import describe
+from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.ragged import row_owner
+from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
+from tsmla_kernels.contract.layouts import cache_spec
+
+State = tuple[jax.Array, jax.Array]
+"""out and lse."""
+
+CHUNK_ROWS = 8192
+"""Cached tokens of all requests that are expanded at once; a request's chunk is a multiple of 128."""
+
+
+class Selected(NamedTuple):
+    """What new tokens attend by: their queries [T, H, K], the positions that each selects [T, k], and their request and
+    position [T]."""
+
+    q: jax.Array
+    positions: jax.Array
+    request: jax.Array
+    position: jax.Array
+
+
+def attend_by_mask(
+    params: Params,
+    config: V32Config,
+    new: Selected,
+    kv: jax.Array,
+    step: Step,
+    *,
+    kv_scale: float | jax.Array | None,
+    implementation: str | None,
+) -> jax.Array:
+    """The heads' outputs [T, H, V] of new tokens whose rows `kv` holds already."""
+    mla, spec = config.mla, cache_spec("kv_cache", describe("kv_cache", kv))
+    cu_seqlens_q = needed_when_ragged(step.cu_seqlens_q)
+    max_q_len = min(needed_when_ragged(step.max_q_len), new.q.shape[0])
+    context_lens = step.context_lens
+    # A token that has at most k keys selects all of them, and needs no bits.
+    tokens = jnp.arange(new.q.shape[0], dtype=jnp.int32)
+    rows = jnp.where(new.position < new.positions.shape[1], -1, tokens)
+
+    def attend(slots: jax.Array, cu_seqlens_kv: jax.Array, most: int, starts: jax.Array, *, causal: bool) -> State:
+        usable = valid_slots(slots, spec)
+        held = gather_rows(kv, jnp.where(usable, slots, 0), spec, jnp.dtype(jnp.float32))
+        held = jnp.where(usable[:, None], held * (1.0 if kv_scale is None else kv_scale), 0).astype(new.q.dtype)
+        latent, k_rope = jnp.split(held, [mla.kv_lora_rank], axis=-1)
+        bits = tsmla_jax.selection_bits(new.positions, most, starts=starts, implementation=implementation)
+        found = tsmla_jax.mla_prefill_kv(
+            new.q,
+            functional.expand_joint_kv(params, latent),
+            k_rope,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_q_len=max_q_len,
+            max_kv_len=most,
+            softmax_scale=mla.softmax_scale,
+            causal=causal,
+            return_lse=True,
+            selection=bits,
+            selection_rows=rows,
+            implementation=implementation,
+        )
+        return cast(State, found)  # as lse is asked for
+
+    out, lse = attend(step.slot_mapping, cu_seqlens_q, max_q_len, context_lens[new.request], causal=True)
+    requests = context_lens.shape[0]
+    chunk = max(CHUNK_ROWS // max(requests, 1) // 128, 1) * 128
+    needed = (jnp.max(context_lens, initial=0) + chunk - 1) // chunk
+
+    def add_chunk(index: jax.Array, state: State) -> State:
+        starts = jnp.minimum(index * chunk, context_lens)
+        lens = jnp.minimum(context_lens - starts, chunk)
+        cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+        request, local, owned = row_owner(cu_seqlens_kv, requests * chunk)
+        at = jnp.where(owned, starts[request] + local, -1)
+        slots = slots_of(step.block_tables, request, at, page_size=spec.page_size)
+        first = jnp.full(new.position.shape, index * chunk, jnp.int32)
+        part, part_lse = attend(slots, cu_seqlens_kv, chunk, first, causal=False)
+        return tsmla_jax.merge_attention_states([state[0], part.astype(state[0].dtype)], [state[1], part_lse])
+
+    def with_context(out: jax.Array, lse: jax.Array) -> jax.Array:
+        # Merged once a chunk, in float32, so that rounding does not grow with the context.
+        where = (out, kv, step.block_tables, context_lens)
+        wide = carry(out.astype(jnp.promote_types(out.dtype, jnp.float32)), *where), carry(lse, *where)
+        return jax.lax.fori_loop(0, needed, add_chunk, wide)[0].astype(out.dtype)
+
+    return jax.lax.cond(needed > 0, with_context, lambda out, lse: carry(out, kv, context_lens), out, lse)
