@@ -150,22 +150,7 @@ def attend(
     )
     request, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
-    latent, k_rope = functional.project_latent_unrotated(params, mla, x)
-    if cache.kv.dtype == jnp.uint8:
-        kv = sparse.write_packed_kv_cache(
-            cache.kv,
-            latent,
-            k_rope,
-            step.slot_mapping,
-            cos,
-            sin,
-            rope_interleave=mla.rope_interleave,
-            rope_layout=mla.rope_layout,
-        )
-    else:
-        k_rope = apply_rope(mla, k_rope, cos, sin)
-        kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
-    keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
+    kv, keys = _written(params, config, x, cache, step, Angles(cos, sin), kv_scale)
 
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
     projected = functional.project_q(params, mla, x, cos, sin)
@@ -225,6 +210,43 @@ def attend(
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
     return project(cast(jax.Array, attended)), V32Cache(kv, keys)
+
+
+class Angles(NamedTuple):
+    """The cosines and sines of the new tokens' positions."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def _written(
+    params: Params,
+    config: V32Config,
+    x: jax.Array,
+    cache: V32Cache,
+    step: Step,
+    angles: Angles,
+    kv_scale: float | jax.Array | None,
+) -> V32Cache:
+    """The caches with the new tokens' latents and indexer keys."""
+    mla, (cos, sin) = config.mla, angles
+    latent, k_rope = functional.project_latent_unrotated(params, mla, x)
+    if cache.kv.dtype == jnp.uint8:
+        kv = sparse.write_packed_kv_cache(
+            cache.kv,
+            latent,
+            k_rope,
+            step.slot_mapping,
+            cos,
+            sin,
+            rope_interleave=mla.rope_interleave,
+            rope_layout=mla.rope_layout,
+        )
+    else:
+        k_rope = apply_rope(mla, k_rope, cos, sin)
+        kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
+    keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
+    return V32Cache(kv, keys)
 
 
 def form_of(
