@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -358,18 +359,10 @@ class Record:
 def command(argv: list[str]) -> str:
     """The command of a run, to be given in a clone: no path of this machine is in it."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    said, place = [f"python -m {module.name if module else 'benchmarks.run'}"], ""
-    for word in argv[1:]:
-        name, _, value = word.partition("=")
-        if place:
-            said.append(place)
-            place = ""
-        elif name in PLACES and value:
-            said.append(f"{name} {PLACES[name]}")
-        else:
-            said.append(word)
-            place = PLACES.get(name, "")
-    return " ".join(said)
+    said = " ".join(argv[1:])
+    for name, place in PLACES.items():
+        said = re.sub(rf"{name}[= ]\S+", f"{name} {place}", said)
+    return f"python -m {module.name if module else 'benchmarks.run'} {said}".rstrip()
 
 
 def head() -> str:

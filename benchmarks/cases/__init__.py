@@ -1,4 +1,5 @@
-"""The benchmarks that `benchmarks.run` runs: by the name of the record, the module and the class of each."""
+"""The benchmarks that `benchmarks.run` runs: by the name of the record, the module (of this package, if there is no dot
+in it) and the class of each."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -12,12 +13,13 @@ CASES = {
     "prefill_backward": "prefill_backward:PrefillBackward", "segment_attention": "segment_attention:SegmentAttention",
     "select_topk": "select_topk:SelectTopk", "indexer_logits": "indexer_logits:Logits",
     "indexer_topk": "indexer_topk:Selection", "cache": "cache:Cache", "merge": "cache:Merge",
-    "compress": "compress:Compress", "sparse_layer": "sparse_layer:SparseLayer",
-    "bridge_overhead": "bridge_overhead:Overhead", "fp8_products": "fp8_products:Products",
+    "compress": "compress:Compress", "bridge_overhead": "bridge_overhead:Overhead",
+    "fp8_products": "fp8_products:Products", "sparse_layer": "examples.whole_models.sparse_layer:SparseLayer",
 }  # fmt: skip
 
 
 def case(name: str) -> "type[Case]":
     """The case of that name."""
     module, _, found = CASES[name].partition(":")
-    return getattr(importlib.import_module(f"benchmarks.cases.{module}"), found)
+    place = module if "." in module else f"benchmarks.cases.{module}"
+    return getattr(importlib.import_module(place), found)

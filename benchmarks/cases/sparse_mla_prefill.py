@@ -31,7 +31,7 @@ from benchmarks.cases import packed
 from benchmarks.cases.packed import WINDOW
 from benchmarks.cases.prefill import QK_DIM, V_DIM
 from benchmarks.floors import BYTES_PER_S, FLOPS_PER_S, LATENT, PAGE
-from benchmarks.harness import Object, Run, device, ints, randn
+from benchmarks.harness import Errors, Object, Run, device, ints, randn
 from benchmarks.peers import sparse
 
 FP8, E4M3 = "tsmla fp8 queries", torch.float8_e4m3fn
@@ -93,15 +93,10 @@ def caches_of(is_v4: bool) -> tuple[tuple[Any, ...], Any]:
 
 
 class SparsePrefill(packed.PackedCase):
-    points = tuple(
-        itertools.starmap(
-            Point,
-            (
-                *itertools.product(SELECTED, (512, 2048, 4096), (16, 32, 64, 128)),
-                *itertools.product(PROMPTS, (8192, 16384), (16, 64, 128)),
-            ),
-        )
-    )
+    points = tuple(itertools.starmap(Point, (
+        *itertools.product(SELECTED, (512, 2048, 4096), (16, 32, 64, 128)),
+        *itertools.product(PROMPTS, (8192, 16384), (16, 64, 128)),
+    )))  # fmt: skip
     common: ClassVar = {"dtype": "bf16", "page": PAGE}
     peers: ClassVar = {"flashmla": "flashmla", "widen": "vllm_c"}
     iterations = 10
@@ -150,13 +145,8 @@ class SparsePrefill(packed.PackedCase):
         dense = functools.partial(tsmla_bridge.mla_prefill, **options)
         mask = functools.partial(dense, selection=bits(), selection_rows=rows)
         narrow = [x.to(E4M3) for x in self.qkv]
-        return {
-            MASK: functools.partial(mask, *self.qkv),
-            MASK_FP8: functools.partial(mask, *narrow),
-            DENSE: functools.partial(dense, *self.qkv),
-            DENSE_FP8: functools.partial(dense, *narrow),
-            BITS: bits,
-        }
+        calls = {MASK: (mask, self.qkv), MASK_FP8: (mask, narrow), DENSE: (dense, self.qkv), DENSE_FP8: (dense, narrow)}
+        return {BITS: bits, **{name: functools.partial(call, *given) for name, (call, given) in calls.items()}}
 
     def of_peer(self, name: str) -> Run:
         if name == "widen":
@@ -207,14 +197,10 @@ class SparsePrefill(packed.PackedCase):
 
     def expanded_errors(self, results: Any, sample: list[int], dtype: Any) -> dict[str, Any]:
         """rel_err of out and lse_err on the sample's tokens, against float64 of the inputs as `dtype` rounds them."""
-        (out, lse), wanted, found, worst = results, [], [], 0.0
+        errors = Errors()
         for token in sample:
             keys = self.sections[0][token].long()
             q, k, v = (x.to(dtype).double() for x in (self.qkv[0][token], *(x[keys[keys >= 0]] for x in self.qkv[1:])))
             scores = torch.einsum("hd,khd->hk", q, k) * self.scale
-            wanted.append(torch.einsum("hk,khv->hv", torch.softmax(scores, -1), v))
-            found.append(out[token].double())
-            worst = max(worst, float((lse[token].double() - torch.logsumexp(scores, -1)).abs().max()))
-        want = torch.stack(wanted)
-        error = float((torch.stack(found) - want).norm() / want.norm())
-        return {"rel_err": float(f"{error:.3e}"), "lse_err": float(f"{worst:.2e}")}
+            errors.add(*(x[token][:, None] for x in results), scores[:, None], v.transpose(0, 1))
+        return errors.fields()

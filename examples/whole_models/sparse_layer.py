@@ -1,8 +1,8 @@
-"""A decode step of a V3.2 attention layer without its projections, ours in one jax.jit and the engines' kernels in one
-CUDA graph. A point is a number of requests B and heads H; a request has one new token and 32,768 keys in pages of 64,
-and attends to 2,048 of them. A step is rope, the write of the packed latent (656 bytes) and of the indexer key (132
-bytes), quantisation of the indexer's queries (64 heads of 128), their selection and sparse_mla; both sides begin with
-the same numbers in buffers of the same layouts.
+"""The case sparse_layer of `benchmarks.run`: a decode step of a V3.2 attention layer without its projections, ours in
+one jax.jit and the engines' kernels in one CUDA graph. A point is a number of requests B and heads H; a request has one
+new token and 32,768 keys in pages of 64, and attends to 2,048 of them. A step is rope, the write of the packed latent
+(656 bytes) and of the indexer key (132 bytes), quantisation of the indexer's queries (64 heads of 128), their selection
+and sparse_mla; both sides begin with the same numbers in buffers of the same layouts.
 
 Times are the GPU's clock over a chain of steps, of 20 less 8 of them, so that what a chain costs as a whole is not in
 it: ours one jitted function that updates the donated caches, the peers' one CUDA graph of the fastest top-k and
@@ -227,7 +227,7 @@ def graph_of(run: Callable[[Any], None], steps: list[LayerStep]) -> Callable[[],
 
 def peer_step(layer: Layer, steps: list[LayerStep], hear: Callable[[str], None]) -> tuple[Any, str, Any] | None:
     """Times of the fastest combination that runs, its top-k and attention, and the slots of the last step."""
-    from benchmarks.peers.layer import PeerLayer
+    from examples.whole_models.engine_layer import PeerLayer
 
     last, best = steps[-1]._make(x.clone() for x in steps[-1]), None  # rope works in place
     for topk, attention in itertools.product(("vllm_cooperative", "vllm_persistent", "sgl"), ("flashmla", "legacy")):
