@@ -23,6 +23,13 @@ def test_linen_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode over the cache differs" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # compiles four steps of training
+def test_train_sparse(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
+    load("train_sparse").main(["--steps", "32", "--warm_up", "16"])
+    assert "from the reference's" in capsys.readouterr().out
+
+
 def test_train_transformer(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
     load("train_transformer").main(["--steps", "22"])

@@ -2,11 +2,14 @@
 
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.functional import V32Cache, attend, form_of, init_cache
+from tsmla_jax.nn.v32.prefill import CHECKPOINT_NAMES, V32Prefill, prefill
 from tsmla_jax.nn.v32.weights import WEIGHTS, param_shapes
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "V32Cache",
     "V32Config",
+    "V32Prefill",
     "attend",
     "form_of",
     "hf_attention_shapes",
@@ -17,6 +20,7 @@ __all__ = [
     "param_specs",
     "params_from_hf",
     "params_to_hf",
+    "prefill",
     "save_hf_attention",
 ]
 

@@ -152,7 +152,8 @@ def attend(
     cos, sin = rope_cos_sin(mla, positions)
     kv, keys = _written(params, config, x, cache, step, Angles(cos, sin), kv_scale)
 
-    q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
+    low = functional.project_low_rank_q(params, mla, x)
+    q_index, weights = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
     projected = functional.project_q(params, mla, x, cos, sin)
     if chosen_form.name == "mask":
         chosen = tsmla_jax.indexer_topk(
@@ -245,7 +246,7 @@ def _written(
     else:
         k_rope = apply_rope(mla, k_rope, cos, sin)
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
-    keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
+    keys = sparse.write_indexer_cache(cache.indexer, indexer_keys(params, x), step.slot_mapping, cos, sin)
     return V32Cache(kv, keys)
 
 
@@ -309,7 +310,7 @@ def mask_reasons(config: V32Config, dtype: DTypeLike) -> list[str]:
     return reasons
 
 
-def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:
+def indexer_keys(params: Params, x: jax.Array) -> jax.Array:
     """Layer-normed keys [T, Di], not rotated yet."""
     k = product(params, "indexer_wk", x).astype(jnp.float32)
     k = k - k.mean(-1, keepdims=True)
@@ -317,11 +318,13 @@ def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:
     return k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
 
 
-def _indexer_queries(
-    params: Params, config: V32Config, x: jax.Array, cos: jax.Array, sin: jax.Array, *, quantise: bool
+def indexer_queries(
+    params: Params, config: V32Config, x: jax.Array, low: jax.Array, angles: Angles, *, quantise: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi]."""
-    q = product(params, "indexer_wq_b", functional.project_low_rank_q(params, config.mla, x))
+    """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi], of x and its normed low-rank
+    query."""
+    cos, sin = angles
+    q = product(params, "indexer_wq_b", low)
     q = q.reshape(x.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
     weights = product(params, "indexer_weights_proj", x)
     if quantise:

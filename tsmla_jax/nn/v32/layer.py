@@ -5,6 +5,7 @@ import jax
 from tsmla_jax.nn.layer import AttentionLayer
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.functional import V32Cache, attend
+from tsmla_jax.nn.v32.prefill import V32Prefill, prefill
 from tsmla_jax.nn.v32.weights import WEIGHTS
 
 
@@ -36,5 +37,29 @@ class V32Attention(AttentionLayer):
             q_scale=q_scale,
             context_axis=context_axis,
             form=form,
+            implementation=implementation,
+        )
+
+    def prefill(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens_q: jax.Array,
+        max_q_len: int,
+        selected: jax.Array | None = None,
+        dense: bool = False,
+        index_loss: bool = True,
+        implementation: str | None = None,
+    ) -> V32Prefill:
+        """Whole texts, with a gradient; see `tsmla_jax.nn.v32.prefill`."""
+        return prefill(
+            self.params,
+            self.config,
+            x,
+            cu_seqlens_q=cu_seqlens_q,
+            max_q_len=max_q_len,
+            selected=selected,
+            dense=dense,
+            index_loss=index_loss,
             implementation=implementation,
         )

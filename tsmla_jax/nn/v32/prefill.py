@@ -1,0 +1,246 @@
+"""DeepSeek-V3.2's attention over whole packed texts, without caches and with a gradient: what trains the layer.
+
+The main model is trained by its own loss through the attention, and the indexer by `indexer_loss` alone: its input is
+detached, as in V3.2's report. Axes: T tokens, B texts, E hidden width, H heads, K selected keys of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import tsmla_jax
+from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.mla import functional
+from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.step import ragged_positions
+from tsmla_jax.nn.v32.config import V32Config
+from tsmla_jax.nn.v32.functional import Angles, indexer_keys, indexer_queries
+from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.inputs import describe_as, describe_ints
+from tsmla_jax.ops.selected import indexer
+from tsmla_kernels.contract import FLOATS
+from tsmla_kernels.contract.packed import Rotation
+
+SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v32_selected", "v32_out", "v32_lse")
+"""The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse. With these saved, the
+gradient's pass repeats neither the top-k nor the attention."""
+
+_PAGE = 64
+
+
+@exportable
+class V32Prefill(NamedTuple):
+    """What `prefill` returns.
+
+    Attributes:
+        y: [T, E] in x's dtype.
+        selected: [T, K] int32, the positions in its own text that each token attends to, -1 behind the last; None in
+            the dense warm-up, where a token attends to all tokens up to itself.
+        index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token, 0 in padding; None where it was not asked for.
+    """
+
+    y: jax.Array
+    selected: jax.Array | None
+    index_loss: jax.Array | None
+
+
+def prefill(
+    params: Params,
+    config: V32Config,
+    x: jax.Array,
+    *,
+    cu_seqlens_q: jax.Array,
+    max_q_len: int,
+    selected: jax.Array | None = None,
+    dense: bool = False,
+    index_loss: bool = True,
+    head_axis: str | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> V32Prefill:
+    """Attention of whole texts over the keys that the indexer chooses, and the indexer's loss; differentiable.
+
+    Gradients of y reach x and MLA's parameters; those of index_loss reach the indexer's parameters and nothing else.
+
+    Args:
+        params: see `param_shapes`; plain weights, as those in e4m3 have no gradient.
+        config: the layer's shape.
+        x: [T, E] of 16, 32 or 64 bits, texts packed one after the other. Rows of packed segments are x.reshape(-1, E)
+            with the cu_seqlens of `nn.Segments`.
+        cu_seqlens_q: [B + 1] i32, where each text starts; tokens from cu_seqlens_q[B] on are padding.
+        max_q_len: static bound of a text's length.
+        selected: [T, K] i32 positions to attend to in the place of the indexer's choice: a rollout's, or those of the
+            layer whose choice this one shares. -1 and positions after the token's own select nothing.
+        dense: the warm-up: attention to all tokens up to the token's own, in the expanded form, and an index_loss over
+            all of them.
+        index_loss: whether to compute it. Without it, and with `selected` or `dense`, no parameter of the indexer is
+            read.
+        head_axis: under shard_map with params split by `param_specs`, the mesh axis of the heads. y is then the partial
+            sum of the local heads, for the caller to psum; selected and index_loss are those of all heads.
+        deterministic: of `tsmla_jax.mla_prefill_kv`, in the warm-up.
+        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.indexer_topk`, `tsmla_jax.indexer_loss`, and in the
+            warm-up of `tsmla_jax.mla_prefill_kv`.
+
+    Returns:
+        V32Prefill. Rows of padding mean nothing.
+
+    Raises:
+        TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them; or
+            selected is given in the warm-up.
+        NotImplementedError: the named implementation can't run this call.
+    """
+    mla = config.mla
+    check_trainable(params, x, mla.hidden_size)
+    num_tokens = x.shape[0]
+    if selected is not None:
+        if dense:
+            raise ValueError("selected: got an array with dense=True; legal: None, as all keys are attended to")
+        describe_ints("selected", selected, "T K", (num_tokens, "T, x's tokens"))
+    cu_seqlens_q = jnp.asarray(cu_seqlens_q)
+    starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
+    request, positions = ragged_positions(cu_seqlens_q, starts, num_tokens)
+    cos, sin = rope_cos_sin(mla, positions)
+    latent, k_rope = functional.project_latent(params, mla, x, cos, sin)
+    q_nope, q_rope = functional.project_q(params, mla, x, cos, sin)
+
+    index: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    if index_loss or not (dense or selected is not None):
+        index = _indexer(params, config, x, cos, sin)
+    if selected is None and not dense:
+        assert index is not None  # no choice without it
+        selected = choose(index, cu_seqlens_q, (request, positions), max_q_len, config.index_topk, implementation)
+    slots = None
+    if selected is not None:
+        selected = checkpoint_name(jnp.asarray(selected), SELECTED)
+        legal = (selected >= 0) & (selected <= positions[:, None])
+        slots = jnp.where(legal, selected + cu_seqlens_q[request][:, None], -1)
+
+    # A token is a page of its own: texts start anywhere.
+    kv = jnp.concatenate([latent, k_rope], axis=-1)[:, None]
+    absorbed = functional.absorb_q(params, q_nope, q_rope)
+    if slots is None:
+        out, lse = tsmla_jax.mla_prefill_kv(
+            jnp.concatenate([q_nope, q_rope], axis=-1),
+            functional.expand_joint_kv(params, latent),
+            k_rope,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_q,
+            max_q_len=max_q_len,
+            max_kv_len=max_q_len,
+            softmax_scale=mla.softmax_scale,
+            return_lse=True,
+            deterministic=deterministic,
+            implementation=implementation,
+        )
+    else:
+        out, lse = tsmla_jax.sparse_mla(
+            absorbed,
+            kv,
+            slots,
+            softmax_scale=mla.softmax_scale,
+            latent_dim=mla.kv_lora_rank,
+            return_lse=True,
+            implementation=implementation,
+        )
+    out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
+    heads = out if slots is None else jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
+    y = functional.project_out(params, mla, heads)
+    if not index_loss:
+        return V32Prefill(y, selected, None)
+    assert index is not None
+    where = {"indices": slots} if slots is not None else all_keys(cu_seqlens_q, max_q_len, num_tokens)
+    loss = tsmla_jax.indexer_loss(
+        index[0],
+        index[1],
+        index[2][:, None],
+        lax.stop_gradient(absorbed),
+        lax.stop_gradient(kv),
+        lax.stop_gradient(lse),
+        softmax_scale=mla.softmax_scale,
+        head_axis=head_axis,
+        implementation=implementation,
+        **where,
+    )
+    return V32Prefill(y, selected, loss)
+
+
+def check_trainable(params: Params, x: jax.Array, hidden_size: int) -> None:
+    """ValueError / TypeError for x or a parameter that has no gradient, or x of another width."""
+    array = describe_as("x", x, "T E", FLOATS)
+    if array.shape[1] != hidden_size:
+        raise ValueError(f"x: got width {array.shape[1]}; legal: hidden_size = {hidden_size}")
+    for name, value in params.items():
+        if isinstance(value, BlockScaled) or value.dtype.name.startswith("float8"):
+            kind = "block-scaled float8_e4m3fn" if isinstance(value, BlockScaled) else value.dtype.name
+            raise ValueError(f"params[{name!r}]: got {kind}, which has no gradient; legal: {', '.join(FLOATS)}")
+
+
+def _indexer(
+    params: Params, config: V32Config, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The indexer's queries [T, Hi, Di], weights [T, Hi] and keys [T, Di], rotated, of a detached x: in x's dtype, as a
+    plain cache would hold the keys."""
+    low = lax.stop_gradient(functional.project_low_rank_q(params, config.mla, x))
+    x = lax.stop_gradient(x)
+    q, weights = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=False)
+    keys = indexer.rotate_columns(
+        indexer_keys(params, x), (cos, sin), Rotation(config.mla.qk_rope_head_dim, 0, "halves")
+    )
+    return q.astype(x.dtype), weights, keys.astype(x.dtype)
+
+
+def choose(
+    index: tuple[jax.Array, jax.Array, jax.Array],
+    cu_seqlens: jax.Array,
+    owners: tuple[jax.Array, jax.Array],
+    max_len: int,
+    topk: int,
+    implementation: str | None,
+) -> jax.Array:
+    """The positions [T, K] of the greatest logits among a token's own and those before it, ascending, -1 behind.
+
+    Args:
+        index: the indexer's queries, weights and keys of packed texts.
+        cu_seqlens: [B + 1], where each text starts.
+        owners: the text and the position of each token.
+        max_len: bound of a text's length.
+        topk: K at most.
+        implementation: of `tsmla_jax.indexer_topk`.
+    """
+    q, weights, keys = lax.stop_gradient(index)
+    request, positions = owners
+    lens = jnp.diff(cu_seqlens)
+    # Texts get pages of their own: the kernels of a top-k read pages of several keys, and texts start anywhere.
+    pages = (lens + (_PAGE - 1)) // _PAGE
+    first = jnp.cumsum(pages) - pages
+    num_pages = keys.shape[0] // _PAGE + lens.shape[0]
+    slots = jnp.where(positions >= 0, first[request] * _PAGE + positions, num_pages * _PAGE)
+    paged = jnp.zeros((num_pages * _PAGE, keys.shape[1]), keys.dtype).at[slots].set(keys, mode="drop")
+    columns = max(1, -(-max_len // _PAGE))
+    tables = jnp.minimum(first[:, None] + jnp.arange(columns, dtype=jnp.int32), num_pages - 1)
+    return tsmla_jax.indexer_topk(
+        q,
+        weights,
+        paged.reshape(num_pages, _PAGE, -1),
+        tables.astype(jnp.int32),
+        lens.astype(jnp.int32),
+        min(topk, columns * _PAGE),
+        cu_seqlens_q=cu_seqlens,
+        implementation=implementation,
+    )
+
+
+def all_keys(cu_seqlens: jax.Array, max_len: int, num_tokens: int) -> dict[str, jax.Array]:
+    """The arguments of `indexer_loss` for all keys of packed texts, a page a token."""
+    tables = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
+    return {
+        "block_tables": jnp.minimum(tables, num_tokens - 1).astype(jnp.int32),
+        "seq_lens": jnp.diff(cu_seqlens).astype(jnp.int32),
+        "cu_seqlens_q": cu_seqlens,
+    }
