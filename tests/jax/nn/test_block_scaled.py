@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import moe
-from tsmla_jax.nn import MLAConfig, Step, functional, init_params
+from tsmla_jax.nn import MLAConfig, Step, functional, init_params, triton
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size, with_products
 from tsmla_jax.nn.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel, split_rows
@@ -178,6 +178,35 @@ def test_hopper_multiplies_narrow_experts_by_their_kernel(tokens: int, monkeypat
         assert not moe.takes_scaled_rows(jnp.bfloat16, *stacks, 2 * tokens)
         traced = str(jax.make_jaxpr(lambda *arrays: moe.mix_experts(*arrays))(x, experts, shares, *stacks))
     assert traced.count("tsmla_kernel_call") == 2 and "pallas_call" not in traced
+
+
+def test_nothing_on_hopper_needs_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jax without its Triton backend: fp8 weights by their kernel, experts of 16 bits and routers by XLA."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(triton, "plgpu", None)
+    config = moe.MoEConfig(8, 2, 128, 0, "noaux_tc", 4, 2, True, 1.0)
+    x = jax.ShapeDtypeStruct((40, 256), jnp.bfloat16)
+
+    def stack(wide: bool, *shape: int) -> Any:
+        if wide:
+            return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        scales = jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.float32)
+        return BlockScaled(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scales)  # type: ignore[arg-type]
+
+    def step(params: Any, x: jax.Array) -> jax.Array:
+        valid, tokens = jnp.ones(40, bool), jnp.zeros(40, jnp.int32)
+        return moe.mixture_of_experts(params, x, valid, config, tokens)
+
+    router = {
+        "router": jax.ShapeDtypeStruct((8, 256), jnp.float32),
+        "correction_bias": jax.ShapeDtypeStruct((8,), jnp.float32),
+    }
+    for wide, calls in ((False, 2), (True, 0)):
+        params = router | {"gate_up": stack(wide, 8, 256, 256), "down": stack(wide, 8, 256, 128)}
+        with device.planned_for("sm_90a"):
+            traced = str(jax.make_jaxpr(step)(params, x))
+        assert "pallas_call" not in traced and traced.count("tsmla_kernel_call") == calls
+        assert ("ragged_dot" in traced) is wide
 
 
 @pytest.mark.parametrize("rows", [1, 16, 20, 64, 65, 130])
