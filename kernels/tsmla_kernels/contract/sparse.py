@@ -63,6 +63,7 @@ class SparseMLASpec(ResultDtypes):
     batch_invariant: bool = False
     form: str = "auto"
     tokens_per_request: int = 0
+    deterministic: bool = False
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -115,6 +116,7 @@ def sparse_mla_spec(
     batch_invariant: bool = False,
     form: str = "auto",
     tokens_per_request: int | None = None,
+    deterministic: bool = False,
 ) -> SparseMLASpec:
     """The spec of sparse_mla, or ValueError / TypeError naming the argument that is not legal."""
     check_array("q", q, "T H D", VALUES)
@@ -183,6 +185,7 @@ def sparse_mla_spec(
         q_dtype=q.dtype,
         batch_invariant=batch_invariant,
         **_form(form, tokens_per_request),
+        deterministic=static_bool("deterministic", deterministic),
     )
 
 

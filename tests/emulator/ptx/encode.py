@@ -285,7 +285,7 @@ class _Encoder:
         if "wait_group" in i.modifiers:
             return Encoding("bulk_wait", (self.slot(i.operands[0]),))
         adds = i.modifiers[0] == "reduce"
-        if adds and not {"add", "f32"} <= {*i.modifiers} and "tensor" not in i.modifiers:
+        if adds and "tensor" not in i.modifiers and ("add" not in i.modifiers or i.type not in ("f32", "s32")):
             raise NotImplementedError(i.opcode)
         shared_to = next(m for m in i.modifiers if m.startswith(("shared", "global"))).startswith("shared")
         tensor = next((int(m[0]) for m in i.modifiers if re.fullmatch(r"\dd", m)), 0)
@@ -299,7 +299,7 @@ class _Encoder:
             slots = (*self.address(to), *self.address(source), self.slot(count), *self.address(barrier), blocks)
             return Encoding("bulk_load", slots)
         to, source, count = i.operands[:3]
-        return Encoding("bulk_store", (*self.address(to), *self.address(source), self.slot(count)), aux=int(adds))
+        return Encoding("bulk_store", (*self.address(to), *self.address(source), self.slot(count)), aux=adds * (1 + (i.type == "s32")))
 
     def tensor_copy(self, i: Instruction, shared_to: bool, adds: bool, blocks: int) -> Encoding:
         tensor = next(operand for operand in i.operands[:2] if "{" in operand)

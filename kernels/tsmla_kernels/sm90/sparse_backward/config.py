@@ -34,6 +34,7 @@ class SparseBackwardConfig:
       compressed_page_size, compressed_page_span: the same for the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
+      deterministic: whether the caches' gradients are summed as integers, so that repeated calls give equal bits.
     """
 
     dtype: str
@@ -45,6 +46,7 @@ class SparseBackwardConfig:
     compressed_page_span: int = 0
     lengths: bool = False
     sinks: bool = False
+    deterministic: bool = False
 
     @property
     def two_caches(self) -> bool:
@@ -87,6 +89,7 @@ def sparse_backward_config(spec: SparseMLASpec, *, lengths: bool = False, sinks:
         compressed_page_span=compressed_page_span,
         lengths=lengths,
         sinks=sinks,
+        deterministic=spec.deterministic,
     )
 
 
@@ -101,11 +104,20 @@ def backward_workspaces(
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands. `num_slots` counts the rows of both
     caches.
 
-    kv_sum: float32 sums of the caches' gradients, a row for each row of the caches.
+    kv_sum: sums of the caches' gradients, a row for each row of the caches: float32, or deterministic int32.
     row_terms: for each query row (token * H + head): -lse in base 2; the weight share that the sink leaves; lse's
       cotangent minus share * rowsum(d_out * out).
+    row_weights (deterministic): for each query row, by how much a weight of 1 can change a number of a key's gradient:
+      at once, and for each unit of its value's length.
+    key_norms, key_bounds, key_counts (deterministic): for each row of the caches, the length of its value; the bits of
+      the greatest bound that a token and tile of heads has on what it adds; how many such tokens and tiles there are.
     """
-    return {
-        "kv_sum": ((num_slots, config.head_dim), "float32"),
+    shapes = {
+        "kv_sum": ((num_slots, config.head_dim), "int32" if config.deterministic else "float32"),
         "row_terms": ((3, num_tokens * num_heads), "float32"),
     }
+    if config.deterministic:
+        shapes["row_weights"] = ((2, num_tokens * num_heads), "float32")
+        shapes["key_norms"] = ((num_slots,), "float32")
+        shapes |= {name: ((num_slots,), "int32") for name in ("key_bounds", "key_counts")}
+    return shapes

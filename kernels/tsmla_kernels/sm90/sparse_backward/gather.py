@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from tsmla_kernels.sm90.sparse_backward.bounds import factor_of
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK
 from tsmla_kernels.sm90.sparse_backward.memory import (
     GATHER_ROWS,
@@ -16,6 +17,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Item,
     Keys,
     Shared,
+    Sums,
     TmaCopy,
     Traits,
 )
@@ -51,6 +53,13 @@ class Gatherer:
         return TmaCopy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_columns, layout, shape))
 
     @cute.jit
+    def copy_q(self, copies: Copies, shared: Shared, item: Item):
+        """Copy Q of the CTA's heads alone."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.queries_full, self.traits.bytes_of(self.traits.q))
+        self.copy_rows(copies.q, shared.q, self.traits.q, shared.queries_full, item)
+
+    @cute.jit
     def copy_queries(self, copies: Copies, shared: Shared, item: Item):
         """Copy Q and dO of the CTA's heads. TMA fills the rows past the token's last head with zeros."""
         traits = self.traits
@@ -79,7 +88,7 @@ class Gatherer:
     # ---- keys
 
     @cute.jit
-    def run(self, keys: Keys, shared: Shared, item: Item, length: Int32, warp: Int32):
+    def run(self, keys: Keys, sums: Sums, shared: Shared, item: Item, length: Int32, warp: Int32):
         """Gather one block of keys after another, each when the compute warps have released the block before. Lane i
         knows the slot of row i % 16 of its warp, and reads the next block's slot early."""
         lane = cute.arch.lane_idx()
@@ -93,6 +102,11 @@ class Gatherer:
             exist = cute.arch.vote_ballot_sync(row >= 0) & ALL_ROWS
             if lane < GATHER_ROWS:
                 shared.rows[warp * GATHER_ROWS + lane, place] = row
+                if const_expr(self.traits.config.deterministic):
+                    factor = Float32(1.0)
+                    if row >= 0:
+                        factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
+                    shared.factors[warp * GATHER_ROWS + lane, place] = factor
             if lane == 0:
                 shared.valid[warp, place] = exist
             cute.arch.mbarrier_wait(shared.keys_empty, (block + 1) & 1)

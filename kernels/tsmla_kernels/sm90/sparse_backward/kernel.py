@@ -23,6 +23,7 @@ from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.memory import (
     COMPUTE_REGISTERS,
     GATHER_WARP,
+    GATHER_WARPS,
     GROUPS,
     OTHER_REGISTERS,
     REDUCER_WARP,
@@ -42,6 +43,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
 from tsmla_kernels.sm90.sparse_backward.products import Consumer
 from tsmla_kernels.sm90.sparse_backward.rows import CTA_ROWS, CTA_VECTORS, ROW_THREADS, VECTOR, WARP_ROWS, RowKernels
 from tsmla_kernels.sm90.sparse_backward.sums import Reducer
+from tsmla_kernels.sm90.sparse_backward.weigh import WEIGH_GATHER_WARP, WEIGH_THREADS, Weigher
 
 
 class SparseMlaBackward:
@@ -55,6 +57,7 @@ class SparseMlaBackward:
         self.gatherer = Gatherer(self.traits)
         self.consumer = Consumer(self.traits)
         self.reducer = Reducer(self.traits)
+        self.weigher = Weigher(self.traits, self.consumer)
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
         """The operands by name. One that the config does not have stands for another, which nothing reads."""
@@ -68,44 +71,106 @@ class SparseMlaBackward:
         scales, out, lse, d_out, d_lse, d_q = (rest.pop(0) for _ in range(6))
         written = tuple(rest.pop(0) for _ in range(caches))
         sink_terms = rest.pop(0) if config.sinks else lse
-        kv_sum, row_terms = rest
+        kv_sum, row_terms, *bounds = rest
+        row_weights, key_norms, key_bounds, key_counts = bounds or (row_terms, row_terms, indices, indices)
+        sums = Sums(
+            kv_sum=kv_sum, row_terms=row_terms, row_weights=row_weights, key_norms=key_norms, key_bounds=key_bounds,
+            key_counts=key_counts,
+        )  # fmt: skip
         return Operands(
             q=q, caches=read, indices=indices, lengths=lengths, sinks=sinks, scales=scales, out=out, lse=lse,
-            d_out=d_out, d_lse=d_lse, d_q=d_q, d_caches=written, sink_terms=sink_terms, kv_sum=kv_sum,
-            row_terms=row_terms,
+            d_out=d_out, d_lse=d_lse, d_q=d_q, d_caches=written, sink_terms=sink_terms, sums=sums,
         )  # fmt: skip
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
         """Launch the kernels on `stream`."""
         x = self.named(tensors)
-        sums = Sums(x.kv_sum, x.row_terms, x.sink_terms)
-        saved = Saved(x.out, x.lse, x.d_out, x.d_lse, x.sinks)
-        keys = Keys(x.caches, x.indices, x.lengths)
-        rows = Int32(x.row_terms.shape[1])
+        sums, keys = x.sums, Keys(x.caches, x.indices, x.lengths)
+        saved = Saved(x.out, x.lse, x.d_out, x.d_lse, x.sinks, x.scales)
+        rows = Int32(sums.row_terms.shape[1])
         tiles = (Int32(x.q.shape[1]) + TILE_HEADS - 1) // TILE_HEADS
-        self.prepare(saved, sums).launch(
+        self.prepare(saved, x.q, x.caches, sums, x.sink_terms).launch(
             grid=[(rows + CTA_ROWS - 1) // CTA_ROWS, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
         copies, mma = self.gatherer.make_copies(x.q, x.d_out), self.consumer.make_mmas()
+        if const_expr(self.config.deterministic):
+            self.weigh(copies, keys, sums, x.scales, mma, tiles, Int32(x.q.shape[1])).launch(
+                grid=[Int32(x.q.shape[0]) * tiles, 1, 1], block=[WEIGH_THREADS, 1, 1], stream=stream, use_pdl=True
+            )
         self.differentiate(copies, keys, sums, x.scales, x.d_q, mma, tiles).launch(
             grid=[Int32(x.q.shape[0]) * tiles, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
-        vectors = cutlass.Int64(x.kv_sum.shape[0]) * (self.traits.head_dim // VECTOR)
+        vectors = cutlass.Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // VECTOR)
         self.finish(sums, x.d_caches).launch(
             grid=[Int32((vectors + CTA_VECTORS - 1) // CTA_VECTORS), 1, 1], block=[ROW_THREADS, 1, 1], stream=stream,
             use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
-    def prepare(self, saved: Saved, sums: Sums):
-        """Run before the main kernel: write the rows' terms, and zero the sums."""
+    def prepare(
+        self,
+        saved: Saved,
+        q: cute.Tensor,
+        caches: tuple[cute.Tensor, ...],
+        sums: Sums,
+        sink_terms: cute.Tensor,
+    ):
+        """Run before the main kernel: write the rows' terms, and zero the sums. Deterministic: write the rows' weights
+        and the keys' lengths, too."""
         cute.arch.griddepcontrol_launch_dependents()
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.rows.prepare_rows(saved, sums, cta * CTA_ROWS + warp * WARP_ROWS)
+        first_row, rows = cta * CTA_ROWS + warp * WARP_ROWS, sums.row_terms.shape[1]
+        self.rows.prepare_rows(saved, sums, sink_terms, first_row)
+        if const_expr(self.config.deterministic):
+            for row in cutlass.range(first_row, cutlass.min(first_row + WARP_ROWS, rows), unroll=1):
+                self.rows.weigh_row(saved, q, sums, row)
+            warps = ROW_THREADS // 32
+            self.rows.measure_keys(caches, sums, cta * warps + warp, ctas * warps)
         self.rows.zero_sums(sums, cta, ctas)
+
+    @cute.kernel
+    def weigh(
+        self,
+        copies: Copies,
+        keys: Keys,
+        sums: Sums,
+        scales: cute.Tensor,
+        mma: Mma,
+        tiles: Int32,
+        heads: Int32,
+    ):
+        """Run one CTA, deterministic: bound what a token's tile of heads adds to its keys' gradients."""
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        storage = utils.SmemAllocator().allocate(self.weigher.storage)
+        shared, partial = self.weigher.shared_memory(storage)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                self.weigher.init_mbarriers(shared)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        item, length = self.item(keys, tiles)
+        if group == 0:
+            self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item)
+        elif warp_idx < WEIGH_GATHER_WARP + GATHER_WARPS:
+            if warp_idx == WEIGH_GATHER_WARP:
+                self.gatherer.copy_q(copies, shared, item)
+            self.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP)
+
+    @cute.jit
+    def item(self, keys: Keys, tiles: Int32):
+        """The work of this CTA, and the token's length."""
+        cta = cute.arch.block_idx()[0]
+        token = cta // tiles
+        length = Int32(keys.indices.shape[1])
+        if const_expr(self.config.lengths):
+            length = cutlass.min(cutlass.max(keys.lengths[token], 0), length)
+        return Item(token, (cta - token * tiles) * TILE_HEADS, (length + BLOCK - 1) // BLOCK), length
 
     @cute.kernel
     def differentiate(
@@ -120,7 +185,6 @@ class SparseMlaBackward:
     ):
         """Run one CTA: set up the barriers, then give each warp its role."""
         tidx = cute.arch.thread_idx()[0]
-        cta = cute.arch.block_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         shared = shared_memory(utils.SmemAllocator().allocate(self.storage))
@@ -132,11 +196,7 @@ class SparseMlaBackward:
                 init_mbarriers(shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        token = cta // tiles
-        length = Int32(keys.indices.shape[1])
-        if const_expr(self.config.lengths):
-            length = cutlass.min(cutlass.max(keys.lengths[token], 0), length)
-        item = Item(token, (cta - token * tiles) * TILE_HEADS, (length + BLOCK - 1) // BLOCK)
+        item, length = self.item(keys, tiles)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if group == GROUPS:
@@ -144,7 +204,7 @@ class SparseMlaBackward:
             if warp_idx >= GATHER_WARP:
                 if warp_idx == GATHER_WARP:
                     self.gatherer.copy_queries(copies, shared, item)
-                self.gatherer.run(keys, shared, item, length, warp_idx - GATHER_WARP)
+                self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP)
             else:
                 self.reducer.run(sums, shared, item, warp_idx - REDUCER_WARP)
         else:

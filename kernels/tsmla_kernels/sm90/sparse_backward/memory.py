@@ -34,6 +34,7 @@ class Barrier(IntEnum):
 
     EXCHANGED = 1  # S and dP lie in `exchange`
     WRITTEN = 2  # P and dS lie in shared memory
+    BOUNDED = 3  # the kernel of bounds: 128 threads, the bounds of four warps lie in shared memory
 
 
 class Term(IntEnum):
@@ -42,6 +43,13 @@ class Term(IntEnum):
     LSE = 0  # -lse in base 2; -inf if the row saw no key
     SHARE = 1  # what the sink leaves of the weights: 1 / (1 + exp(sink - lse))
     SHIFT = 2  # lse's cotangent minus share * rowsum(d_out * out)
+
+
+class Weight(IntEnum):
+    """The two numbers that row_weights has for a query row."""
+
+    ALONE = 0  # the most that a weight of 1 adds to a number of a key's gradient, whatever the key is
+    BY_LENGTH = 1  # and for each unit of the length of the key's value
 
 
 class Operands(NamedTuple):
@@ -60,8 +68,7 @@ class Operands(NamedTuple):
     d_q: cute.Tensor
     d_caches: tuple[cute.Tensor, ...]
     sink_terms: cute.Tensor
-    kv_sum: cute.Tensor
-    row_terms: cute.Tensor
+    sums: Sums
 
 
 class TmaCopy(NamedTuple):
@@ -86,6 +93,7 @@ class Saved(NamedTuple):
     d_out: cute.Tensor
     d_lse: cute.Tensor
     sinks: cute.Tensor
+    scales: cute.Tensor
 
 
 class Keys(NamedTuple):
@@ -97,11 +105,14 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The workspaces, and the tokens' shares of the sinks' gradient."""
+    """The workspaces: see `backward_workspaces`. Unless deterministic, the last four stand for others."""
 
     kv_sum: cute.Tensor
     row_terms: cute.Tensor
-    sink_terms: cute.Tensor
+    row_weights: cute.Tensor
+    key_norms: cute.Tensor
+    key_bounds: cute.Tensor
+    key_counts: cute.Tensor
 
 
 class Mma(NamedTuple):
@@ -131,6 +142,14 @@ class ThreadIndex(NamedTuple):
     row: Int32
 
 
+class Chunk(NamedTuple):
+    """Numbers that a warpgroup hands over: how many it handed over before, and the place of their block among those
+    kept."""
+
+    count: Int32
+    place: Int32
+
+
 class Block(NamedTuple):
     """Rows and columns of an operand in shared memory: column tiles of `width` columns, each with `pitch` rows."""
 
@@ -150,7 +169,8 @@ class Shared(NamedTuple):
     `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `exchange` has the scores that
     warpgroups give each other, `sums` the float32 numbers of each warpgroup that its reducer warp adds to the sums in
     global memory. `rows` [key, slot] has the row in kv_sum of each key of the last blocks, or -1, and `valid` [warp,
-    slot] a bit for each row of a gathering warp that exists.
+    slot] a bit for each row of a gathering warp that exists. Deterministic: `factors` [key, slot] has what a key's numbers
+    are multiplied by before they are rounded to integers.
     """
 
     queries_full: cute.Pointer
@@ -167,6 +187,7 @@ class Shared(NamedTuple):
     sums: cute.Pointer
     rows: cute.Tensor
     valid: cute.Tensor
+    factors: cute.Tensor
 
 
 class Traits:
@@ -215,6 +236,7 @@ def make_storage(traits: Traits) -> Any:
         "sums_empty": cute.struct.MemRange[Int64, GROUPS],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
+        "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
         "q": operand(traits.q),
         "d_out": operand(traits.d_out),
         "keys": operand(traits.keys),
@@ -226,12 +248,35 @@ def make_storage(traits: Traits) -> Any:
     return storage_of_fields(fields, traits.config)
 
 
+def weigh_storage(traits: Traits) -> Any:
+    """The struct of the shared memory of the deterministic mode's first pass, with the same names."""
+
+    def operand(block: Block) -> Any:
+        return cute.struct.Align[cute.struct.MemRange[traits.dtype, block.elements], 1024]
+
+    fields: dict[str, Any] = {
+        "queries_full": cute.struct.MemRange[Int64, 1],
+        "keys_full": cute.struct.MemRange[Int64, 1],
+        "keys_empty": cute.struct.MemRange[Int64, 1],
+        "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
+        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
+        "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
+        "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * len(Weight) * BLOCK], 16],
+        "q": operand(traits.q),
+        "keys": operand(traits.keys),
+    }
+    return storage_of_fields(fields, traits.config)
+
+
 def shared_memory(storage: cute.struct) -> Shared:
     """Views of the allocated `storage`."""
-    pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in ("rows", "valid")}
-    rows = storage.rows.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK)))
+    tensors = ("rows", "valid", "factors")
+    pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in tensors}
+    rows, factors = (
+        x.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK))) for x in (storage.rows, storage.factors)
+    )
     valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, SLOTS_KEPT), stride=(1, GATHER_WARPS)))
-    return Shared(rows=rows, valid=valid, **pointers)
+    return Shared(rows=rows, valid=valid, factors=factors, **pointers)
 
 
 def init_mbarriers(shared: Shared) -> None:

@@ -26,6 +26,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     SLOTS_KEPT,
     Barrier,
     Block,
+    Chunk,
     Item,
     Mma,
     Shared,
@@ -119,12 +120,12 @@ class Consumer:
             self.add_dq(dq, mma, shared, t)
             for chunk in cutlass.range_constexpr(GROUP_CHUNKS):
                 first = t.group * (GROUP_CHUNKS * CHUNK_TILES) + chunk * CHUNK_TILES
-                self.put_chunk(mma, shared, first, count, CHUNK_TILES, chunk == 0, t)
+                self.put_chunk(mma, shared, first, Chunk(count, block % SLOTS_KEPT), CHUNK_TILES, chunk == 0, t)
                 count += 1
             if const_expr(self.traits.rope_columns > 0):
                 if group == 0:
                     rope = Int32(self.traits.values.columns // COLUMN_TILE)
-                    self.put_chunk(mma, shared, rope, count, 1, False, t)
+                    self.put_chunk(mma, shared, rope, Chunk(count, block % SLOTS_KEPT), 1, False, t)
                     count += 1
         self.store_dq(dq, d_q, item, t)
 
@@ -247,7 +248,7 @@ class Consumer:
         mma: Mma,
         shared: Shared,
         first: Int32,
-        count: Int32,
+        chunk: Chunk,
         tiles: cutlass.Constexpr[int],
         releases: cutlass.Constexpr[bool],
         t: ThreadIndex,
@@ -263,7 +264,7 @@ class Consumer:
             warpgroup.wait_group(1)
             leave(shared.keys_empty)
         warpgroup.wait_group(0)
-        self.staging.put(shared, accumulators, count, t)
+        self.staging.put(shared, accumulators, chunk.count, chunk.place, t)
 
     @cute.jit
     def multiply_keys(

@@ -42,6 +42,10 @@ def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...
         *sink_terms,
         Operand("kv_sum", workspaces["kv_sum"][1], (None, config.head_dim), output=True, wide=True),
         Operand("row_terms", workspaces["row_terms"][1], (3, None), output=True),
+        *(
+            Operand(name, dtype, (*shape[:-1], None), output=True)
+            for name, (shape, dtype) in list(workspaces.items())[2:]
+        ),
     )
 
 

@@ -8,8 +8,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.sparse_backward.bounds import factor_of, greatest, magnitude
 from tsmla_kernels.sm90.sparse_backward.config import LATENT_DIM
-from tsmla_kernels.sm90.sparse_backward.memory import Saved, Sums, Term, Traits
+from tsmla_kernels.sm90.sparse_backward.memory import Saved, Sums, Term, Traits, Weight
 
 ROW_THREADS = 256
 WARP_ROWS = 4  # query rows that a warp takes at once
@@ -34,7 +35,7 @@ class RowKernels:
         self.traits = traits
 
     @cute.jit
-    def prepare_rows(self, saved: Saved, sums: Sums, first_row: Int32):
+    def prepare_rows(self, saved: Saved, sums: Sums, sink_terms: cute.Tensor, first_row: Int32):
         """Compute, in one warp, the terms of WARP_ROWS query rows."""
         lane = cute.arch.lane_idx()
         rows, heads = sums.row_terms.shape[1], saved.lse.shape[1]
@@ -64,7 +65,7 @@ class RowKernels:
                 sums.row_terms[Int32(Term.SHARE), Int64(row)] = share
                 sums.row_terms[Int32(Term.SHIFT), Int64(row)] = shift
                 if const_expr(self.traits.config.sinks):
-                    sums.sink_terms[token, head] = sink_term
+                    sink_terms[token, head] = sink_term
 
     @cute.jit
     def partial_product(self, saved: Saved, row: Int32, lane: Int32):
@@ -81,10 +82,68 @@ class RowKernels:
         return total
 
     @cute.jit
+    def weigh_row(self, saved: Saved, q: cute.Tensor, sums: Sums, row: Int32):
+        """Compute, in one warp, the weights of one query row, from its terms, which this warp has stored."""
+        lane, head_dim = cute.arch.lane_idx(), self.traits.head_dim
+        longest, square, widest = Float32(0.0), Float32(0.0), Float32(0.0)
+        for part in cutlass.range_constexpr(LATENT_DIM // (32 * VECTOR)):
+            d_out = self.vector(saved.d_out, Int64(row) * LATENT_DIM + (part * 32 + lane) * VECTOR)
+            for i in cutlass.range_constexpr(VECTOR):
+                longest, square = greatest(longest, magnitude(d_out[i])), square + d_out[i] * d_out[i]
+        for part in cutlass.range_constexpr((head_dim + 32 * VECTOR - 1) // (32 * VECTOR)):
+            column = (part * 32 + lane) * VECTOR
+            if column < head_dim:
+                query = self.vector(q, Int64(row) * head_dim + column)
+                for i in cutlass.range_constexpr(VECTOR):
+                    widest = greatest(widest, magnitude(query[i]))
+        for offset in (16, 8, 4, 2, 1):
+            longest = greatest(longest, cute.arch.shuffle_sync_bfly(longest, offset=offset))
+            square += cute.arch.shuffle_sync_bfly(square, offset=offset)
+            widest = greatest(widest, cute.arch.shuffle_sync_bfly(widest, offset=offset))
+        if lane == 0:
+            share = sums.row_terms[Int32(Term.SHARE), Int64(row)]
+            shift = sums.row_terms[Int32(Term.SHIFT), Int64(row)]
+            reach = magnitude(Float32(saved.scales[0])) * widest
+            sums.row_weights[Int32(Weight.ALONE), Int64(row)] = share * longest + reach * magnitude(shift)
+            sums.row_weights[Int32(Weight.BY_LENGTH), Int64(row)] = reach * share * cute.math.sqrt(square, fastmath=True)
+
+    @cute.jit
+    def vector(self, tensor: cute.Tensor, offset: Int64):
+        """VECTOR numbers in float32."""
+        numbers = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+        cute.autovec_copy(vector_of(tensor, offset, VECTOR), numbers)
+        wide = cute.make_rmem_tensor((VECTOR,), Float32)
+        wide.store(numbers.load().to(Float32))
+        return wide
+
+    @cute.jit
+    def measure_keys(self, caches: tuple[cute.Tensor, ...], sums: Sums, warp: Int32, warps: Int32):
+        """Compute the lengths of the values that warp number `warp` of `warps` has, and zero their bounds and counts."""
+        lane, head_dim = cute.arch.lane_idx(), self.traits.head_dim
+        of_first = caches[0].shape[0] * caches[0].shape[1]
+        for row in cutlass.range(warp, sums.key_norms.shape[0], warps, unroll=1):
+            address = caches[0].iterator.toint() + Int64(row) * self.traits.row_bytes
+            if const_expr(self.traits.config.two_caches):
+                if row >= of_first:
+                    address = caches[1].iterator.toint() + Int64(row - of_first) * self.traits.row_bytes
+            pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+            line = cute.make_tensor(pointer, cute.make_layout(head_dim))
+            square = Float32(0.0)
+            for part in cutlass.range_constexpr(LATENT_DIM // (32 * VECTOR)):
+                numbers = self.vector(line, Int64((part * 32 + lane) * VECTOR))
+                for i in cutlass.range_constexpr(VECTOR):
+                    square += numbers[i] * numbers[i]
+            for offset in (16, 8, 4, 2, 1):
+                square += cute.arch.shuffle_sync_bfly(square, offset=offset)
+            if lane == 0:
+                sums.key_norms[row] = cute.math.sqrt(square, fastmath=True)
+                sums.key_bounds[row], sums.key_counts[row] = Int32(0), Int32(0)
+
+    @cute.jit
     def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
         """Zero the share of the sums that CTA number `cta` of `ctas` has."""
-        zeros = cute.make_rmem_tensor((4,), Float32)
-        zeros.fill(0.0)
+        zeros = cute.make_rmem_tensor((4,), sums.kv_sum.element_type)
+        zeros.fill(0)
         count = Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // 4)
         first = Int64(cta) * ROW_THREADS + cute.arch.thread_idx()[0]
         step = Int64(ctas) * ROW_THREADS
@@ -100,10 +159,17 @@ class RowKernels:
         for u in cutlass.range_constexpr(THREAD_VECTORS):
             vector = Int64(cta) * CTA_VECTORS + u * ROW_THREADS + cute.arch.thread_idx()[0]
             if vector < count:
-                total = cute.make_rmem_tensor((VECTOR,), Float32)
+                total = cute.make_rmem_tensor((VECTOR,), sums.kv_sum.element_type)
                 cute.autovec_copy(vector_of(sums.kv_sum, vector * VECTOR, VECTOR), total)
+                numbers = cute.make_rmem_tensor((VECTOR,), Float32)
+                numbers.store(total.load().to(Float32))
+                if const_expr(self.traits.config.deterministic):
+                    row = Int32(vector // row_vectors)
+                    inverse = 1.0 / factor_of(sums.key_bounds[row], sums.key_counts[row])
+                    for i in cutlass.range_constexpr(VECTOR):
+                        numbers[i] = numbers[i] * inverse
                 rounded = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
-                rounded.store(total.load().to(self.traits.dtype))
+                rounded.store(numbers.load().to(self.traits.dtype))
                 if const_expr(self.traits.config.two_caches):
                     if vector < of_first:
                         cute.autovec_copy(rounded, vector_of(d_caches[0], vector * VECTOR, VECTOR))

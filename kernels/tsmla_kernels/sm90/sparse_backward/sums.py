@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM
 from tsmla_kernels.sm90.sparse_backward.memory import (
@@ -39,24 +39,35 @@ class SumStaging:
         self.traits = traits
 
     @cute.jit
-    def put(self, shared: Shared, tiles: list[cute.Tensor], count: Int32, t: ThreadIndex):
+    def put(self, shared: Shared, tiles: list[cute.Tensor], count: Int32, place: Int32, t: ThreadIndex):
         """Store the warpgroup's accumulators of column tiles [COLUMN_TILE, BLOCK], once the buffer is free. `count` is
-        the number of earlier calls.
+        the number of earlier calls, `place` that of the block among those kept. Deterministic: as integers.
 
         In an accumulator a lane has, for each 8 keys, 2 keys of 2 columns that are 8 apart.
         """
         base = shared.sums.toint() + t.group * (BLOCK * PITCH_BYTES)
         base += (t.lane % 4 * 2) * PITCH_BYTES + (t.thread // 32 * 16 + t.lane // 4) * 4
+        factors = cute.make_rmem_tensor((BLOCK // 4,), Float32)
+        if const_expr(self.traits.config.deterministic):
+            for i in cutlass.range_constexpr(BLOCK // 8):
+                for e in cutlass.range_constexpr(2):
+                    factors[2 * i + e] = shared.factors[8 * i + t.lane % 4 * 2 + e, place]
         cute.arch.mbarrier_wait(shared.sums_empty + t.group, (count + 1) & 1)
         for tile in cutlass.range_constexpr(len(tiles)):
             for i in cutlass.range_constexpr(BLOCK // 8):
                 for half in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
                         offset = (8 * i + e) * PITCH_BYTES + (tile * COLUMN_TILE + half * 8) * 4
-                        cute.arch.inline_ptx(
-                            f"st.shared.f32 [{{$r0}} + {offset}], {{$r1}};",
-                            read_only_args=[base, tiles[tile][4 * i + 2 * half + e]],
-                        )
+                        number = tiles[tile][4 * i + 2 * half + e]
+                        if const_expr(self.traits.config.deterministic):
+                            rounded = f"cvt.rni.s32.f32 n, {{$r1}}; st.shared.b32 [{{$r0}} + {offset}], n;"
+                            cute.arch.inline_ptx(
+                                f"{{ .reg .b32 n; {rounded} }}", read_only_args=[base, number * factors[2 * i + e]]
+                            )
+                        else:
+                            cute.arch.inline_ptx(
+                                f"st.shared.f32 [{{$r0}} + {offset}], {{$r1}};", read_only_args=[base, number]
+                            )
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         leave(shared.sums_full + t.group)
@@ -97,9 +108,10 @@ class Reducer:
         self, shared: Shared, source: Int32, target: Int64, tiles: cutlass.Constexpr[int], row: Int32, group: Int32
     ):
         """Add `tiles` column tiles of the lane's key, and release the buffer."""
+        kind = "s32" if self.traits.config.deterministic else "f32"
         if row >= 0:
             cute.arch.inline_ptx(
-                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], "
+                f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind} [{{$r0}}], [{{$r1}}], "
                 f"{tiles * COLUMN_TILE * 4};",
                 read_only_args=[target, source],
             )

@@ -109,7 +109,7 @@ inline void keep_until_waited(Warp& warp, int lane, uint32_t from, uint32_t byte
   });
 }
 
-inline void store_bulk(Warp& warp, int lane, uint64_t to, uint32_t from, uint32_t bytes, bool add) {
+inline void store_bulk(Warp& warp, int lane, uint64_t to, uint32_t from, uint32_t bytes, int add) {
   must_have_waited(warp);
   aligned(to | offset_of(from) | bytes, 16);
   if (!bytes) return;
@@ -118,6 +118,12 @@ inline void store_bulk(Warp& warp, int lane, uint64_t to, uint32_t from, uint32_
   const uint8_t* source = shared(*warp.block->cluster, from, bytes);
   if (!add) {
     std::memcpy(memory, source, bytes);
+    return;
+  }
+  if (add == 2) {
+    auto* sums = reinterpret_cast<uint32_t*>(memory);
+    const auto* terms = reinterpret_cast<const uint32_t*>(source);
+    for (uint32_t i = 0; i < bytes / 4; ++i) sums[i] += terms[i];
     return;
   }
   auto* sums = reinterpret_cast<float*>(memory);

@@ -285,9 +285,9 @@ inline Flow bulk_load(Warp& warp, const Instruction& i, uint32_t mask) {
   return Flow::next;
 }
 
-inline Flow bulk_store(Warp& warp, const Instruction& i, uint32_t mask) {  // aux: 1 if it adds
+inline Flow bulk_store(Warp& warp, const Instruction& i, uint32_t mask) {  // aux: 1 if it adds floats, 2 if it adds integers
   EACH_LANE store_bulk(warp, lane, address_of(warp, i, 0, lane), shared_address(warp, i, 2, lane),
-                       read<uint32_t>(warp, i.slots[4], lane), i.aux == 1);
+                       read<uint32_t>(warp, i.slots[4], lane), i.aux);
   return Flow::next;
 }
 

@@ -1,0 +1,138 @@
+"""The deterministic mode's first pass over the keys: bounds on what each token adds to them (bounds.py)."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu.warpgroup import Field
+
+from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.sparse_backward.bounds import magnitude
+from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS
+from tsmla_kernels.sm90.sparse_backward.memory import (
+    GATHER_WARPS,
+    SLOTS_KEPT,
+    Barrier,
+    Item,
+    Mma,
+    Shared,
+    Sums,
+    Term,
+    ThreadIndex,
+    Traits,
+    Weight,
+    leave,
+    weigh_storage,
+)
+from tsmla_kernels.sm90.sparse_backward.products import Consumer
+
+WEIGH_WARPS = 4  # warps that compute
+WEIGH_GATHER_WARP = WEIGH_WARPS
+WEIGH_THREADS = 256
+GROUP_LANES = (4, 8, 16)  # distances of the lanes that have a key's other heads
+
+
+class Weigher:
+    """Device code of the first pass: one warpgroup computes P and the sums over heads of P times the rows' weights."""
+
+    def __init__(self, traits: Traits, consumer: Consumer) -> None:
+        self.traits, self.consumer = traits, consumer
+        self.storage = weigh_storage(traits)
+
+    def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
+        """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. A buffer that
+        this pass does not have stands for another, which nothing reads."""
+        strides = {"rows": BLOCK, "valid": GATHER_WARPS, "factors": BLOCK}
+        tensors = {
+            name: getattr(storage, name).get_tensor(cute.make_layout((size, SLOTS_KEPT), stride=(1, size)))
+            for name, size in strides.items()
+        }
+        names = ("queries_full", "keys_full", "keys_empty", "q", "keys")
+        pointers = {name: getattr(storage, name).data_ptr() for name in names}
+        others = {name: pointers["q"] for name in Shared._fields if name not in (*tensors, *pointers)}
+        shape = (BLOCK, len(Weight), WEIGH_WARPS, 2)
+        return Shared(**tensors, **pointers, **others), storage.partial.get_tensor(cute.make_layout(shape))
+
+    def init_mbarriers(self, shared: Shared) -> None:
+        """Initialise the mbarriers, in one thread."""
+        cute.arch.mbarrier_init(shared.queries_full, 1)
+        cute.arch.mbarrier_init(shared.keys_full, 32 * GATHER_WARPS)
+        cute.arch.mbarrier_init(shared.keys_empty, WEIGH_WARPS)
+
+    @cute.jit
+    def run(
+        self,
+        sums: Sums,
+        scale: Float32,
+        count: Int32,
+        shared: Shared,
+        partial: cute.Tensor,
+        mma: Mma,
+        item: Item,
+    ):
+        """Run the warpgroup that computes, for tokens of `count` heads."""
+        thread = cute.arch.thread_idx()[0]
+        lane, warp = thread % 32, thread // 32
+        t = ThreadIndex(Int32(0), thread, lane, warp * 16 + lane // 4)
+        mma.scores_first.set(Field.ACCUMULATE, False)
+        mma.scores.set(Field.ACCUMULATE, True)
+        heads = self.weights(sums, count, item, t)
+        cute.arch.mbarrier_wait(shared.queries_full, 0)
+        for block in cutlass.range(item.blocks, unroll=1):
+            cute.arch.mbarrier_wait(shared.keys_full, block & 1)
+            acc = cute.make_rmem_tensor(mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK)), Float32)
+            self.consumer.multiply_scores(acc, mma, shared.q, shared.keys, self.traits.q, t)
+            leave(shared.keys_empty)
+            place = block % SLOTS_KEPT
+            for i in cutlass.range_constexpr(BLOCK // 8):
+                for e in cutlass.range_constexpr(2):
+                    alone, by_length = Float32(0.0), Float32(0.0)
+                    for half in cutlass.range_constexpr(2):
+                        power = acc[4 * i + 2 * half + e] * (scale * LOG2_E) + heads[0, half]
+                        weight = cute.math.exp2(power, fastmath=True)
+                        alone += weight * heads[1, half]
+                        by_length += weight * heads[2, half]
+                    for offset in GROUP_LANES:
+                        alone += cute.arch.shuffle_sync_bfly(alone, offset=offset)
+                        by_length += cute.arch.shuffle_sync_bfly(by_length, offset=offset)
+                    if lane < 4:
+                        key = 8 * i + lane * 2 + e
+                        partial[key, Weight.ALONE, warp, block & 1] = alone
+                        partial[key, Weight.BY_LENGTH, warp, block & 1] = by_length
+            cute.arch.barrier(barrier_id=Barrier.BOUNDED, number_of_threads=32 * WEIGH_WARPS)
+            if warp == 0:
+                self.put_bounds(sums, partial, shared.rows[lane, place], block & 1)
+
+    @cute.jit
+    def weights(self, sums: Sums, count: Int32, item: Item, t: ThreadIndex):
+        """-lse in base 2 and the two weights of this thread's two heads, [3, 2]; for rows past the token's last head
+        -inf and 0."""
+        heads = cute.make_rmem_tensor((1 + len(Weight), 2), Float32)
+        heads.fill(0.0)
+        for i in cutlass.range_constexpr(2):
+            heads[0, i] = -Float32.inf
+            head = item.first_head + t.row + 8 * i
+            if head < count:
+                row = Int64(item.token) * count + head
+                heads[0, i] = sums.row_terms[Int32(Term.LSE), row]
+                for weight in cutlass.range_constexpr(len(Weight)):
+                    heads[1 + weight, i] = sums.row_weights[Int32(weight), row]
+        return heads
+
+    @cute.jit
+    def put_bounds(self, sums: Sums, partial: cute.Tensor, row: Int32, parity: Int32):
+        """Keep the greatest bound on the key of this lane, and count it."""
+        lane = cute.arch.lane_idx()
+        if row >= 0:
+            alone, by_length = Float32(0.0), Float32(0.0)
+            for warp in cutlass.range_constexpr(WEIGH_WARPS):
+                alone += partial[lane, Weight.ALONE, warp, parity]
+                by_length += partial[lane, Weight.BY_LENGTH, warp, parity]
+            bound = magnitude(alone + by_length * sums.key_norms[row])
+            bounds = sums.key_bounds.iterator.toint() + Int64(row) * 4
+            counts = sums.key_counts.iterator.toint() + Int64(row) * 4
+            cute.arch.inline_ptx(
+                "red.relaxed.gpu.global.max.s32 [{$r0}], {$r1};", read_only_args=[bounds, bound.bitcast(Int32)]
+            )
+            cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[counts])
