@@ -365,7 +365,7 @@ def test_into_the_callers_memory_when_compiled() -> None:
 def operator_arguments(name: str) -> tuple[Any, ...]:
     case = sparse_inputs.call(**CASES[name])
     given = tensors_of(case)
-    options = (512, *(case.options.get(option) for option in OPTIONS), False, "auto", None, None)
+    options = (512, *(case.options.get(option) for option in OPTIONS), False, "auto", None, False, None)
     inputs = (given.get(field) for field in sparse_mla.SparseInputs._fields)
     scales = (None, [0.1, 1.0, 1.0]) if name == "v32" else (torch.tensor([0.1, 1.0, 1.0]), [])
     return (*inputs, *scales, *options)

@@ -73,8 +73,9 @@ def check_derivable(
 
 
 def gradients(inputs: SparseInputs, options: SparseOptions, factors: Factors, saved: Saved) -> Gradients:
-    """The gradients of q, the caches and the sinks."""
-    spec = describe(inputs, options)
+    """The gradients of q, the caches and the sinks; deterministic where torch asks for that everywhere, too."""
+    deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    spec = describe(inputs, options._replace(deterministic=deterministic))
     check_sparse_gradient(spec)
     saved, device = saved.checked(spec, inputs.q), inputs.q.device
     if 0 in (spec.num_tokens, spec.num_selected):

@@ -97,6 +97,7 @@ def sparse_mla(
     batch_invariant: bool = False,
     form: str = "auto",
     tokens_per_request: int | None = None,
+    deterministic: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -135,6 +136,9 @@ def sparse_mla(
         "auto" chooses by the call's sizes.
       tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
         of one token a request, whose tokens share little. None: not known, or a prompt.
+      deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
+        asks for everywhere. The kernel then adds the caches' gradients as integers, whose scales take one more pass
+        over the selected keys.
       implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
 
     Returns:
@@ -158,12 +162,12 @@ def sparse_mla(
     # The latest plan's key: SparseOptions as a plain tuple, because to make them takes time of every call.
     options = (
         latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
-        form, tokens_per_request, implementation,
+        form, tokens_per_request, deterministic, implementation,
     )  # fmt: skip
     inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
     compiling = torch.compiler.is_compiling()
     # True is 1 and 8.0 is 8: a plan is looked up only by options of the legal types.
-    usual = not compiling and type(latent_dim) is int and type(batch_invariant) is bool
+    usual = not compiling and type(latent_dim) is int and {type(batch_invariant), type(deterministic)} == {bool}
     plan = None
     if usual and _LEGAL_TYPES.issuperset(map(type, (*options[1:6], tokens_per_request))):
         plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
@@ -241,7 +245,7 @@ _PARAMETERS = (
     "Tensor q, Tensor kv_cache, Tensor? compressed_kv_cache, Tensor indices, Tensor? lengths, Tensor? sinks,"
     " Tensor? scales, float[] numbers, int latent_dim, SymInt? window, SymInt? page_size, SymInt? page_span,"
     " SymInt? compressed_page_size, SymInt? compressed_page_span, bool batch_invariant,"
-    " str form, SymInt? tokens_per_request, str? implementation"
+    " str form, SymInt? tokens_per_request, bool deterministic, str? implementation"
 )
 sparse_operator = operators.register_attention(
     "sparse_mla",

@@ -51,6 +51,7 @@ class SparseOptions(NamedTuple):
     batch_invariant: bool
     form: str
     tokens_per_request: int | None
+    deterministic: bool
     implementation: str | None
 
 

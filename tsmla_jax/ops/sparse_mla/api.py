@@ -89,6 +89,7 @@ def sparse_mla(
     batch_invariant: bool = False,
     form: str = "auto",
     tokens_per_request: int | None = None,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "T H L"] | tuple[Float[Array, "T H L"], Float[Array, "T H"]]:
     """Attention of each query token over the cache slots selected for it; one key head, values are the keys' latent.
@@ -123,6 +124,9 @@ def sparse_mla(
         "auto" chooses by the call's sizes; `explain` tells what and why. The other implementations take no notice.
       tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
         of one token a request, whose tokens share little. None: not known, or a prompt.
+      deterministic: the gradients of two equal calls are equal bit by bit. Without it "cute" adds the caches' gradients
+        in an order that may differ between calls; with it the kernel adds them as integers, whose scales take one more
+        pass over the selected keys. XLA's loop adds in a fixed order on CPUs alone.
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which

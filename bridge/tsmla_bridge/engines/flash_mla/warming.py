@@ -50,7 +50,8 @@ def sparse_mla(
     if not torch.compiler.is_compiling():
         inputs = SparseInputs(q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
         empty = dict.fromkeys(SparseOptions._fields)
-        options = empty | pages | {"latent_dim": latent_dim, "batch_invariant": batch_invariant, "form": "auto"}
+        static = {"latent_dim": latent_dim, "batch_invariant": batch_invariant, "form": "auto", "deterministic": False}
+        options = empty | pages | static
         _load_other_sizes(inputs, SparseOptions(**options))  # type: ignore[arg-type]
     out, lse = results
     return out, lse
