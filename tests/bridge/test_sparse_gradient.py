@@ -116,6 +116,22 @@ def test_the_kernel(gpu: Gpu, case: str, dtype: torch.dtype) -> None:
         assert (gradient.double() - want[name]).norm() < 2**-6 * want[name].norm()
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_deterministic(gpu: Gpu, by_torch: bool) -> None:
+    given, options = call(torch.bfloat16)
+    torch.use_deterministic_algorithms(by_torch)
+    try:
+        gradients(given, options, deterministic=not by_torch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (config,) = (config for name, config, _ in loaded_kernels._loaded if name == "sparse_mla_backward")
+    assert config.deterministic
+    _, operands = gpu.launches[1]
+    assert operands["kv_sum"].dtype == torch.int32 and operands["key_bounds"].shape == (5 * PAGE,)
+    with pytest.raises(TypeError, match="deterministic: got int; legal: True or False"):
+        attend(given, options, deterministic=1)
+
+
 def test_nothing_but_the_operands_is_saved(gpu: Gpu) -> None:
     given, options = call(torch.bfloat16)
     given["q"].requires_grad_()

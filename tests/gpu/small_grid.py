@@ -522,6 +522,8 @@ def sparse_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
         tensors["dout"] = normal(generator, *rows, LATENT, dtype=tensors["q"].dtype)
         tensors["dlse"] = normal(generator, *rows, dtype=torch.float32)
         yield Call(f"{dtype} {case}", sparse_gradient, tensors, options)
+        if case["heads"] in (5, 80) or "window" in case:
+            yield Call(f"deterministic {dtype} {case}", sparse_gradient, tensors, options | {"deterministic": True})
 
 
 def quantized_and_back(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

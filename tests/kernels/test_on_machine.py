@@ -78,6 +78,20 @@ def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pyte
 
 
 @pytest.mark.slow
+def test_the_bits_of_a_deterministic_sparse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run in other orders and add to the same keys."""
+    name = "deterministic bfloat16 {'heads': 80, "
+    (call,) = (x for x in CALLS["sparse_mla_gradient"](torch.Generator().manual_seed(0)) if x.name.startswith(name))
+    launcher.install(monkeypatch)
+    found = []
+    for order in ORDERS:
+        monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
+        found.append(call.on(torch.device("cpu")))
+    for results in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results, found[0], strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"return_slots": True, "return_scores": True}], ids=["positions", "both"])
 def test_chunks_of_requests_with_several_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 32 rows that cut a request in three; the last chunk shares rows with the one before. One request has no

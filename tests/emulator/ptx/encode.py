@@ -299,7 +299,8 @@ class _Encoder:
             slots = (*self.address(to), *self.address(source), self.slot(count), *self.address(barrier), blocks)
             return Encoding("bulk_load", slots)
         to, source, count = i.operands[:3]
-        return Encoding("bulk_store", (*self.address(to), *self.address(source), self.slot(count)), aux=adds * (1 + (i.type == "s32")))
+        slots = (*self.address(to), *self.address(source), self.slot(count))
+        return Encoding("bulk_store", slots, aux=adds * (1 + (i.type == "s32")))
 
     def tensor_copy(self, i: Instruction, shared_to: bool, adds: bool, blocks: int) -> Encoding:
         tensor = next(operand for operand in i.operands[:2] if "{" in operand)

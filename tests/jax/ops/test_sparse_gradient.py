@@ -181,6 +181,18 @@ def test_operands_of_the_kernel(case: str, dtype: Any) -> None:
 
 
 @on_hopper
+def test_deterministic() -> None:
+    given, options = arrays(jnp.bfloat16)
+    leaves, others = split(given)
+    run = jax.grad(loss("cute", deterministic=True, **options))
+    text = str(jax.make_jaxpr(run)(leaves, jnp.float32(0.05), others))
+    assert "deterministic=True" in text
+    close(
+        gradients("cute", given, options | {"deterministic": True})[0], gradients("reference", given, options)[0], 2e-2
+    )
+
+
+@on_hopper
 def test_vmap() -> None:
     """Calls with caches of their own become pages of one call."""
     given, options = arrays(jnp.bfloat16, two=True, sinks=True)

@@ -112,7 +112,7 @@ def backward_workspaces(
     key_norms, key_bounds, key_counts (deterministic): for each row of the caches, the length of its value; the bits of
       the greatest bound that a token and tile of heads has on what it adds; how many such tokens and tiles there are.
     """
-    shapes = {
+    shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
         "kv_sum": ((num_slots, config.head_dim), "int32" if config.deterministic else "float32"),
         "row_terms": ((3, num_tokens * num_heads), "float32"),
     }

@@ -169,8 +169,8 @@ class Shared(NamedTuple):
     `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `exchange` has the scores that
     warpgroups give each other, `sums` the float32 numbers of each warpgroup that its reducer warp adds to the sums in
     global memory. `rows` [key, slot] has the row in kv_sum of each key of the last blocks, or -1, and `valid` [warp,
-    slot] a bit for each row of a gathering warp that exists. Deterministic: `factors` [key, slot] has what a key's numbers
-    are multiplied by before they are rounded to integers.
+    slot] a bit for each row of a gathering warp that exists. Deterministic: `factors` [key, slot] has what a key's
+    numbers are multiplied by before they are rounded to integers.
     """
 
     queries_full: cute.Pointer

@@ -105,7 +105,8 @@ class RowKernels:
             shift = sums.row_terms[Int32(Term.SHIFT), Int64(row)]
             reach = magnitude(Float32(saved.scales[0])) * widest
             sums.row_weights[Int32(Weight.ALONE), Int64(row)] = share * longest + reach * magnitude(shift)
-            sums.row_weights[Int32(Weight.BY_LENGTH), Int64(row)] = reach * share * cute.math.sqrt(square, fastmath=True)
+            length = cute.math.sqrt(square, fastmath=True)
+            sums.row_weights[Int32(Weight.BY_LENGTH), Int64(row)] = reach * share * length
 
     @cute.jit
     def vector(self, tensor: cute.Tensor, offset: Int64):
@@ -118,7 +119,8 @@ class RowKernels:
 
     @cute.jit
     def measure_keys(self, caches: tuple[cute.Tensor, ...], sums: Sums, warp: Int32, warps: Int32):
-        """Compute the lengths of the values that warp number `warp` of `warps` has, and zero their bounds and counts."""
+        """Compute the lengths of the values that warp number `warp` of `warps` has, and zero these keys' bounds and
+        counts."""
         lane, head_dim = cute.arch.lane_idx(), self.traits.head_dim
         of_first = caches[0].shape[0] * caches[0].shape[1]
         for row in cutlass.range(warp, sums.key_norms.shape[0], warps, unroll=1):

@@ -41,8 +41,8 @@ class Weigher:
         self.storage = weigh_storage(traits)
 
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
-        """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. A buffer that
-        this pass does not have stands for another, which nothing reads."""
+        """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. For a buffer
+        that this pass does not have another one stands, which nothing reads."""
         strides = {"rows": BLOCK, "valid": GATHER_WARPS, "factors": BLOCK}
         tensors = {
             name: getattr(storage, name).get_tensor(cute.make_layout((size, SLOTS_KEPT), stride=(1, size)))

@@ -14,13 +14,14 @@ CONFIGS = {
     "D 512, two caches, sinks": PLAIN | {"head_dim": "512", "window": "128", "sinks": "true"},
     "D 576, two caches, lengths, sinks": PLAIN | {"window": "4", "lengths": "true", "sinks": "true"},
 }
-FAST = ("D 576",)
+CONFIGS |= {f"{name}, deterministic": options | {"deterministic": "true"} for name, options in CONFIGS.items()}
+FAST = ("D 576", "D 576, deterministic")
 
 
 @pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
 def test_everything_stays_in_registers(name: str) -> None:
     config = SPARSE_MLA_BACKWARD.from_options(CONFIGS[name])
-    check_compiled(SPARSE_MLA_BACKWARD, config, kernels=3)
+    check_compiled(SPARSE_MLA_BACKWARD, config, kernels=4 if config.deterministic else 3)
 
 
 def test_one_object_serves_every_number_of_heads() -> None:
@@ -33,6 +34,10 @@ def test_workspaces_are_linear_in_tokens_and_slots() -> None:
     config = SPARSE_MLA_BACKWARD.from_options(PLAIN)
     shapes = backward_workspaces(config, 4096, 128, 131072)
     assert shapes == {"kv_sum": ((131072, 576), "float32"), "row_terms": ((3, 4096 * 128), "float32")}
+    config = SPARSE_MLA_BACKWARD.from_options(PLAIN | {"deterministic": "true"})
+    shapes = backward_workspaces(config, 4096, 128, 131072)
+    assert shapes["kv_sum"] == ((131072, 576), "int32") and shapes["row_weights"] == ((2, 4096 * 128), "float32")
+    assert all(shapes[name][0] == (131072,) for name in ("key_norms", "key_bounds", "key_counts"))
 
 
 @pytest.mark.parametrize(
