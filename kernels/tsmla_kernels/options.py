@@ -99,7 +99,7 @@ _SPARSE = {
     "compressed_page_span": "",
     "lengths": "false",
     "sinks": "false",
-    **_defaults(SparseMLASpec),
+    "deterministic": "false",
 }
 
 
