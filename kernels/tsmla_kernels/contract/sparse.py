@@ -164,7 +164,6 @@ def sparse_mla_spec(
             page_span=compressed_page_span,
         )
         _check_key_width("compressed_kv_cache", compressed, head_dim)
-    batch_invariant = static_bool("batch_invariant", batch_invariant)
     check_sparse_scales(
         cache,
         compressed,
@@ -183,7 +182,7 @@ def sparse_mla_spec(
         cache=cache,
         compressed=compressed,
         q_dtype=q.dtype,
-        batch_invariant=batch_invariant,
+        batch_invariant=static_bool("batch_invariant", batch_invariant),
         **_form(form, tokens_per_request),
         deterministic=static_bool("deterministic", deterministic),
     )
