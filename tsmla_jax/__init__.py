@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.mla_decode.api import mla_decode
     from tsmla_jax.ops.mla_prefill.api import mla_prefill
     from tsmla_jax.ops.mla_prefill_kv.api import mla_prefill_kv
+    from tsmla_jax.ops.paging import init_cache, slots
     from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
     from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
     from tsmla_jax.ops.select_topk.api import select_topk
@@ -48,7 +49,9 @@ if importlib.util.find_spec("jax") is None:
 _MODULES = {
     "explain": "ops.explain",
     "export_disabled_checks": "ops.device",
+    "init_cache": "ops.paging",
     "register_custom_calls": "ops.device",
+    "slots": "ops.paging",
 }
 _PACKAGES = ("generate", "nn", "sparse")
 
@@ -66,6 +69,7 @@ __all__ = [
     "indexer_loss",
     "indexer_selected_logits",
     "indexer_topk",
+    "init_cache",
     "merge_attention_states",
     "mla_decode",
     "mla_prefill",
@@ -76,6 +80,7 @@ __all__ = [
     "rope_write_kv_cache",
     "select_topk",
     "selection_bits",
+    "slots",
     "sparse",
     "sparse_mla",
     "write_kv_cache",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tsmla_bridge.ops.select_topk import select_topk
     from tsmla_bridge.ops.selection_bits import selection_bits
     from tsmla_bridge.ops.sparse_mla import sparse_mla
+    from tsmla_bridge.runtime.paging import init_cache, slots
     from tsmla_bridge.runtime.workspace import (
         Workspace,
         decode_workspace_size,
@@ -45,6 +46,7 @@ _MODULES = {
     "indexer_selected_logits": "ops.indexer_training",
     "indexer_topk": "ops.indexer_topk",
     "indexer_topk_workspace_size": "runtime.workspace",
+    "init_cache": "runtime.paging",
     "install_as_flash_mla": "engines.install",
     "install_as_tokenspeed_mla": "engines.install",
     "jax_function": "interop",
@@ -55,6 +57,7 @@ _MODULES = {
     "quantize_blocks": "ops.products",
     "select_topk": "ops.select_topk",
     "selection_bits": "ops.selection_bits",
+    "slots": "runtime.paging",
     "sparse_mla": "ops.sparse_mla",
     "sparse_workspace_size": "runtime.workspace",
     "to_jax": "interop",
@@ -79,6 +82,7 @@ __all__ = [
     "indexer_selected_logits",
     "indexer_topk",
     "indexer_topk_workspace_size",
+    "init_cache",
     "install_as_flash_mla",
     "install_as_tokenspeed_mla",
     "jax_function",
@@ -89,6 +93,7 @@ __all__ = [
     "quantize_blocks",
     "select_topk",
     "selection_bits",
+    "slots",
     "sparse_mla",
     "sparse_workspace_size",
     "to_jax",

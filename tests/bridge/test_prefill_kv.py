@@ -86,7 +86,7 @@ def test_compiled_into_the_callers_memory() -> None:
 def test_opcheck() -> None:
     q, kv, k_rope, dout, dlse = (x.nan_to_num() for x in RAGGED.kv_numbers(torch.float32, rope_dim=ROPE))
     offsets = (RAGGED.options()[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
-    rest = (*offsets, None, 0.3, 1.0, 5, 9, True, False, None)
+    rest = (*offsets, None, None, None, 0.3, 1.0, 5, 9, True, False, None)  # no selection, no scales
     leaves = (x.clone().requires_grad_() for x in (q, kv, k_rope))
     torch.library.opcheck(mla_prefill_kv.OPERATORS.forward, (*leaves, *rest))
     out, lse = mla_prefill_kv.OPERATORS.forward(q, kv, k_rope, *rest)

@@ -14,7 +14,7 @@ import torch
 
 from tsmla_bridge import operators, sparse_reference
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
-from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_bridge.runtime.workspace import Workspace, check_workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
@@ -112,6 +112,7 @@ def indexer_topk(
         raise ValueError("counts: got a tensor without return_slots; legal: None")
     if scores is not None and not return_scores:
         raise ValueError("scores: got a tensor without return_scores; legal: None")
+    check_workspace(workspace)
     flags = return_slots, return_scores
     call = Call(q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q, k, *flags, implementation)
     memory = Memory(out, counts, scores, workspace)

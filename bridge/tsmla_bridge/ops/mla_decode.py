@@ -12,7 +12,7 @@ from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
-from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_bridge.runtime.workspace import Workspace, check_workspace
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.contract.rules import GREATEST_SCALE, LEAST_SCALE
@@ -140,6 +140,7 @@ def mla_decode(
       NotImplementedError: the implementation can't run this call, with every reason.
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
+    check_workspace(workspace)
     # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
     options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
     compiling = torch.compiler.is_compiling()

@@ -29,10 +29,10 @@ def mla_prefill(
     v: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -54,10 +54,10 @@ def mla_prefill(
     v: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -78,10 +78,10 @@ def mla_prefill(
     v: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -105,8 +105,9 @@ def mla_prefill(
         wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is; a call that has a derivative, or that
         torch.compile traces, takes none of these. Any other view raises.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
-        and rows past the end are padding: their outputs are 0 with lse -inf.
-      max_q_len, max_kv_len: bounds on one request's tokens.
+        and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
+        queries' offsets and bound, as in self-attention.
+      max_q_len, max_kv_len: bounds on one request's tokens; max_kv_len goes with cu_seqlens_kv.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
         request.
@@ -136,6 +137,7 @@ def mla_prefill(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
+    cu_seqlens_kv, max_kv_len = contract.keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
     inputs = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows)
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
     given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}

@@ -31,10 +31,10 @@ def mla_prefill_kv(
     k_rope: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: Literal[False] = False,
     deterministic: bool = False,
@@ -53,10 +53,10 @@ def mla_prefill_kv(
     k_rope: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: Literal[True],
     deterministic: bool = False,
@@ -74,10 +74,10 @@ def mla_prefill_kv(
     k_rope: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -105,6 +105,7 @@ def mla_prefill_kv(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
+    cu_seqlens_kv, max_kv_len = contract.keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
     inputs = KvInputs(q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows)
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
     given = {"softmax_scale": softmax_scale}

@@ -13,7 +13,7 @@ from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
-from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_bridge.runtime.workspace import Workspace, check_workspace
 from tsmla_kernels.contract.rules import GREATEST_SCALE, LEAST_SCALE
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.sparse.record import serving
@@ -166,6 +166,7 @@ def sparse_mla(
     )  # fmt: skip
     inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
     compiling = torch.compiler.is_compiling()
+    check_workspace(workspace)
     # True is 1 and 8.0 is 8: a plan is looked up only by options of the legal types.
     usual = not compiling and type(latent_dim) is int and {type(batch_invariant), type(deterministic)} == {bool}
     plan = None

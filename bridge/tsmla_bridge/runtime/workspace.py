@@ -50,17 +50,16 @@ class Workspace:
     Args:
       size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
         needs.
-      device: where; the current CUDA device by default.
+      device: where; by default the current CUDA device, or the CPU where torch can use no GPU. Calls on a CPU take a
+        workspace and don't need it, so that a program for a GPU can be tested without one.
 
     Raises:
-      TypeError, ValueError: size is no int, or negative; or device is None where torch can use no GPU.
+      TypeError, ValueError: size is no int, or negative.
     """
 
     def __init__(self, size: int, device: torch.device | str | int | None = None) -> None:
         count = contract.static_int("size", size)
-        if device is None and not torch.cuda.is_available():
-            raise ValueError("device: got None, which is the current CUDA device; torch can use none here")
-        self.buffer = torch.empty(count, dtype=torch.uint8, device="cuda" if device is None else device)
+        self.buffer = torch.empty(count, dtype=torch.uint8, device=_default_device() if device is None else device)
         self._stream: int | None = None
 
     @classmethod
@@ -96,6 +95,12 @@ class Workspace:
         return self.buffer.data_ptr()
 
 
+def check_workspace(workspace: object) -> None:
+    """TypeError unless it is a Workspace or None."""
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise contract.not_an_array("workspace", workspace, "a tsmla_bridge.Workspace, or None")
+
+
 def decode_layout(config: sm90_decode.DecodeConfig, num_sms: int, batch: int, max_pages: int, rows: int) -> Layout:
     """The workspaces of a call's largest launch, and an lse for calls that return none."""
     largest = max((stop - first for first, stop in sm90_decode.launches(config, batch, max_pages)), default=0)
@@ -110,11 +115,18 @@ def sparse_layout(serving: Serving, num_sms: int, num_tokens: int, num_selected:
     return Layout({**shapes, "lse": ((num_tokens * serving.config.num_heads,), "float32")})
 
 
+def _default_device() -> str:
+    """The device that None stands for."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _num_sms(device: torch.device | str | int | None) -> int:
-    """Multiprocessors of the CUDA device that an argument names, of the current one for None. ValueError if torch can't
-    use it, or if it is of another kind."""
+    """Multiprocessors of the CUDA device that an argument names, of the current one for None; 0 of a CPU. ValueError if
+    torch can't use it, or if it is of another kind."""
     try:
-        named = torch.device("cuda" if device is None else device)
+        named = torch.device(_default_device() if device is None else device)
+        if named.type == "cpu":
+            return 0
         if named.type == "cuda":
             return devices.num_sms(devices.index_of(named))
         why = "its number of multiprocessors decides"
@@ -144,12 +156,14 @@ def sparse_workspace_size(
       max_selected: K of indices, which matters for batch_invariant calls and for tokens that share gathers.
       dtype: of q.
       batch_invariant: as the calls have it.
-      device: its number of multiprocessors decides; the current CUDA device by default.
+      device: its number of multiprocessors decides; by default the current CUDA device, or the CPU where torch can use
+        no GPU. A CPU needs 0 bytes.
 
     Raises:
       ValueError: torch can't use the device.
     """
-    sms = _num_sms(device)
+    if not (sms := _num_sms(device)):
+        return 0
     whole = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
     # Tiles of fewer rows are more, and a call of fewer columns may put more tokens into a launch: both may need more.
     configs = (whole, dataclasses.replace(whole, tile_rows=sm90_sparse.FEW_HEADS))
@@ -209,7 +223,8 @@ def decode_workspace_size(
       kv_dtype: of the cache, if another.
       ragged: whether the calls give cu_seqlens_q.
       causal, batch_invariant: as the calls have them.
-      device: its number of multiprocessors decides; the current CUDA device by default.
+      device: its number of multiprocessors decides; by default the current CUDA device, or the CPU where torch can use
+        no GPU. A CPU needs 0 bytes.
 
     Raises:
       ValueError: torch can't use the device.
@@ -236,6 +251,8 @@ def decode_workspace_size(
         )
         if reasons := MLA_DECODE.reasons(spec):
             raise contract.not_runnable("mla_decode", "cute", reasons)
+        if not sms:
+            continue
         config = sm90_decode.decode_config(spec)
         layout = decode_layout(config, sms, max_batch, max_pages, max_batch * q_len * num_heads)
         size = max(size, layout.size)

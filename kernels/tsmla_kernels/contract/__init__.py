@@ -11,6 +11,7 @@ from tsmla_kernels.contract.attention import (
     MergeSpec,
     PrefillSpec,
     decode_spec,
+    keys_or_queries,
     merge_spec,
     prefill_kv_spec,
     prefill_spec,

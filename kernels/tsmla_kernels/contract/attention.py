@@ -7,6 +7,7 @@ most).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tsmla_kernels.contract.rules import (
     FLOATS,
@@ -238,10 +239,10 @@ def prefill_spec(
     k: Array,
     v: Array,
     cu_seqlens_q: Array,
-    cu_seqlens_kv: Array,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Array | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale = None,
     k_scale: Scale = None,
@@ -256,6 +257,7 @@ def prefill_spec(
     static_bool("return_lse", return_lse)
     deterministic = static_bool("deterministic", deterministic)
     max_q_len = static_int("max_q_len", max_q_len, minimum=0)
+    cu_seqlens_kv, max_kv_len = keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
     max_kv_len = static_int("max_kv_len", max_kv_len, minimum=0)
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, array, VALUES)
@@ -321,16 +323,27 @@ def _check_selection(
     check_at_least_one("selection", (rows,), 0, "R")
 
 
+def keys_or_queries(cu_seqlens_q: Any, max_q_len: int, cu_seqlens_kv: Any, max_kv_len: int | None) -> tuple[Any, int]:
+    """The keys' offsets and bound: the queries' where the call gives none, as in self-attention. TypeError for offsets
+    of keys without their bound."""
+    if cu_seqlens_kv is not None and max_kv_len is None:
+        raise TypeError("max_kv_len: got None; legal: a static int >= 0 where cu_seqlens_kv is given")
+    return (
+        cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv,
+        max_q_len if max_kv_len is None else max_kv_len,
+    )
+
+
 def prefill_kv_spec(
     *,
     q: Array,
     kv: Array,
     k_rope: Array,
     cu_seqlens_q: Array,
-    cu_seqlens_kv: Array,
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Array | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: bool = False,
     deterministic: bool = False,

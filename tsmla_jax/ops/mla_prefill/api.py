@@ -25,10 +25,10 @@ def mla_prefill(
     v: Float[Array, "Tk H V"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"],
-    cu_seqlens_kv: Int32[Array, " B+1"],
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -48,10 +48,10 @@ def mla_prefill(
     v: Float[Array, "Tk H V"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"],
-    cu_seqlens_kv: Int32[Array, " B+1"],
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -70,10 +70,10 @@ def mla_prefill(
     v: Float[Array, "Tk H V"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"],
-    cu_seqlens_kv: Int32[Array, " B+1"],
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -95,8 +95,9 @@ def mla_prefill(
       q: [Tq, H, K]; float16, bfloat16, float8_e4m3fn, or float32 / float64 (not in the kernels).
       k, v: [Tk, H, K] and [Tk, H, V] in q's dtype.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
-        and rows past the end are padding: their outputs are 0 with lse -inf.
-      max_q_len, max_kv_len: static bounds on one request's tokens.
+        and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
+        queries' offsets and bound, as in self-attention.
+      max_q_len, max_kv_len: static bounds on one request's tokens; max_kv_len goes with cu_seqlens_kv.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced; K^-0.5 times the square of
         yarn's mscale for DeepSeek.
       causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
@@ -128,6 +129,7 @@ def mla_prefill(
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
     spec, chosen = OPERATION.choose(**locals())
+    cu_seqlens_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     q, k, v, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, k, v, cu_seqlens_q, cu_seqlens_kv))
     cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
     if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):

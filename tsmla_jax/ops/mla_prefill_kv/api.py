@@ -29,10 +29,10 @@ def mla_prefill_kv(
     k_rope: Float[Array, "Tk R"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"],
-    cu_seqlens_kv: Int32[Array, " B+1"],
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: Literal[False] = False,
     deterministic: bool = False,
@@ -49,10 +49,10 @@ def mla_prefill_kv(
     k_rope: Float[Array, "Tk R"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"],
-    cu_seqlens_kv: Int32[Array, " B+1"],
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: Literal[True],
     deterministic: bool = False,
@@ -68,10 +68,10 @@ def mla_prefill_kv(
     k_rope: Float[Array, "Tk R"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"],
-    cu_seqlens_kv: Int32[Array, " B+1"],
     max_q_len: int,
-    max_kv_len: int,
     softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
     causal: bool = True,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -99,6 +99,7 @@ def mla_prefill_kv(
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
     spec, chosen = OPERATION.choose(**locals())
+    cu_seqlens_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
     cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
     if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
