@@ -7,7 +7,7 @@ the cache, so that a quantised cache means the same as in the direct form.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def attend_by_mask(
             selection_rows=rows,
             implementation=implementation,
         )
-        return cast(State, found)  # as lse is asked for
+        return found
 
     out, lse = attend(step.slot_mapping, cu_seqlens_q, max_q_len, context_lens[new.request], causal=True)
     requests = context_lens.shape[0]

@@ -38,6 +38,8 @@ def sparse_mla(
     compressed_kv_scale: Scale | None = None,
     return_lse: Literal[False] = False,
     batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H L"]: ...
 
@@ -63,6 +65,8 @@ def sparse_mla(
     compressed_kv_scale: Scale | None = None,
     return_lse: Literal[True],
     batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H L"], Float[Array, "T H"]]: ...
 
