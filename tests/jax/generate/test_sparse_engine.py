@@ -107,7 +107,7 @@ def test_figures_state_the_memory(case: Case) -> None:
     assert figures.cache_bytes == per_token * pages + 3 * per_text
     assert figures.peak_pages == figures.cache_pages == case.options.num_pages
     ops = {"indexer_topk", "sparse_mla", "experts"}
-    ops |= {"compress_write_kv_cache"} if case.model == "v4" else set()
+    ops |= {"compress_write_kv_cache"} if case.model == "v4" else {"attention over selected keys"}
     # An operation whose reasons differ between kinds of layers is there once for each.
     assert {choice.op.partition(" (")[0] for choice in case.greedy.choices} == ops
 
