@@ -108,6 +108,25 @@ def quantize_blocks(x: jax.Array, config: Any, **_: object) -> Results:
     return list(tsmla_jax.quantize_blocks(x, power_of_two=config.power_of_two, implementation="reference"))
 
 
+def selection_bits(positions: jax.Array, *others: jax.Array, config: Any, result_shapes: Any, **_: object) -> Results:
+    names = [name for name in ("lengths", "starts") if getattr(config, name)]
+    given = dict(zip(names, others, strict=True))
+    return [tsmla_jax.selection_bits(positions, 32 * result_shapes[0][1], **given, implementation="reference")]
+
+
+def compress_write_kv_cache(*arrays: jax.Array, config: Any, result_shapes: Any, **_: object) -> Results:
+    cache, rows, kept, kv_score, ape, slots, lens, offsets, weight, cos_sin, tables, scale = arrays
+    width = config.series * config.channels
+    state = sparse.CompressorState(rows.reshape(*rows.shape[:2], 2, width), kept)
+    written, state = tsmla_jax.compress_write_kv_cache(
+        cache, kv_score.reshape(-1, 2, width), ape, state, weight, cos_sin, tables, state_slots=slots, seq_lens=lens,
+        cu_seqlens_q=offsets, ratio=config.ratio, overlap=config.series == 2, eps=config.eps,
+        page_size=config.page_size or None, implementation="reference",
+    )  # fmt: skip
+    del scale  # 1
+    return [x.reshape(shape) for x, shape in zip((written, *state), result_shapes, strict=True)]
+
+
 EMULATIONS: Mapping[str, Callable[..., Results]] = {
     "mla_decode": decode.emulate, "mla_prefill": prefill.emulate, "mla_prefill_kv": prefill.emulate,
     "mla_prefill_backward": prefill.emulate, "sparse_mla": sparse_attention.emulate,
@@ -115,7 +134,8 @@ EMULATIONS: Mapping[str, Callable[..., Results]] = {
     "merge_attention_states": merge_attention_states, "write_packed_kv_cache": packed_row,
     "write_indexer_cache": packed_row, "indexer_quantize": packed_row, "indexer_logits": indexer_logits,
     "select_topk": select_topk, "block_scaled_matmul": product, "grouped_block_scaled_matmul": product,
-    "quantize_blocks": quantize_blocks,
+    "quantize_blocks": quantize_blocks, "selection_bits": selection_bits,
+    "compress_write_kv_cache": compress_write_kv_cache,
 }  # fmt: skip
 
 

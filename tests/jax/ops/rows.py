@@ -422,6 +422,47 @@ def quantize() -> Row:
     )  # fmt: skip
 
 
+def bits() -> Row:
+    def arrays(seed: int) -> Arrays:
+        rng = np.random.default_rng(seed)
+        return ints(rng.integers(-1, 40, (8, 5))), ints(rng.integers(0, 6, 8)), ints(rng.integers(0, 9, 8))
+
+    data = P("data")
+    return Row(
+        named(tsmla_jax.selection_bits, "positions lengths starts", num_keys=30), arrays, ("t, 5", "t", "t"),
+        [(0, 0, 0), (1, None, None), (None, 0, None)], splits={"rows": Split((data,) * 3, (data,))},
+    )  # fmt: skip
+
+
+def compress() -> Row:
+    def run(implementation: str | None, **options: Any) -> Callable[..., Any]:
+        def call(cache: jax.Array, kv_score: jax.Array, ape: jax.Array, rows: jax.Array, kept: jax.Array,
+                 weight: jax.Array, cos_sin: jax.Array, tables: jax.Array, *where: jax.Array) -> Any:  # fmt: skip
+            named = dict(zip(("state_slots", "seq_lens", "cu_seqlens_q"), where, strict=True))
+            written, state = tsmla_jax.compress_write_kv_cache(
+                cache, kv_score, ape, sparse.CompressorState(rows, kept), weight, cos_sin, tables, **named, ratio=4,
+                overlap=True, eps=1e-6, implementation=implementation, **options,
+            )  # fmt: skip
+            return written, *state
+
+        return call
+
+    def arrays(seed: int) -> Arrays:
+        rng = np.random.default_rng(seed)
+        state = sparse.init_compressor_state(2, ratio=4, channels=512, overlap=True)
+        shared = np.random.default_rng(9)
+        return (
+            drawn(rng, 2, 16, 512), drawn(rng, 9, 2, 1024, dtype=F32), drawn(shared, 4, 1024, dtype=F32), *state,
+            drawn(shared, 512, dtype=F32), drawn(shared, 12, 64, dtype=F32), ints([[1], [0]]), ints([0, 1]),
+            ints([8 - seed % 2, 1]), ints([0, 8 - seed % 2, 9 - seed % 2]),
+        )  # fmt: skip
+
+    shapes = ("p, 16, 512", "t, 2, 1024", "4, 1024", "n, 8, 2, 1024", "n, 8", "512", "12, 64", "b, m", "b", "b",
+              "b + 1")  # fmt: skip
+    own = (0, 0, None, 0, 0, None, None, 0, 0, 0, 0)
+    return Row(run, arrays, shapes, in_turn=[own, (0,) * 11], own=own, portable=())
+
+
 PREFILL = {"mla_prefill": prefill(shared_rope=False), "mla_prefill_kv": prefill(shared_rope=True)}
 ROWS: dict[str, Row] = {
     "mla_decode": decode(ragged=False), "mla_decode-ragged": decode(ragged=True),
@@ -437,7 +478,7 @@ ROWS: dict[str, Row] = {
     "block_scaled_matmul": product(grouped=False), "grouped_block_scaled_matmul": product(grouped=True),
     "block_scaled_matmul-gated": product(grouped=False, gated=True),
     "grouped_block_scaled_matmul-gated": product(grouped=True, gated=True),
-    "quantize_blocks": quantize(),
+    "quantize_blocks": quantize(), "selection_bits": bits(), "compress_write_kv_cache": compress(),
 }  # fmt: skip
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import tsmla_jax
-from tests.jax.ops.programs import ints
+from tests.jax.ops.programs import ints, placed
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
@@ -217,6 +217,10 @@ def test_shards_of_channels_and_vmap() -> None:
     np.testing.assert_allclose(jax.jit(sharded)(x, p.ape, state), whole, rtol=1e-6, atol=1e-6)
     mapped = jax.jit(jax.vmap(run, in_axes=(0, None, None)))(jnp.stack([x, x]), p.ape, state)
     np.testing.assert_allclose(mapped[1], whole, rtol=1e-6, atol=1e-6)
+    explicit = Mesh(np.asarray(jax.devices()[:2]), "x", axis_types=(AxisType.Explicit,))
+    given = placed(explicit, jax.tree.leaves((x, p.ape, state)))
+    got = jax.jit(lambda x, ape, *state: run(x, ape, sparse.CompressorState(*state)))(*given)
+    np.testing.assert_allclose(got, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_memory_of_a_long_prefill_stays_bounded() -> None:

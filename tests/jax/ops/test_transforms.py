@@ -20,6 +20,7 @@ from tests.emulator import operations
 from tests.jax.ops.programs import calls, collectives, lower, placed
 from tests.jax.ops.rows import ROWS, Arrays, Axes, Row, Split, arrays_of, reference, wanted, widened
 from tsmla_jax.ops import device, kernel_call
+from tsmla_jax.ops.explain import OPERATIONS
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernels on CPUs"),
@@ -47,6 +48,9 @@ def assert_close(got: Any, want: Any, tolerance: float = 2.0**-7) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape
         x, y = np.asarray(a), np.asarray(b)
+        if x.dtype.itemsize > 1 and np.issubdtype(x.dtype, np.integer):
+            np.testing.assert_array_equal(x, y)
+            continue
         if x.dtype.itemsize == 1:
             assert x.dtype == y.dtype and np.mean(x.view(np.uint8) != y.view(np.uint8)) < 0.002
             continue
@@ -56,6 +60,11 @@ def assert_close(got: Any, want: Any, tolerance: float = 2.0**-7) -> None:
         off = np.abs(x[finite] - y[finite])
         assert np.linalg.norm(off) <= tolerance * np.linalg.norm(y[finite]) + 1e-5
         assert off.max(initial=0) <= 2 * tolerance * np.abs(y[finite]).max(initial=0) + 1e-5
+
+
+def test_every_operation_with_a_kernel_has_a_row() -> None:
+    rows = {name.partition("-")[0] for name in ROWS}
+    assert rows == {name for name, operation in OPERATIONS.items() if "cute" in operation.table}
 
 
 def joined(results: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tsmla_jax.ops.inputs import describe, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, same_spec
 from tsmla_jax.ops.selected import checks
 from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState
 from tsmla_kernels.contract import sparse as sparse_contract
@@ -65,7 +67,9 @@ def compress_kv(
     if spec.num_tokens == 0 or spec.num_requests == 0:
         empty = jnp.full((0,), -1, jnp.int32)
         return CompressedEntries(jnp.zeros((0, spec.channels), jnp.float32), empty, empty), CompressorState(*rings)
-    entries, rings = chosen.run(kv_score, ape, rings, state_slots, seq_lens, cu_seqlens_q, spec=spec)
+    rows = PartitionSpec(None, None), PartitionSpec(None), PartitionSpec(None)
+    given = (kv_score, ape, rings, state_slots, seq_lens, cu_seqlens_q)
+    entries, rings = chosen.call(given, lambda: (rows, jax.tree.map(same_spec, rings)), spec=spec)
     return CompressedEntries(*entries), CompressorState(*rings)
 
 

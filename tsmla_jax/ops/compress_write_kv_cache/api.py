@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.checks import behind
 from tsmla_jax.ops.inputs import Scale, describe, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, same_spec
 from tsmla_jax.ops.selected.compressor import CompressorState
 from tsmla_kernels.contract import compress, values
 
@@ -76,7 +77,8 @@ def compress_write_kv_cache(
     cache = jnp.asarray(cache)
     if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
         return cache, CompressorState(*rings)
-    cache, rings = chosen.run(cache, rings, lens, *arrays, spec=spec, kv_scale=kv_scale)
+    given = (cache, rings, lens, *arrays)
+    cache, rings = chosen.call(given, lambda: jax.tree.map(same_spec, (cache, rings)), spec=spec, kv_scale=kv_scale)
     return cache, CompressorState(*rings)
 
 
