@@ -278,7 +278,43 @@ def write_errors(results: Path, figures: Path) -> str:
     return said
 
 
+# ---- products
+
+PRODUCT_PEERS = {"deep_gemm": "DeepGEMM", "cublas": "cuBLAS, bf16"}
+
+
+def fp8_products() -> tb.Record:
+    def name(point: tb.Point) -> str:
+        op, t, n, k = point.key
+        return f"{t:,} tokens, {'256 experts' if op == 'experts' else f'{n} x {k}'}"
+
+    columns: Sequence[tb.Column] = (
+        (tb.EMPTY, name), tb.FLOOR, *(tb.time(title, peer) for peer, title in PRODUCT_PEERS.items()),
+        tb.our_time(), tb.time("exact", "tsmla_exact"), tb.over("/ DeepGEMM", OURS, "deep_gemm"),
+        tb.over("exact / DeepGEMM", "tsmla_exact", "deep_gemm"),
+    )  # fmt: skip
+
+    def caption(loaded: tb.Loaded) -> str:
+        compared = {
+            kind: tb.mean_and_worst(p.ratio(ours, "deep_gemm") for p in loaded.points if p["op"] == kind)
+            for kind, ours in (("experts", OURS), ("linear", OURS))
+        }
+        said = ", ".join(f"{kind} {ratios}" for kind, ratios in compared.items() if ratios)
+        over = f"tsmla's time over DeepGEMM's: {said}, geometric means. " if said else ""
+        return (
+            "Products with e4m3 weights, microseconds: activations of e4m3, and exact products of bf16. Experts are "
+            "V3's, eight a token: both products, and for ours what is between them. DeepGEMM's two products are alone, "
+            f"of rows that were copied and padded before. {over}{tb.provenance(loaded.rows)}"
+        )
+
+    return tb.Record(
+        "fp8_products", "Products with fp8 weights", ("op", "t", "n", "k"), caption, tb.whole(lambda _: columns),
+        lambda loaded: [tb.table(loaded.points, columns)], folder="h100",
+        order=lambda point: (point["op"] != "experts", point["n"] * point["k"], point["t"]),
+    )  # fmt: skip
+
+
 RECORDS = (
     copies("cache", "Cache kernels", "The kernels of the cache take"), copies("merge", "Merging", "Merging takes"),
-    compress(), sparse_layer(), logits(), topk(), selection(),
+    compress(), sparse_layer(), logits(), topk(), selection(), fp8_products(),
 )  # fmt: skip

@@ -99,9 +99,10 @@ def select_topk(logits: jax.Array, lens: jax.Array, *tables: jax.Array, config: 
 
 def product(x: jax.Array, weight: jax.Array, *others: jax.Array, kernel: Kernel, config: Any, **_: object) -> Results:
     function, form = getattr(tsmla_jax, kernel.name), {"gated": config.gated, "limit": config.limit}
+    given = [None, *others] if config.wide else list(others)
     if config.picked:
-        *others, form["rows"] = others
-    return jax.tree.leaves(function(x, weight, *others, out_dtype=config.out_dtype, implementation="reference", **form))
+        form["rows"] = given.pop()
+    return jax.tree.leaves(function(x, weight, *given, out_dtype=config.out_dtype, implementation="reference", **form))
 
 
 def quantize_blocks(x: jax.Array, config: Any, **_: object) -> Results:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.emulator import operations
 from tsmla_jax.generate import moe
 from tsmla_jax.nn import MLAConfig, Step, functional, init_params, triton
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size, with_products
@@ -178,6 +179,39 @@ def test_hopper_multiplies_narrow_experts_by_their_kernel(tokens: int, monkeypat
         assert not moe.takes_scaled_rows(jnp.bfloat16, *stacks, 2 * tokens)
         traced = str(jax.make_jaxpr(lambda *arrays: moe.mix_experts(*arrays))(x, experts, shares, *stacks))
     assert traced.count("tsmla_kernel_call") == 2 and "pallas_call" not in traced
+
+
+@pytest.mark.parametrize(("products", "limit"), [(None, 0.01), ("quantized", 0.06)])
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_layers_by_calls_of_the_kernel(products: str | None, limit: float, tokens: int) -> None:
+    """An MLP and a mixture of experts as on Hopper, whose kernels are emulated: one of the stacks has unused weights,
+    one token has no expert but one, and gate and up are clipped."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("emulates the kernels on CPUs")
+    rng = np.random.default_rng(3)
+
+    def stack(count: int, *shape: int) -> BlockScaled:
+        values = jnp.asarray(rng.standard_normal((count, *shape)).clip(-3, 3) * 50, jnp.float8_e4m3fn)
+        scales = rng.uniform(5e-4, 2e-3, (5, *(size // 128 for size in shape)))
+        return BlockScaled(values, jnp.asarray(scales, jnp.float32), products)
+
+    gate_up, down = stack(5, 512, 256), stack(6, 256, 256)
+    x = jnp.asarray(rng.standard_normal((tokens, 256)), jnp.bfloat16)
+    experts = jnp.asarray([rng.permutation(5)[:2] for _ in range(tokens)], jnp.int32).at[0, 1].set(5)
+    shares = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
+    wide = [BlockScaled(w.values[:5], w.scales).widened(jnp.float32) for w in (gate_up, down)]
+    first = [jax.tree.map(lambda x: x[0], w) for w in (gate_up, down)]
+    floats = x.astype(jnp.float32)
+    with device.planned_for("sm_90a"), operations.emulated():
+        mix = jax.jit(lambda *arrays: moe.mix_experts(*arrays, 1.5))
+        assert str(jax.make_jaxpr(mix)(x, experts, shares, gate_up, down)).count("tsmla_kernel_call") >= 2
+        mixed = mix(x, experts, shares, gate_up, down)
+        mlp = jax.jit(lambda x: moe.gated_mlp(x, *first, 1.5))(x)
+    for got, want in (
+        (mixed, moe.mix_experts(floats, experts, shares, *wide, 1.5)),
+        (mlp, moe.gated_mlp(floats, wide[0][0], wide[1][0], 1.5)),
+    ):
+        assert float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)) < limit
 
 
 def test_nothing_on_hopper_needs_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
