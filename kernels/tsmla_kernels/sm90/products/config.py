@@ -109,11 +109,12 @@ class ProductConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread of a math warpgroup, and of the other warps."""
+        """Registers of a thread of a math warpgroup, and of the other warps: in all no more than the CTA starts with,
+        or it would wait for registers without end."""
         if self.groups == 3:
             return 160, 32
         if self.ctas == 2:
-            return 96, 56 if self.picked else 40
+            return 96, 48 if self.picked else 40
         # With results of e4m3 the warps that find the parts of a split sum would spill 40.
         return (216, 72) if self.quantized and self.splits > 1 else (232, 40)
 

@@ -82,7 +82,8 @@ def fits(config: ProductConfig) -> None:
     assert config.tokens == 64 * config.groups if config.tokens_first else config.tokens % 8 == 0
     assert config.rows <= 256 and config.tokens <= 256  # of a copy
     math, others = config.registers
-    assert (config.groups * math + others) * 128 * config.ctas <= 65536
+    at_start = 65536 // ((config.groups + 1) * 128 * config.ctas) // 8 * 8
+    assert config.groups * math + others <= (config.groups + 1) * at_start
     # A scale of the result is for 128 columns, which a tile has; the other warps of three groups have few registers.
     assert config.width == 128 or not config.quantized
     assert config.groups < 3 or not config.picked
