@@ -279,6 +279,29 @@ def prefill_backward() -> tb.Record:
     )  # fmt: skip
 
 
+def sparse_backward() -> tb.Record:
+    repeats = "tsmla_deterministic"
+    columns: Sequence[tb.Column] = (
+        ("selections, D, H", lambda point: f"{point['mode']}, {point['d']}, {point['h']}"),
+        ("**tsmla**", lambda point: f"{point.us(OURS):.0f}"), tb.time("deterministic", repeats, 0),
+        tb.over("deterministic / default", repeats, OURS), tb.RATE,
+    )  # fmt: skip
+
+    def caption(loaded: tb.Loaded) -> str:
+        first = loaded.rows[0]
+        ratio = tb.mean_and_worst(point.ratio(repeats, OURS) for point in loaded.points)
+        return (
+            f"The gradient of sparse_mla on Hopper, the backward pass alone, {first['dtype']}: {first['t']} tokens that"
+            f" select {first['k']} of {first['n']} slots. Deterministic over default {ratio}, geometric mean. "
+            f"{tb.provenance(loaded.rows)}"
+        )
+
+    return tb.Record(
+        "sparse_backward", "The gradient of sparse attention", ("mode", "d", "h"), caption,
+        tb.whole(lambda _: columns), tb.whole(lambda _: columns), unit="Microseconds. ", folder="h100",
+    )  # fmt: skip
+
+
 # ---- packed rows
 
 SEGMENT_PEERS = {"cudnn": "cuDNN", "tsmla": "**tsmla**", "tsmla_kv": "tsmla, kv"}
@@ -331,5 +354,6 @@ def segment_attention() -> tb.Record:
 
 
 RECORDS = (
-    decode("bf16"), decode("fp8"), sparse(), sparse_prefill(), prefill(), prefill_backward(), segment_attention()
+    decode("bf16"), decode("fp8"), sparse(), sparse_prefill(), prefill(), prefill_backward(), sparse_backward(),
+    segment_attention(),
 )  # fmt: skip

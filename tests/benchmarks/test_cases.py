@@ -31,6 +31,7 @@ from benchmarks.cases import (
     prefill_backward,
     segment_attention,
     select_topk,
+    sparse_backward,
     sparse_mla,
     sparse_mla_prefill,
 )
@@ -42,6 +43,7 @@ POINTS = {
     "sparse_mla": ["v32,2,1,4", "v4-512,1,2,4"],
     "sparse_mla_prefill": ["random,6,4", "prompt,6,4", "prompt80,80,4", "v4,6,4"],
     "prefill": ["2x40h2", "30on50h2"], "prefill_backward": ["40h2"], "select_topk": ["3,100"],
+    "sparse_backward": ["random,512,4", "shared80,576,4"],
     "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
     "cache": [f"{op},{','.join(dtypes)},20" for op, of in cache.DTYPES.items() if "rope" not in op for dtypes in of],
     "fp8_products": ["linear,5,264,272", "experts,9,256,272"],
@@ -65,7 +67,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(tsmla_bridge, name, lambda *_, **__: None)
     for module, sizes in (
         (sparse_mla, {"CONTEXT": 256, "COMPRESSED": 128}), (sparse_mla_prefill, {"CONTEXT": 256, "COMPRESSED": 128}),
-        (select_topk, {"K": 16}), (indexer_topk, {"K": 16}), (bridge_overhead, {"CALLS": 2, "ROUNDS": 1, "WARM": 1}),
+        (sparse_backward, {"TOKENS": 6, "SELECTED": 16, "CONTEXT": 128, "CHECKED": 5}), (select_topk, {"K": 16}),
+        (indexer_topk, {"K": 16}), (bridge_overhead, {"CALLS": 2, "ROUNDS": 1, "WARM": 1}),
     ):  # fmt: skip
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
@@ -75,6 +78,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     gradients = prefill_backward.errors_of, prefill_backward._checked, prefill_backward._wanted
+    gradients += (sparse_backward.errors_of,)
     caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, *gradients
     for cached in caches:
         cached.cache_clear()
@@ -92,7 +96,7 @@ def test_ours_runs_at_a_point_and_is_right(name: str, text: str) -> None:
     assert rows and heard and json.dumps(rows)
     for row in rows:
         assert row["us"] > 0 and row.get("floor_us", 0) >= 0
-        for field in ("rel_err", "own_err", "dq_err", "dk_err", "dv_err"):
+        for field in ("rel_err", "own_err", "dq_err", "dk_err", "dv_err", "dkv_err"):
             assert 0 <= row.get(field, 0) < (0.2 if "8" in name or "fp8" in row.get("peer", "") else 0.02), (row, field)
 
 
@@ -226,6 +230,7 @@ OBJECTS = {  # of each kernel
     "select_topk": ("64,8192", {"select_topk": 2}),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
     "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2}),
+    "sparse_backward": ("random,576,16/shared80,512,64", {"sparse_mla": 2, "sparse_mla_backward": 4}),
 }
 
 
