@@ -1,9 +1,11 @@
 """sparse_mla on a prompt's tokens over packed caches, beside FlashMLA's sparse prefill. Mode random: 2048 random slots
-of a context of 131,072 V3.2 rows a token, ascending; shared80: neighbouring tokens share 80 % of them; prompt: the
-first tokens of a text, which select all of at most 2048 earlier ones (lengths), else random ones; prompt80: the same,
-where neighbouring tokens share 80 %; v4: a window of 128 and 512 random compressed slots of V4 pages, with sinks.
+of a context of 131,072 V3.2 rows a token, ascending; shared80, shared95: neighbouring tokens share 80 or 95 % of them;
+prompt: the first tokens of a text, which select all of at most 2048 earlier ones (lengths), else random ones; prompt80:
+the same, where neighbouring tokens share 80 %; v4: a window of 128 and 512 random compressed slots of V4 pages, with
+sinks.
 
-  tsmla              bf16 queries straight from the packed cache
+  tsmla              bf16 queries straight from the packed cache, each token for itself
+  tsmla union        the same, where neighbouring tokens gather the union of their slots once; 8, 16 or 32 heads
   tsmla fp8 queries  e4m3 queries, V3.2 rows; its rel_err is against the bf16 queries that they were rounded from, and
                      own_err against the e4m3 ones
   flashmla           over a bf16 copy of the rows, queries of 64 or 128 heads, padded beforehand
@@ -33,16 +35,21 @@ from benchmarks.cases.prefill import QK_DIM, V_DIM
 from benchmarks.floors import BYTES_PER_S, FLOPS_PER_S, LATENT, PAGE
 from benchmarks.harness import Errors, Object, Run, device, ints, randn
 from benchmarks.peers import sparse
+from tsmla_kernels.sm90.sparse.union_config import HEADS
 
 FP8, E4M3 = "tsmla fp8 queries", torch.float8_e4m3fn
+UNION = "tsmla union"
 MASK, DENSE, BITS = "tsmla mask", "tsmla dense", "tsmla bits"
 MASK_FP8, DENSE_FP8 = f"{MASK} fp8", f"{DENSE} fp8"
 EXPANDED = {MASK: "mask", MASK_FP8: "mask", DENSE: "dense", DENSE_FP8: "dense", BITS: "bits"}
-"""The functions of the expanded form, and the form of each; all others are direct."""
-SELECTED = {"random": 2048, "shared80": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
+"""The functions of the expanded form, and the form of each."""
+FORMS = {**EXPANDED, UNION: "union", "widen": "widen"}
+"""The form of each function; all others are direct."""
+SELECTED = {"random": 2048, "shared80": 2048, "shared95": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
 """The slots of each mode, the window's apart."""
 CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
-SHARED = 0.8
+SHARED = {"shared80": 0.8, "shared95": 0.95, "prompt80": 0.8}
+"""The part of a token's slots that the token before has, by mode; none in the others."""
 PROMPTS = ("prompt", "prompt80")
 SAMPLE = 8  # tokens that errors are found on
 
@@ -56,10 +63,10 @@ class Point(NamedTuple):
 def draw(mode: str, tokens: int, count: int, within: int) -> Any:
     """Different slots below `within` for each token, int32 [tokens, count], ascending; -1 behind a prompt's token."""
     if mode in PROMPTS:
-        return draw_prompt(tokens, count, SHARED if mode == "prompt80" else 0.0)
-    rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED)
+        return draw_prompt(tokens, count, SHARED.get(mode, 0.0))
+    rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED.get(mode, 0.0))
     for _ in range(1, tokens):
-        if mode != "shared80":
+        if mode not in SHARED:
             rows.append(torch.randperm(within, device=device())[:count])
             continue
         held = torch.zeros(within, dtype=torch.bool, device=device())
@@ -121,6 +128,9 @@ class SparsePrefill(packed.PackedCase):
         lengths = {"lengths": True} if point.mode in PROMPTS else {}
         for dtype in ("bfloat16",) if point.mode == "v4" else ("bfloat16", "float8_e4m3fn"):
             yield packed.options_of(point.h, point.t, point.mode == "v4", dtype=dtype, **lengths)
+            if point.h in HEADS and dtype == "bfloat16":
+                _, options = packed.options_of(point.h, point.t, point.mode == "v4", **lengths)
+                yield "sparse_mla_union", options
             if lengths:
                 yield "mla_prefill", {"dtype": dtype}
                 yield "mla_prefill", {"dtype": dtype, "selection": True}
@@ -128,7 +138,9 @@ class SparsePrefill(packed.PackedCase):
             yield "selection_bits", lengths
 
     def ours(self) -> dict[str, Run]:
-        found = {"tsmla": self.call(self.q)}
+        found = {"tsmla": self.call(self.q, form="direct")}
+        if self.point.h in HEADS:
+            found[UNION] = self.call(self.q, form="union")
         if not self.is_v4:
             found[FP8] = self.call(self.q.to(E4M3))
         return found | self.expanded() if self.lengths is not None else found
@@ -180,7 +192,7 @@ class SparsePrefill(packed.PackedCase):
         """Errors on a sample of tokens; ours with lse_err, and of fp8 queries own_err."""
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
-        case |= {"form": EXPANDED.get(name, "widen" if name == "widen" else "direct")}
+        case |= {"form": FORMS.get(name, "direct")}
         if name in (DENSE, DENSE_FP8, BITS):
             return case
         if name == "widen":
@@ -191,7 +203,7 @@ class SparsePrefill(packed.PackedCase):
         keys = {token: self.selected(token) for token in sample}
         find = functools.partial(packed.errors_of, results[0], keys=keys, scale=self.scale, sinks=self.sinks)
         if name != FP8:
-            return case | find(self.q, lse=results[1] if name == "tsmla" else None)
+            return case | find(self.q, lse=results[1] if name in ("tsmla", UNION) else None)
         own = find(self.q.to(E4M3), lse=results[1])
         return case | find(self.q) | {"own_err": own["rel_err"], "lse_err": own["lse_err"]}
 

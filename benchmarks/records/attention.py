@@ -12,7 +12,8 @@ from benchmarks.table import OURS
 # ---- one or a few tokens a request
 
 PEERS = {"flashmla": "FlashMLA", "legacy": "SGLang", "fa3": "FA3", "fa4": "FA4 SM90"}
-MODES = {"v32": "V3.2", "v4-512": "V4, 128 + 512", "v4-1024": "V4, 128 + 1024"}
+MODES = {"v32": "V3.2", "shared80": "V3.2, tokens share 80 %", "v4-512": "V4, 128 + 512", "v4-1024": "V4, 128 + 1024"}
+UNION = "tsmla union"
 DENSE, PACKED = ("flashmla", "fa3", "fa4"), ("flashmla", "legacy")
 """The peers that are compared: FA3's sparse form reads a bf16 cache."""
 # The page of results shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
@@ -84,6 +85,10 @@ def decode(dtype: str) -> tb.Record:
 
 def sparse() -> tb.Record:
     columns = decode_columns(PACKED, lambda point: MODES[point["mode"]])
+    of_unions = (*columns, tb.time("union", UNION), tb.over("union / direct", UNION, OURS))
+
+    def columns_of(loaded: tb.Loaded) -> Sequence[tb.Column]:
+        return of_unions if any(UNION in point.rows for point in loaded.points) else columns
 
     def of_mode(mode: str) -> Callable[[tb.Point], bool]:
         return lambda point: point["mode"] == mode
@@ -111,7 +116,7 @@ def sparse() -> tb.Record:
         panels.append(tb.Panel(f"sparse_mla_{mode}_relative", text, dots, shown=mode == "v32", section=title))
     return tb.Record(
         "sparse_mla", "Sparse MLA, decode", ("mode", "h", "s", "b", "keys", "varlen", "page"), caption,
-        tb.whole(lambda _: columns, lambda point: MODES[point["mode"]], panels), short, tuple(panels),
+        tb.whole(columns_of, lambda point: MODES[point["mode"]], panels), short, tuple(panels),
         order=lambda point: ([*MODES].index(point["mode"]), *point.key),
     )  # fmt: skip
 
@@ -122,12 +127,16 @@ FP8 = "tsmla fp8 queries"
 PROMPT_MODES = {
     "random": "V3.2, random keys",
     "shared80": "V3.2, 80 % shared with the token before",
+    "shared95": "V3.2, 95 % shared with the token before",
     "prompt": "V3.2, the first tokens of a text",
     "prompt80": "V3.2, the first tokens of a text, 80 % shared",
     "v4": "V4, 128 + 512",
 }
 
 
+UNION_COLUMNS: Sequence[tb.Column] = (
+    tb.time("union", UNION), tb.over("union / FlashMLA", UNION, "flashmla"), tb.over("union / direct", UNION, OURS),
+)  # fmt: skip
 MASK, ALL_KEYS = "tsmla mask", "tsmla dense"
 BITS = "tsmla bits"
 MASK_COLUMNS: Sequence[tb.Column] = (
@@ -139,8 +148,9 @@ MASK_COLUMNS: Sequence[tb.Column] = (
 def sparse_prefill() -> tb.Record:
     def columns(name: tb.Column, loaded: tb.Loaded) -> Sequence[tb.Column]:
         ours = [tb.our_time(), tb.over("/ FlashMLA", OURS, "flashmla"), tb.OF_FLOOR, tb.time("fp8 queries", FP8)]
+        union = UNION_COLUMNS if any(UNION in point.rows for point in loaded.points) else ()
         expanded = MASK_COLUMNS if any(MASK in point.rows for point in loaded.points) else ()
-        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours, *expanded
+        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours, *union, *expanded
 
     def caption(loaded: tb.Loaded) -> str:
         points, said = loaded.points, "Microseconds, medians, bf16 queries. "
@@ -159,6 +169,9 @@ def sparse_prefill() -> tb.Record:
             errors = [point.rows[FP8]["rel_err"] for point in points if FP8 in point.rows]
             said += f"fp8 queries take {fp8} of the time of bf16 queries, and out's error against the bf16 queries "
             said += f"that they were rounded from is {min(errors):.1%} to {max(errors):.1%}. "
+        if unions := tb.mean_and_worst(point.ratio(UNION, "flashmla") for point in points):
+            said += f"Tokens that gather the union of their slots once (union) take {unions} of FlashMLA's time, "
+            said += f"{tb.mean_and_worst(point.ratio(UNION, OURS) for point in points)} of the direct form's. "
         if masks := tb.mean_and_worst(point.ratio(MASK, "flashmla") for point in points):
             pairs = (MASK, ALL_KEYS), (BITS, MASK)
             dense, bits = (tb.mean_and_worst(p.ratio(*pair) for p in points) for pair in pairs)

@@ -27,9 +27,9 @@ EXPANSION_PAIRS = 410
 
 
 class Form(NamedTuple):
-    """How a step computes its attention over selected keys.
+    """How a step computes its attention over selected keys, or how the kernel of sparse_mla gathers them.
 
-    name: one of FORMS. why: the reason, in words.
+    name: one of FORMS, or of contract.sparse.SPARSE_FORMS. why: the reason, in words.
     """
 
     name: str

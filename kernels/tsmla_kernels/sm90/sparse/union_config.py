@@ -11,6 +11,7 @@ import dataclasses
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from tsmla_kernels.contract.forms import Form
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.latent import shape as latent_shape
 from tsmla_kernels.sm90.latent.shape import ROWS
@@ -117,16 +118,9 @@ def sparse_mla_reasons(spec: SparseMLASpec) -> list[str]:
     return union_reasons(spec) if spec.form == "union" else sparse_reasons(spec)
 
 
-class Form(NamedTuple):
-    """How a call gathers, "direct" or "union", and why."""
-
-    name: str
-    why: str
-
-
 def sparse_form(spec: SparseMLASpec) -> Form:
-    """The form of a call. It follows from sizes that the host knows; in "union" the device then chooses for each
-    group."""
+    """The form of a call, "direct" or "union". It follows from sizes that the host knows; in "union" the device then
+    chooses for each group."""
     if spec.form != "auto":
         return Form(spec.form, "the call names it")
     tokens, per_request = spec.num_tokens, spec.tokens_per_request
