@@ -80,9 +80,9 @@ def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any =
 
 
 def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:
-    """sparse_mla's kernel for so many heads and tokens."""
+    """sparse_mla's kernel for so many heads and tokens, each of which gathers for itself."""
     v4 = {"layout": "v4", "window": WINDOW, "sinks": True} if is_v4 else {}
-    return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, **v4, **more}
+    return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, "form": "direct", **v4, **more}
 
 
 class PackedCase(Case):

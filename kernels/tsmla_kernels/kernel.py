@@ -123,6 +123,8 @@ class Kernel:
       presets: options by the name of a model; a name comes again for another operation of the same kernel.
       compiler_options: for the DSL, beside those that every kernel is compiled with.
       package: the package that the device code is from, None if it is this one's.
+      instead: of a spec, the kernel that its call launches in place of this one, if that depends on sizes; it takes the
+        same options.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Kernel:
     presets: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = MODELS
     compiler_options: str = ""
     package: Package | None = None
+    instead: Callable[[Any], Kernel] | None = None
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -155,8 +158,11 @@ class Kernel:
         return self.config_for(spec, **{name: options.flag(given, name) for name in self.flags})
 
     def objects_for(self, given: Mapping[str, str]) -> tuple[tuple[Kernel, Config], ...]:
-        """This kernel with `from_options`: what the call of these options loads."""
-        return ((self, self.from_options(given)),)
+        """This kernel, or the one that the call launches instead, with `from_options`: what the call loads."""
+        kernel = self
+        if self.instead is not None:
+            kernel = self.instead(self.spec_from_options({k: v for k, v in given.items() if k not in self.flags}))
+        return ((kernel, kernel.from_options(given)),)
 
     def config_json(self, config: Config) -> str:
         """The config as a line of JSON, the same for equal configs."""

@@ -99,7 +99,7 @@ _SPARSE = {
     "compressed_page_span": "",
     "lengths": "false",
     "sinks": "false",
-    "deterministic": "false",
+    **_defaults(SparseMLASpec),
 }
 
 
@@ -364,7 +364,7 @@ def _parsed(values: Mapping[str, str], name: str, kind: Any) -> Any:
             return float(value)
         except ValueError:
             raise ValueError(f"--config: got {name}={value}; legal: a float") from None
-    minimum = 0 if name in ("rope_dim", "rope_offset") else 1
+    minimum = 0 if name in ("rope_dim", "rope_offset", "tokens_per_request") else 1
     if not value.isdecimal() or int(value) < minimum:
         raise ValueError(f"--config: got {name}={value}; legal: an int >= {minimum}")
     return int(value)

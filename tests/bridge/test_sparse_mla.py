@@ -258,7 +258,7 @@ def test_a_workspace_serves_tokens_that_share_gathers(gpu: Gpu) -> None:
 def test_sizes_choose_the_form(gpu: Gpu) -> None:
     """The kernel is the stand-in: any slots will do."""
     gpu.runs = False
-    q, slots = torch.zeros(1024, 16, 576).bfloat16(), torch.zeros(1024, 4, dtype=torch.int32)
+    q, slots = torch.zeros(2048, 16, 576).bfloat16(), torch.zeros(2048, 4, dtype=torch.int32)
     for options, union in (({}, True), ({"tokens_per_request": 1}, False), ({"form": "direct"}, False)):
         tsmla_bridge.sparse_mla(q, torch.zeros(2, 4, 656, dtype=torch.uint8), slots, softmax_scale=1.0, **options)
         assert ("union_slots" in gpu.operands) == union

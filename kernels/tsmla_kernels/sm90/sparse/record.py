@@ -84,8 +84,13 @@ SPARSE_MLA_UNION = Kernel(
     reasons=union_reasons,
     config_for=union_config,
     flags=("lengths", "sinks"),
-    presets=(),  # models have more heads than tokens share gathers with, unless devices share them
+    presets=(),  # of a model SPARSE_MLA says which calls launch this
 )
+
+def kernel_of(spec: SparseMLASpec) -> Kernel:
+    """The kernel of a call in the form that it names, or that its sizes choose."""
+    return SPARSE_MLA_UNION if sparse_form(spec).name == "union" else SPARSE_MLA
+
 
 SPARSE_MLA = Kernel(
     name="sparse_mla",
@@ -98,6 +103,7 @@ SPARSE_MLA = Kernel(
     config_for=sparse_config,
     flags=("lengths", "sinks"),
     presets=((V32_MODEL, (("num_heads", "128"), ("layout", "v32"))),),
+    instead=kernel_of,
 )
 
 
@@ -120,7 +126,7 @@ def serving(spec: SparseMLASpec, *, lengths: bool, sinks: bool) -> Serving:
     Raises:
       NotImplementedError: the named form cannot serve the call, as a part of one on a device with few of its heads.
     """
-    kernel = SPARSE_MLA_UNION if sparse_form(spec).name == "union" else SPARSE_MLA
+    kernel = kernel_of(spec)
     if reasons := kernel.reasons(spec):
         raise not_runnable("sparse_mla", "cute", reasons)
     return Serving(kernel, kernel.config_for(spec, lengths=lengths, sinks=sinks))

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 HEADS = (8, 16, 32)  # a warp's rows of P are of whole tokens, and a token has a bit in a byte
 TABLE = 1 << 14  # slots of a group that the union's hash table has room for
-FEWEST_TOKENS = 1024  # fewer tokens of a prompt gain less than making unions takes if they share little
-FEWEST_STEP_TOKENS = 256  # the same for decoding steps of several tokens a request, which share much
+FEWEST_TOKENS = 2048  # with fewer tokens, looking for unions takes too much of the time if they share little
+FEWEST_NEIGHBOURS = 1024  # the same if it is known that neighbouring tokens are of one request, and so may share much
 PARTS = 64
-WORTH = {2: 44, 4: 36, 8: 36}
-"""PARTS of the slots that a group's tokens select, by its tokens: a union of more slots takes longer than they do. A
-block of 64 rows takes 2.0 us on 132 SMs, one of 16 rows 1.2 us and one of 32 rows 1.5 us."""
+WORTH = {2: 40, 4: 34, 8: 36}
+"""PARTS of the slots that a group's tokens select, by its tokens: a union of more slots takes longer than they do, as
+LOG.md shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +130,9 @@ def sparse_form(spec: SparseMLASpec) -> Form:
         return Form("direct", f"q has {tokens} tokens, a number that is not known")
     if per_request == 1:
         return Form("direct", "each token is of another request, and they share little")
-    least, which = (FEWEST_STEP_TOKENS, f"steps of {per_request} tokens") if per_request else (FEWEST_TOKENS, "prompts")
+    least = FEWEST_NEIGHBOURS if per_request else FEWEST_TOKENS
     if tokens < least:
-        return Form("direct", f"q has {tokens} tokens; those of {which} share gathers from {least} tokens on")
+        return Form("direct", f"q has {tokens} tokens; they share gathers from {least} on")
     of_group = _tokens(spec)
     return Form("union", f"q has {tokens} tokens, and {of_group} that select the same slots gather them once")
 

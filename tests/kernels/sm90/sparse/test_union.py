@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.latent.shape import LatentShape
 from tsmla_kernels.sm90.sparse.config import MIN_STAGES, SparseConfig
 from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
 from tsmla_kernels.sm90.sparse.union_config import (
-    FEWEST_STEP_TOKENS,
+    FEWEST_NEIGHBOURS,
     FEWEST_TOKENS,
     PARTS,
     TABLE,
@@ -80,8 +80,8 @@ def test_calls_whose_tokens_cannot_share(reason: str) -> None:
         (FEWEST_TOKENS, 0, "union"),
         (FEWEST_TOKENS - 1, 0, "direct"),
         (FEWEST_TOKENS, 1, "direct"),
-        (FEWEST_STEP_TOKENS, 4, "union"),
-        (FEWEST_STEP_TOKENS - 4, 4, "direct"),
+        (FEWEST_NEIGHBOURS, 4, "union"),
+        (FEWEST_NEIGHBOURS - 4, 4, "direct"),
         ("t", 0, "direct"),
     ],
 )
@@ -98,7 +98,7 @@ def test_sizes_choose_the_form(tokens: Any, per_request: int, form: str) -> None
 def test_the_workspaces_of_a_prompt() -> None:
     shapes = workspaces_of(union_config(PROMPT), 132, 4096, 2048)
     assert shapes["union_slots"] == ((1024, union_columns(4, 2048)), "int32")
-    assert union_columns(4, 2048) == 4608 and union_columns(2, 70) == 128
+    assert union_columns(4, 2048) == 4352 and union_columns(2, 70) == 128
     assert shapes["union_partial_out"][0][0] == shapes["partial_out"][0][0] == 264
     names = [operand.name for operand in SPARSE_MLA_UNION.operands(union_config(PROMPT)) if operand.output]
     assert names == ["out", "lse", *shapes]
@@ -108,6 +108,10 @@ def test_options_describe_the_same_configuration() -> None:
     assert SPARSE_MLA_UNION.from_options({"num_heads": "16"}) == union_config(PROMPT)
     with pytest.raises(ValueError, match="num_heads is 128"):
         SPARSE_MLA_UNION.from_options({"num_heads": "128"})
+    prompt = {"num_heads": "16", "num_tokens": "4096"}
+    assert SPARSE_MLA.objects_for(prompt) == ((SPARSE_MLA_UNION, union_config(PROMPT)),)
+    ((kernel, _),) = SPARSE_MLA.objects_for(prompt | {"tokens_per_request": "1"})
+    assert kernel is SPARSE_MLA
     spec = dataclasses.replace(V4_CALL, num_heads=16)
     options = {"num_heads": "16", "layout": "v4", "window": "128", "compressed_page_size": "2", "sinks": "true"}
     assert SPARSE_MLA_UNION.from_options(options) == union_config(spec, sinks=True)
