@@ -231,7 +231,10 @@ OBJECTS = {  # of each kernel
     "select_topk": ("64,8192", {"select_topk": 2}),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
     "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2, "sparse_mla_union": 1}),
-    "sparse_backward": ("random,576,16/shared80,512,64", {"sparse_mla": 2, "sparse_mla_backward": 4}),
+    "sparse_backward": (
+        "random,576,16/shared80,512,64",
+        {"sparse_mla": 1, "sparse_mla_union": 1, "sparse_mla_backward": 4},
+    ),
 }
 
 
