@@ -280,7 +280,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{name}, " in everything for name in OPERATIONS)
     assert in_process("explain", "mla_decode") == 0
     said = capsys.readouterr().out
-    assert "mla_decode, fp8: xla\n  not cute: " in said and "mla_prefill" not in said
+    assert "mla_decode, bf16: xla\n  not cute: " in said and "mla_prefill" not in said
     call = ["q=bf16[2,1,16,576]", "kv_cache=bf16[9,64,576]", "block_tables=i32[2,4]", "seq_lens=i32[2]"]
     assert in_process("explain", "mla_decode", *call, "softmax_scale=0.1", "causal=False") == 0
     said = capsys.readouterr().out

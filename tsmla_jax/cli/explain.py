@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="NAME=VALUE",
-        help="the call's arguments, arrays as a dtype and a shape: q=bf16[8,1,128,576] softmax_scale=0.1 (default: the"
+        help="the call's arguments, arrays as a dtype and a shape: 'q=bf16[8,1,128,576]' softmax_scale=0.1 (default: the"
         f" usual calls at DeepSeek's sizes); dtypes: {', '.join(_DTYPES)}; several arrays with a comma between them",
     )
     parser.add_argument("--arch", help="answer for a GPU of this architecture, as sm_90a, whatever this machine has")
@@ -63,9 +63,13 @@ def run(args: argparse.Namespace) -> int:
         if args.arguments:
             print(_explanation(OPERATIONS[args.op], args.arguments))
         else:
+            said: set[str] = set()
             for call in usual_calls():
                 if args.op in (None, call.op):
-                    print("\n".join(lines_of(call)))
+                    # Usually one reason blocks every kernel: print it once.
+                    first, *reasons = lines_of(call)
+                    print(first, *(reason for reason in reasons if reason not in said), sep="\n")
+                    said.update(reasons)
     if args.arch is None and device.gpu() is None:
         print(f"--arch {next(iter(device.NUM_SMS))} answers for a GPU that is not here")
     return 0

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated; needs the package tokenizers"
     )
     prompts.add_argument("--prompt-file", metavar="F", help="one prompt a line; needs the package tokenizers")
-    prompts.add_argument("--prompt-ids", metavar="FILE", help="prompts as token ids: a JSON list of lists")
+    prompts.add_argument("--prompt-ids", metavar="FILE", help="a file with prompts as token ids: a JSON list of lists")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="at most N a prompt (default 64)")
     parser.add_argument("--json", metavar="FILE", help='write {"tokens": [[...]], figures...} there')
     parser.add_argument(
@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft up to K tokens a step from the text's own n-grams",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this mass")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="with --temperature: sample from the most likely tokens of this mass"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="with --temperature: the seed of sampling (default 0)")
     parser.add_argument(
         "--page-size", type=int, metavar="Z", help="tokens a page of the cache (default 64; 256 for DeepSeek-V4)"
     )
@@ -203,8 +205,8 @@ def _generate(args: argparse.Namespace) -> None:
         chunk=args.chunk,
         speculative=args.speculative,
         temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
+        top_p=1.0 if args.top_p is None else args.top_p,
+        seed=args.seed or 0,
         cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
         q_dtype=Q_DTYPES.get(args.q_dtype),
         implementation=args.implementation,
@@ -212,6 +214,7 @@ def _generate(args: argparse.Namespace) -> None:
         expert_parallel=args.expert_parallel,
         context_parallel=args.context_parallel,
     )
+    _check_sampling(args)
     tokenizer = None if args.prompt_ids is not None else load_tokenizer(checkpoint)
     if tokenizer:
         lines = args.prompt or read_lines(Path(args.prompt_file))
@@ -282,6 +285,15 @@ def _check_bounds(args: argparse.Namespace) -> None:
         value = getattr(args, flag[2:].replace("-", "_"))
         if value is not None and not least <= value <= most:
             raise ValueError(f"{flag} {value}; legal: {least} to {most}")
+
+
+def _check_sampling(args: argparse.Namespace) -> None:
+    """ValueError for a flag that greedy decoding would ignore, and for a prompt without text."""
+    for flag, value in (("--top-p", args.top_p), ("--seed", args.seed)):
+        if value is not None and args.temperature == 0:
+            raise ValueError(f"{flag} {value}: without --temperature nothing is sampled; legal: with --temperature")
+    if args.prompt is not None and "" in args.prompt:
+        raise ValueError("--prompt '': got an empty text; legal: a text")
 
 
 def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -70,8 +70,10 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernel",
         action="append",
         choices=sorted(_named()),
+        metavar="KERNEL",
         help="compile this kernel alone, with options that others may not know (default: every one for the"
-        f" architecture); {', '.join(CHAINS)}: the kernels that a call of it launches; may be repeated",
+        f" architecture), one of {', '.join(sorted(KERNELS))}; or {', '.join(CHAINS)}: the kernels that a call of it"
+        " launches; may be repeated",
     )
     parser.add_argument(
         "--jobs",
@@ -319,7 +321,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="with prune: remove every entry")
     parser.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="with prune: also remove what was compiled as many days ago"
+        "--older-than", type=float, metavar="DAYS", help="with prune: also remove what was compiled DAYS ago or earlier"
     )
 
 

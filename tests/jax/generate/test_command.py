@@ -326,6 +326,8 @@ WRONG = {
     "huge drafts": (unchanged, [*IDS, "--speculative", "1000000000"], "--speculative 1000000000; legal: 0 to 1024"),
     "huge cache": (unchanged, [*IDS, "--cache-pages", str(10**30)], f"--cache-pages {10**30}; legal: 1 to"),
     "cache beyond memory": (unchanged, [*IDS, "--cache-pages", str(10**9)], "GB, and this machine has"),
+    "top p without temperature": (unchanged, [*IDS, "--top-p", "0.5"], "--top-p 0.5: without --temperature nothing"),
+    "seed without temperature": (unchanged, [*IDS, "--seed", "3"], "--seed 3: without --temperature nothing"),
     "negative seed": (unchanged, [*IDS, "--seed", "-1"], "--seed -1; legal: 0 to"),
     "temperature": (unchanged, [*IDS, "--temperature", "-1"], "--temperature -1.0; legal"),
     "layers without end": (sized(num_hidden_layers=10**50), IDS,
