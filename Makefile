@@ -46,10 +46,12 @@ $(BIN)/python:
 # Two layers in one environment, so that the demo does not wait for torch and the DSL. Each is made again when
 # pyproject.toml changes.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo 'installing jax, flax and this project into $(VENV)'
 	$(BIN)/python -m pip install --quiet --editable '.[flax,hf]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.demo
+	@echo 'installing torch, the CuTe DSL and the tools into $(VENV): some minutes, once'
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(TOKENSPEED)'

@@ -59,7 +59,10 @@ def main() -> int:
         return 0
     builder = Path(sys.executable).with_name("zensical")
     command = [str(builder), "build", "--strict", "--clean", "--config-file", str(ROOT / "zensical.toml")]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if status == 0:
+        print(f"open {ROOT / 'build' / 'site' / 'index.html'}, or serve it: python -m http.server -d build/site")
+    return status
 
 
 def stage() -> None:

@@ -75,19 +75,24 @@ class Engine:
     def __init__(self, layer: Layer, prompt_lens: list[int], device: torch.device, dtype: torch.dtype) -> None:
         self.layer = layer
         pages = [-(-(n + STEPS) // PAGE_SIZE) for n in prompt_lens]
-        self.kv_cache = torch.zeros(sum(pages), PAGE_SIZE, LATENT + ROPE, device=device, dtype=dtype)
+        self.kv_cache = tsmla_bridge.init_cache(sum(pages), page_size=PAGE_SIZE, dtype=dtype, device=device)
         tables = torch.zeros(len(pages), max(pages), dtype=torch.int32)
         for request, count in enumerate(pages):
             tables[request, :count] = torch.arange(sum(pages[:request]), sum(pages[: request + 1]))
         self.block_tables = tables.to(device)
         self.seq_lens = torch.zeros(len(pages), dtype=torch.int32, device=device)
         self.x = torch.zeros(len(pages), EMBED, device=device, dtype=dtype)
+        # A step's memory, so that calls of mla_decode allocate nothing; 0 bytes on a CPU.
+        size = tsmla_bridge.decode_workspace_size(
+            max_batch=len(pages), num_heads=HEADS, page_size=PAGE_SIZE, dtype=dtype, device=device
+        )
+        self.workspace = tsmla_bridge.Workspace(size, device=device)
+        self.attended = torch.empty(len(pages), 1, HEADS, LATENT, device=device, dtype=dtype)
 
     def write(self, x: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor) -> None:
         """The latents of tokens x [T, E] into their requests' pages."""
-        page = self.block_tables[requests, positions // PAGE_SIZE]
-        slots = page * PAGE_SIZE + positions % PAGE_SIZE
-        tsmla_bridge.write_kv_cache(self.kv_cache, *self.layer.latents(x, positions), slots.to(torch.int32))
+        slots = tsmla_bridge.slots(self.block_tables, positions, PAGE_SIZE, requests=requests)
+        tsmla_bridge.write_kv_cache(self.kv_cache, *self.layer.latents(x, positions), slots)
 
     def prompt(self, x: torch.Tensor, lens: list[int]) -> None:
         """All prompts' tokens [T, E] at once; leaves the next token's input."""
@@ -106,7 +111,6 @@ class Engine:
             cu_seqlens_q=torch.cat((ends[:1] * 0, ends)).to(torch.int32),
             max_q_len=max(lens),
         )
-        assert isinstance(attended, torch.Tensor)
         self.x.copy_(next_input(self.layer.output(attended[ends - 1])))
 
     def step(self) -> None:
@@ -115,9 +119,16 @@ class Engine:
         self.write(self.x, torch.arange(len(positions), device=positions.device), positions)
         self.seq_lens += 1
         query = self.layer.absorbed(self.x, positions)[:, None]
-        attended = tsmla_bridge.mla_decode(query, self.kv_cache, self.block_tables, self.seq_lens, softmax_scale=SCALE)
-        assert isinstance(attended, torch.Tensor)
-        self.x.copy_(next_input(self.layer.output(attended[:, 0])))
+        tsmla_bridge.mla_decode(
+            query,
+            self.kv_cache,
+            self.block_tables,
+            self.seq_lens,
+            softmax_scale=SCALE,
+            out=self.attended,
+            workspace=self.workspace,
+        )
+        self.x.copy_(next_input(self.layer.output(self.attended[:, 0])))
 
 
 def captured(engine: Engine) -> torch.cuda.CUDAGraph:
@@ -145,9 +156,7 @@ def expanded(layer: Layer, x: torch.Tensor, lens: list[int]) -> torch.Tensor:
         k.float(),
         v.float(),
         cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
         max_q_len=max(lens),
-        max_kv_len=max(lens),
         softmax_scale=SCALE,
         implementation="reference",
     )

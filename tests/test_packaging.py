@@ -212,6 +212,7 @@ def test_the_wheels_metadata(wheel: Path) -> None:
 def test_the_address_of_the_repository_is_that_of_pyproject() -> None:
     for name in ("README.md", "docs/index.md"):
         assert f"git+{REPOSITORY}" in (ROOT / name).read_text(), name
+    assert f'repo_url = "{REPOSITORY}"' in (ROOT / "zensical.toml").read_text()
     assert f"repository-code: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
 
 

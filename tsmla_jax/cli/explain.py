@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="NAME=VALUE",
-        help="the call's arguments, arrays as a dtype and a shape: 'q=bf16[8,1,128,576]' softmax_scale=0.1 (default: the"
-        f" usual calls at DeepSeek's sizes); dtypes: {', '.join(_DTYPES)}; several arrays with a comma between them",
+        help="the call's arguments, arrays as a dtype and a shape: 'q=bf16[8,1,128,576]' softmax_scale=0.1 (default:"
+        f" the usual calls at DeepSeek's sizes); dtypes: {', '.join(_DTYPES)}; several arrays with a comma between"
+        " them",
     )
     parser.add_argument("--arch", help="answer for a GPU of this architecture, as sm_90a, whatever this machine has")
 

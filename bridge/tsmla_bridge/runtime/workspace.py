@@ -230,7 +230,8 @@ def decode_workspace_size(
       ValueError: torch can't use the device.
       NotImplementedError: no kernel runs such calls, with the reasons.
     """
-    sms = _num_sms(device)
+    if not (sms := _num_sms(device)):
+        return 0
     size = 0
     for q_len in range(1, max_q_len + 1):
         spec = contract.DecodeSpec(
@@ -251,8 +252,6 @@ def decode_workspace_size(
         )
         if reasons := MLA_DECODE.reasons(spec):
             raise contract.not_runnable("mla_decode", "cute", reasons)
-        if not sms:
-            continue
         config = sm90_decode.decode_config(spec)
         layout = decode_layout(config, sms, max_batch, max_pages, max_batch * q_len * num_heads)
         size = max(size, layout.size)
