@@ -17,10 +17,11 @@ FORMS = ("direct", "mask")
 LEAST_TOKENS = 256
 """Tokens of a step below which a mask is not tried: decoding, and short ends of prompts."""
 
-PAIRS = ((16, 9.0), (32, 6.0), (64, 4.5))
+PAIRS = ((16, 9.0), (64, 4.5))
 """(query heads up to which this counts, pairs of token and key that the mask's kernel computes in the time of one pair
-of sparse_mla). With few heads sparse_mla's tiles have rows without a head. Measured on an H100 with 2,048 selected keys
-of prompts of 4,096 to 16,384 tokens: `sparse_mla_prefill` in the benchmarks, forms direct and mask."""
+of sparse_mla); the last counts for more heads too. With few heads sparse_mla's tiles have rows without a head. Measured
+on an H200 with 2,048 selected keys of prompts of 8,192 and 16,384 tokens (16 heads: 9.5 and 11.8; 64 and 128 heads: 4.4
+to 4.7): benchmarks/results/h200/sparse_mla_prefill.json, forms direct and mask."""
 
 EXPANSION_PAIRS = 410
 """Pairs whose products are as many as those of expanding a key: 2 x 512 x 256 of 2 x 320."""

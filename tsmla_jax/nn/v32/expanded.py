@@ -58,13 +58,16 @@ def attend_by_mask(
     # A token that has at most k keys selects all of them, and needs no bits.
     tokens = jnp.arange(new.q.shape[0], dtype=jnp.int32)
     rows = jnp.where(new.position < new.positions.shape[1], -1, tokens)
+    counted = jnp.where(rows < 0, 0, new.positions.shape[1]).astype(jnp.int32)
 
     def attend(slots: jax.Array, cu_seqlens_kv: jax.Array, most: int, starts: jax.Array, *, causal: bool) -> State:
         usable = valid_slots(slots, spec)
         held = gather_rows(kv, jnp.where(usable, slots, 0), spec, jnp.dtype(jnp.float32))
         held = jnp.where(usable[:, None], held * (1.0 if kv_scale is None else kv_scale), 0).astype(new.q.dtype)
         latent, k_rope = jnp.split(held, [mla.kv_lora_rank], axis=-1)
-        bits = tsmla_jax.selection_bits(new.positions, most, starts=starts, implementation=implementation)
+        bits = tsmla_jax.selection_bits(
+            new.positions, most, lengths=counted, starts=starts, implementation=implementation
+        )
         found = tsmla_jax.mla_prefill_kv(
             new.q,
             functional.expand_joint_kv(params, latent),
