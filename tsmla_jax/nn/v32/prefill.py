@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import tsmla_jax
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
@@ -22,16 +22,13 @@ from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.functional import Angles, indexer_keys, indexer_queries
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
-from tsmla_jax.ops.inputs import describe_as, describe_ints
+from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.selected import indexer
-from tsmla_kernels.contract import FLOATS
 from tsmla_kernels.contract.packed import Rotation
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v32_selected", "v32_out", "v32_lse")
 """The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse. With these saved, the
 gradient's pass repeats neither the top-k nor the attention."""
-
-_PAGE = 64
 
 
 @exportable
@@ -96,7 +93,7 @@ def prefill(
         NotImplementedError: the named implementation can't run this call.
     """
     mla = config.mla
-    check_trainable(params, x, mla.hidden_size)
+    packed_texts.check_trainable(params, x, mla.hidden_size)
     num_tokens = x.shape[0]
     if selected is not None:
         if dense:
@@ -114,7 +111,7 @@ def prefill(
         index = _indexer(params, config, x, cos, sin)
     if selected is None and not dense:
         assert index is not None  # no choice without it
-        selected = choose(index, cu_seqlens_q, (request, positions), max_q_len, config.index_topk, implementation)
+        selected = _choose(index, cu_seqlens_q, (request, positions), max_q_len, config.index_topk, implementation)
     slots = None
     if selected is not None:
         selected = checkpoint_name(jnp.asarray(selected), SELECTED)
@@ -154,7 +151,7 @@ def prefill(
     if not index_loss:
         return V32Prefill(y, selected, None)
     assert index is not None
-    where = {"indices": slots} if slots is not None else all_keys(cu_seqlens_q, max_q_len, num_tokens)
+    where = {"indices": slots} if slots is not None else packed_texts.all_keys(cu_seqlens_q, max_q_len, num_tokens)
     loss = tsmla_jax.indexer_loss(
         index[0],
         index[1],
@@ -168,17 +165,6 @@ def prefill(
         **where,
     )
     return V32Prefill(y, selected, loss)
-
-
-def check_trainable(params: Params, x: jax.Array, hidden_size: int) -> None:
-    """ValueError / TypeError for x or a parameter that has no gradient, or x of another width."""
-    array = describe_as("x", x, "T E", FLOATS)
-    if array.shape[1] != hidden_size:
-        raise ValueError(f"x: got width {array.shape[1]}; legal: hidden_size = {hidden_size}")
-    for name, value in params.items():
-        if isinstance(value, BlockScaled) or value.dtype.name.startswith("float8"):
-            kind = "block-scaled float8_e4m3fn" if isinstance(value, BlockScaled) else value.dtype.name
-            raise ValueError(f"params[{name!r}]: got {kind}, which has no gradient; legal: {', '.join(FLOATS)}")
 
 
 def _indexer(
@@ -195,7 +181,7 @@ def _indexer(
     return q.astype(x.dtype), weights, keys.astype(x.dtype)
 
 
-def choose(
+def _choose(
     index: tuple[jax.Array, jax.Array, jax.Array],
     cu_seqlens: jax.Array,
     owners: tuple[jax.Array, jax.Array],
@@ -214,33 +200,15 @@ def choose(
         implementation: of `tsmla_jax.indexer_topk`.
     """
     q, weights, keys = lax.stop_gradient(index)
-    request, positions = owners
     lens = jnp.diff(cu_seqlens)
-    # Texts get pages of their own: the kernels of a top-k read pages of several keys, and texts start anywhere.
-    pages = (lens + (_PAGE - 1)) // _PAGE
-    first = jnp.cumsum(pages) - pages
-    num_pages = keys.shape[0] // _PAGE + lens.shape[0]
-    slots = jnp.where(positions >= 0, first[request] * _PAGE + positions, num_pages * _PAGE)
-    paged = jnp.zeros((num_pages * _PAGE, keys.shape[1]), keys.dtype).at[slots].set(keys, mode="drop")
-    columns = max(1, -(-max_len // _PAGE))
-    tables = jnp.minimum(first[:, None] + jnp.arange(columns, dtype=jnp.int32), num_pages - 1)
+    pages = packed_texts.in_pages(keys, lens, owners, max_len)
     return tsmla_jax.indexer_topk(
         q,
         weights,
-        paged.reshape(num_pages, _PAGE, -1),
-        tables.astype(jnp.int32),
+        pages.rows,
+        pages.tables,
         lens.astype(jnp.int32),
-        min(topk, columns * _PAGE),
+        min(topk, pages.capacity),
         cu_seqlens_q=cu_seqlens,
         implementation=implementation,
     )
-
-
-def all_keys(cu_seqlens: jax.Array, max_len: int, num_tokens: int) -> dict[str, jax.Array]:
-    """The arguments of `indexer_loss` for all keys of packed texts, a page a token."""
-    tables = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
-    return {
-        "block_tables": jnp.minimum(tables, num_tokens - 1).astype(jnp.int32),
-        "seq_lens": jnp.diff(cu_seqlens).astype(jnp.int32),
-        "cu_seqlens_q": cu_seqlens,
-    }

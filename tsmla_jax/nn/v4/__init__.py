@@ -2,13 +2,16 @@
 
 from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.nn.v4.functional import V4Cache, attend, init_cache
+from tsmla_jax.nn.v4.prefill import CHECKPOINT_NAMES, V4Prefill, prefill
 from tsmla_jax.nn.v4.step import V4Step, make_step, rope_table
 from tsmla_jax.nn.v4.weights import WEIGHTS, param_shapes
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "Kind",
     "V4Cache",
     "V4Config",
+    "V4Prefill",
     "V4Step",
     "attend",
     "hf_attention_shapes",
@@ -20,6 +23,7 @@ __all__ = [
     "param_specs",
     "params_from_hf",
     "params_to_hf",
+    "prefill",
     "rope_table",
     "save_hf_attention",
 ]

@@ -147,7 +147,7 @@ def _matrices(config: V4Config) -> list[str]:
     return ["q_b_proj", "o_b_proj", *names, *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
 
 
-def _project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x times the first matrix of the query and kv_proj, side by side: [T, rank + D], and more columns where there are;
     and the weights of the indexer's heads [T, Hi], without columns where there is none."""
     if "in_proj" in params:
@@ -198,7 +198,7 @@ def attend(
     for name, entries in (("cache.compressed", cache.compressed), ("cache.indexer", cache.indexer)):
         if entries is not None:
             check_pages(name, entries, step.compressed_page_size, "compressed_page_size")
-    projected, index_weights = _project_in(params, config, x)
+    projected, index_weights = project_in(params, config, x)
     # Folded parameters are those of an engine's step, which is never partitioned automatically.
     rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
     rope = Rope(step.positions, step.cos_sin)
@@ -241,14 +241,7 @@ def attend(
         }
 
     def project(out: jax.Array, positions: jax.Array) -> jax.Array:
-        # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
-        back = Rope(positions, step.cos_sin, inverse=True)
-        out = rows(lax.collapse(out, 1), Columns(0, out.shape[1], width), rope=back)
-        groups = params["o_a_proj"].shape[0]
-        grouped = out.astype(x.dtype).reshape(out.shape[0], groups, out.shape[1] * width // groups)
-        axes = "tgi,gri->tgr" if "in_proj" in params else "tgi,gir->tgr"
-        mixed = jnp.einsum(axes, grouped, params["o_a_proj"])
-        return product(params, "o_b_proj", lax.collapse(mixed, 1))
+        return project_out(params, config, out, Rope(positions, step.cos_sin, inverse=True), x.dtype)
 
     indices, sinks = (selected.indices, selected.lengths), params["sinks"]
     if context_axis is None or cache.compressed is None:  # a window alone is whole on every device
@@ -269,21 +262,10 @@ def _compress(
     **options: Any,
 ) -> tuple[jax.Array, CompressorState]:
     """The cache and the state of one of the layer's compressors, with the entries that the new tokens complete."""
-    axes = "te,we->tw" if "in_proj" in params else "te,ew->tw"
-
-    def project(weight: jax.Array) -> jax.Array:
-        # Products of 16-bit values are exact in f32: a tensor core makes them, at several times the speed of f32's own.
-        if x.dtype != weight.dtype or x.dtype.itemsize != 2:
-            weight, wide = weight.astype(jnp.float32), x.astype(jnp.float32)
-            return jnp.einsum(axes, wide, weight, precision="highest")
-        return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32)
-
-    # Products are put side by side, and not the matrices, which a step would copy.
-    kv_score = jnp.stack([project(params[f"{name}_{part}_proj"]) for part in ("kv", "gate")], axis=1)
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(
         cache,
-        kv_score,
+        compressor_rows(params, name, x),
         params[f"{name}_position_bias"].astype(jnp.float32),
         state,
         params[f"{name}_kv_norm"],
@@ -297,6 +279,34 @@ def _compress(
         eps=config.rms_norm_eps,
         **options,
     )
+
+
+def compressor_rows(params: Params, name: str, x: jax.Array) -> jax.Array:
+    """What the compressor `name` pools: kv and score of each token, f32 [T, 2, W]."""
+    axes = "te,we->tw" if "in_proj" in params else "te,ew->tw"
+
+    def project(weight: jax.Array) -> jax.Array:
+        # Products of 16-bit values are exact in f32: a tensor core makes them, at several times the speed of f32's own.
+        if x.dtype != weight.dtype or x.dtype.itemsize != 2:
+            weight, wide = weight.astype(jnp.float32), x.astype(jnp.float32)
+            return jnp.einsum(axes, wide, weight, precision="highest")
+        return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32)
+
+    # Products are put side by side, and not the matrices, which a step would copy.
+    return jnp.stack([project(params[f"{name}_{part}_proj"]) for part in ("kv", "gate")], axis=1)
+
+
+def project_out(params: Params, config: V4Config, out: jax.Array, back: Rope, dtype: jnp.dtype) -> jax.Array:
+    """The attention's out [T, H, D] turned back by the query's position, and its grouped projection [T, E]: values
+    carry the rope of their own positions, so that the distance is left."""
+    width = config.head_dim
+    heads = Columns(0, out.shape[1], width)
+    out = norm_rope(lax.collapse(out, 1), heads, rope=back, by_kernel="in_proj" in params)
+    groups = params["o_a_proj"].shape[0]
+    grouped = out.astype(dtype).reshape(out.shape[0], groups, out.shape[1] * width // groups)
+    axes = "tgi,gri->tgr" if "in_proj" in params else "tgi,gir->tgr"
+    mixed = jnp.einsum(axes, grouped, params["o_a_proj"])
+    return product(params, "o_b_proj", lax.collapse(mixed, 1))
 
 
 def _choose(

@@ -4,6 +4,7 @@ import jax
 
 from tsmla_jax.nn.layer import AttentionLayer
 from tsmla_jax.nn.v4.functional import V4Cache, attend
+from tsmla_jax.nn.v4.prefill import V4Prefill, prefill
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.v4.weights import WEIGHTS
 
@@ -34,5 +35,29 @@ class V4Attention(AttentionLayer):
             kv_scale=kv_scale,
             q_scale=q_scale,
             context_axis=context_axis,
+            implementation=implementation,
+        )
+
+    def prefill(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens_q: jax.Array,
+        max_q_len: int,
+        cos_sin: jax.Array,
+        selected: jax.Array | None = None,
+        index_loss: bool = True,
+        implementation: str | None = None,
+    ) -> V4Prefill:
+        """Whole texts, with a gradient; see `tsmla_jax.nn.v4.prefill`."""
+        return prefill(
+            self.params,
+            self.config,
+            x,
+            cu_seqlens_q=cu_seqlens_q,
+            max_q_len=max_q_len,
+            cos_sin=cos_sin,
+            selected=selected,
+            index_loss=index_loss,
             implementation=implementation,
         )
