@@ -155,6 +155,35 @@ def test_a_choice_never_shows_the_future() -> None:
     np.testing.assert_allclose(run(params, x, selected=later).y[:16], own.y[:16], rtol=1e-6, atol=1e-6)
 
 
+def test_a_rollouts_choice_is_replayed() -> None:
+    """attend returns what it chose, step by step, and prefill attends to the same."""
+    params, x = inputs()
+    x = x[: OFFSETS[1]]
+    length = x.shape[0]
+    cache = v32.init_cache(CONFIG, 5, 4, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
+    tables = jnp.asarray([[3, 1, 4, 0, 2]], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnames="total")
+    def decode(x: jax.Array, cache: Any, length: jax.Array, total: int, selected: Any = None) -> Any:
+        offsets = jnp.asarray([0, total], jnp.int32)
+        step = v32.functional.Step.ragged(tables, length[None], offsets, total_tokens=total, page_size=4)
+        return v32.attend(params, CONFIG, x, cache, step, return_selected=True, selected=selected)
+
+    ys, chosen = [], []
+    for first, stop in [(0, 9), *((i, i + 1) for i in range(9, length))]:
+        y, cache, selected = decode(x[first:stop], cache, jnp.int32(stop), stop - first)
+        ys.append(y)
+        chosen.append(selected)
+    selected = jnp.concatenate(chosen)
+    offsets = jnp.asarray([0, length], jnp.int32)
+    found = v32.prefill(params, CONFIG, x, cu_seqlens_q=offsets, max_q_len=length, selected=selected)
+    np.testing.assert_allclose(found.y, jnp.concatenate(ys), rtol=1e-5, atol=1e-5)
+    assert (found.selected == run(params, inputs()[1]).selected[:length]).all()  # type: ignore[index]
+    given, _, same = decode(x[-1:], cache, jnp.int32(length), 1, selected=selected[-1:])
+    np.testing.assert_allclose(given, found.y[-1:], rtol=1e-5, atol=1e-5)
+    assert (same == selected[-1:]).all()
+
+
 def test_remat_keeps_what_is_named() -> None:
     params, x = inputs()
     policy = jax.checkpoint_policies.save_only_these_names(*v32.CHECKPOINT_NAMES)
@@ -302,3 +331,14 @@ def test_illegal_arguments(change: dict[str, Any], options: dict[str, Any], mess
     params, x = inputs()
     with pytest.raises(ValueError, match=message):
         run({**params, **change}, **{"x": x, **options})
+
+
+def test_a_choice_and_a_context_axis_do_not_go_together() -> None:
+    params, x = inputs()
+    cache = v32.init_cache(CONFIG, 5, 4, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
+    step = v32.functional.Step(
+        jnp.zeros((1, 5), jnp.int32), jnp.asarray([3]), jnp.arange(3), jnp.asarray([0, 3]), 3, context_axis="context"
+    )
+    options: dict[str, Any] = {"context_axis": "context", "return_selected": True}
+    with pytest.raises(ValueError, match="return_selected: got one with context_axis='context'; legal: without"):
+        v32.attend(params, CONFIG, x[:3], cache, step, **options)

@@ -9,7 +9,7 @@ P pages, Z page size, M pages a request at most.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.expanded import Selected, attend_by_mask
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.selected import indexer, metadata
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
@@ -98,6 +99,42 @@ def unfold(params: Params, config: V32Config) -> dict[str, Any]:
     return functional.unfold(params, config.mla) | matrices
 
 
+@overload
+def attend(
+    params: Params,
+    config: V32Config,
+    x: jax.Array,
+    cache: V32Cache,
+    step: Step,
+    *,
+    kv_scale: float | jax.Array | None = ...,
+    q_scale: float | jax.Array | None = ...,
+    context_axis: str | None = ...,
+    selected: jax.Array | None = ...,
+    return_selected: Literal[False] = ...,
+    form: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, V32Cache]: ...
+
+
+@overload
+def attend(
+    params: Params,
+    config: V32Config,
+    x: jax.Array,
+    cache: V32Cache,
+    step: Step,
+    *,
+    kv_scale: float | jax.Array | None = ...,
+    q_scale: float | jax.Array | None = ...,
+    context_axis: str | None = ...,
+    selected: jax.Array | None = ...,
+    return_selected: Literal[True],
+    form: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, V32Cache, jax.Array]: ...
+
+
 def attend(
     params: Params,
     config: V32Config,
@@ -108,9 +145,11 @@ def attend(
     kv_scale: float | jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
     context_axis: str | None = None,
+    selected: jax.Array | None = None,
+    return_selected: bool = False,
     form: str | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, V32Cache]:
+) -> tuple[jax.Array, V32Cache] | tuple[jax.Array, V32Cache, jax.Array]:
     """Attention of new tokens over the keys that the indexer chooses among their requests' tokens, new ones included.
 
     Args:
@@ -123,17 +162,22 @@ def attend(
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
+        selected: [T, K] i32, the positions in its request that each token attends to in the place of the indexer's
+            choice: another pass's, or another layer's. -1 and positions after the token's own select nothing.
+        return_selected: whether to return the positions, too, for `prefill` to replay a rollout's choice.
         form: "direct", `sparse_mla` on the selected rows; "mask", the expanded form with the selection as bits, in
             chunks of the context; or None, which `form_of` decides from the step's sizes. Both compute the attention
             over the selected keys; they differ by rounding alone.
         implementation: of the operations that the form calls, and of `tsmla_jax.indexer_topk`.
 
     Returns:
-        y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+        y [T, E] and the caches with the new tokens written (in place if donated); with return_selected also the
+        positions [T, K], ascending, -1 behind the last. Rows of padding mean nothing.
 
     Raises:
         ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis or
-            page size; or `form` is none, or "mask" with a q_scale or a context_axis.
+            page size; `form` is none, or "mask" with a q_scale or a context_axis; or positions are given or asked for
+            with a context_axis.
     """
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")
@@ -145,30 +189,29 @@ def attend(
             f" {cache.kv.shape} and {cache.indexer.shape}"
         )
     step.check_pages("cache.kv", cache.kv)
-    chosen_form = form_of(
-        config, step, x, form=form, quantised=q_scale is not None, context_axis=context_axis
-    )
+    _check_selected(selected, return_selected, context_axis, num_tokens)
+    chosen_form = form_of(config, step, x, form=form, quantised=q_scale is not None, context_axis=context_axis)
     request, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
     kv, keys = _written(params, config, x, cache, step, Angles(cos, sin), kv_scale)
 
-    low = functional.project_low_rank_q(params, mla, x)
-    q_index, weights = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
     projected = functional.project_q(params, mla, x, cos, sin)
+    most = min(config.index_topk, step.block_tables.shape[1] * keys.shape[1])
+    topk: dict[str, Any] = {"cu_seqlens_q": step.cu_seqlens_q, "implementation": implementation}
+    chosen, scored = None, None
+    if selected is not None:
+        chosen = jnp.where(selected <= positions[:, None], selected, -1)
+    else:
+        low = functional.project_low_rank_q(params, mla, x)
+        scored = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
+        if return_selected or chosen_form.name == "mask":
+            chosen = tsmla_jax.indexer_topk(*scored, keys, step.block_tables, step.seq_lens, most, **topk)
     if chosen_form.name == "mask":
-        chosen = tsmla_jax.indexer_topk(
-            q_index,
-            weights,
-            keys,
-            step.block_tables,
-            step.seq_lens,
-            min(config.index_topk, step.block_tables.shape[1] * keys.shape[1]),
-            cu_seqlens_q=step.cu_seqlens_q,
-            implementation=implementation,
-        )
+        assert chosen is not None
         new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions)
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
-        return functional.project_out(params, mla, heads.astype(x.dtype)), V32Cache(kv, keys)
+        y = functional.project_out(params, mla, heads.astype(x.dtype))
+        return (y, V32Cache(kv, keys), chosen) if return_selected else (y, V32Cache(kv, keys))
     queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale,
@@ -183,34 +226,37 @@ def attend(
         return functional.project_out(params, mla, heads)
 
     if context_axis is not None:
+        assert scored is not None
         rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
         lens = context_parallel.local_lens(rows.seq_lens, context_axis, kv.shape[1])
-        own, count = context_parallel.indexer_topk(
-            q_index,
-            weights,
-            keys,
-            rows.block_tables,
-            lens,
-            config.index_topk,
-            context_axis=context_axis,
-            implementation=implementation,
-        )
+        shared: dict[str, Any] = {"context_axis": context_axis, "implementation": implementation}
+        own, count = context_parallel.indexer_topk(*scored, keys, rows.block_tables, lens, config.index_topk, **shared)
         out, lse = tsmla_jax.sparse_mla(queries, kv, own, count, return_lse=True, **attention)
         return context_parallel.project_merged(out, lse, context_axis, project), V32Cache(kv, keys)
-    slots, _ = tsmla_jax.indexer_topk(
-        q_index,
-        weights,
-        keys,
-        step.block_tables,
-        step.seq_lens,
-        min(config.index_topk, step.block_tables.shape[1] * keys.shape[1]),
-        cu_seqlens_q=step.cu_seqlens_q,
-        return_slots=True,
-        implementation=implementation,
-    )
+    if chosen is not None:
+        slots = metadata.positions_to_slots(chosen, step.block_tables[request], keys.shape[1])
+    else:
+        assert scored is not None
+        slots, _ = tsmla_jax.indexer_topk(
+            *scored, keys, step.block_tables, step.seq_lens, most, return_slots=True, **topk
+        )
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
-    attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
-    return project(cast(jax.Array, attended)), V32Cache(kv, keys)
+    y = project(tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention))
+    if not return_selected:
+        return y, V32Cache(kv, keys)
+    assert chosen is not None
+    return y, V32Cache(kv, keys), chosen
+
+
+def _check_selected(
+    selected: jax.Array | None, return_selected: bool, context_axis: str | None, num_tokens: int
+) -> None:
+    """ValueError / TypeError for positions that are not legal, or that devices that share keys can't give."""
+    if context_axis is not None and (selected is not None or return_selected):
+        name = "return_selected" if selected is None else "selected"
+        raise ValueError(f"{name}: got one with {context_axis=}; legal: without, as each device chooses its own keys")
+    if selected is not None:
+        describe_ints("selected", selected, "T K", (num_tokens, "T, x's tokens"))
 
 
 class Angles(NamedTuple):

@@ -23,6 +23,7 @@ class V32Attention(AttentionLayer):
         kv_scale: float | jax.Array | None = None,
         q_scale: float | jax.Array | None = None,
         context_axis: str | None = None,
+        selected: jax.Array | None = None,
         form: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, V32Cache]:
@@ -36,6 +37,7 @@ class V32Attention(AttentionLayer):
             kv_scale=kv_scale,
             q_scale=q_scale,
             context_axis=context_axis,
+            selected=selected,
             form=form,
             implementation=implementation,
         )

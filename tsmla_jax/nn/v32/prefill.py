@@ -72,8 +72,9 @@ def prefill(
             with the cu_seqlens of `nn.Segments`.
         cu_seqlens_q: [B + 1] i32, where each text starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a text's length.
-        selected: [T, K] i32 positions to attend to in the place of the indexer's choice: a rollout's, or those of the
-            layer whose choice this one shares. -1 and positions after the token's own select nothing.
+        selected: [T, K] i32 positions to attend to in the place of the indexer's choice: a rollout's (`attend` with
+            return_selected), or those of the layer whose choice this one shares. -1 and positions after the token's
+            own select nothing.
         dense: the warm-up: attention to all tokens up to the token's own, in the expanded form, and an index_loss over
             all of them.
         index_loss: whether to compute it. Without it, and with `selected` or `dense`, no parameter of the indexer is
