@@ -7,6 +7,7 @@ runs; with speculation it reads them before, because the drafts come from them.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +38,13 @@ from tsmla_kernels.contract import FP8
 MAX_EXPANDED_BYTES = 1 << 29
 """Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
 chunk of tokens at once even where these are more."""
+
+
+def say_on_terminal(step: str, seconds: float | None) -> None:
+    """Say on stderr why nothing happens for some time, where that is a terminal."""
+    if sys.stderr.isatty():
+        took = "" if seconds is None else f": {seconds:.1f} s"
+        print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Engine:
         params: Params,
         config: ModelConfig,
         options: EngineOptions | None = None,
-        on_compile: OnCompile | None = None,
+        on_compile: OnCompile | None = say_on_terminal,
     ) -> None:
         """
         Args:
@@ -78,7 +86,7 @@ class Engine:
           config: the model.
           options: how to generate.
           on_compile: called with a step that is about to be compiled and None, then with the step and the seconds it
-            took.
+            took. By default a line on stderr says so where that is a terminal; None says nothing.
 
         Raises:
           ValueError: options that don't go with the model, `params` or jax's devices; `params` split for another mesh.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,14 @@ class LayerWeights(Generic[_Config]):
             key: of jax.random.
             config: the layer's shape.
             dtype: of the parameters.
+
+        Raises:
+            TypeError: key is no key of jax.random, or config no config.
         """
+        if not hasattr(key, "dtype"):
+            raise TypeError(f"key: got {type(key).__name__}; legal: a key of jax.random, jax.random.key(0)")
+        if not dataclasses.is_dataclass(config):
+            raise TypeError(f"config: got {type(config).__name__}; legal: a layer's config, after the key")
         return _random_params(key, tuple(self.param_shapes(config).items()), dtype)
 
     def param_specs(self, config: _Config, heads_axis: str | None) -> dict[str, PartitionSpec]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
+
 
 def yarn_mscale(factor: float, mscale: float) -> float:
     """The yarn magnitude correction ms(f, m) = 0.1 m ln f + 1 for f > 1, else 1 (Peng et al., arXiv:2309.00071)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
     """Yarn context extension (arXiv:2309.00071), with DeepSeek's names and defaults.

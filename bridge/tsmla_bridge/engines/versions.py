@@ -37,7 +37,7 @@ VLLM = Engine(
     "vllm",
     ("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     2,
-    """--attention-backend CUSTOM --attention-config '{"mla_prefill_backend": "CUSTOM"}'""",
+    "--attention-backend CUSTOM",
     "TSMLA_VLLM=sparse in the environment, and --attention-backend CUSTOM",
 )
 SGLANG = Engine(

@@ -194,3 +194,26 @@ def test_from_hf_keeps_the_checkpoints_order() -> None:
     assert MLAConfig.from_hf(V3).rope_layout == "interleaved"
     assert MLAConfig.from_hf(V3, rope_layout="halves").rope_layout == "halves"
     assert MLAConfig.from_hf({**V3, "rope_interleave": False}).rope_layout == "halves"
+
+
+def test_a_config_is_static_under_jit() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from tsmla_jax.nn import V4Config, V32Config, functional, init_params
+
+    config = MLAConfig(hidden_size=8, num_attention_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+                       v_head_dim=8)  # fmt: skip
+    params = init_params(jax.random.key(0), config)
+    x, starts = jnp.ones((4, 8)), jnp.array([0, 4], jnp.int32)
+    prefill = jax.jit(functional.prefill, static_argnames="max_q_len")
+    assert prefill(params, config, x, cu_seqlens_q=starts, max_q_len=4)[0].shape == (4, 8)
+    for kind in (MLAConfig, V32Config, V4Config):
+        assert jax.tree.leaves(object.__new__(kind)) == []
+    del params["w_uk"]
+    with pytest.raises(ValueError, match="params: got no 'w_uk'; legal: the weights of param_shapes"):
+        functional.prefill(params, config, x, cu_seqlens_q=starts, max_q_len=4)
+    with pytest.raises(TypeError, match=r"key: got MLAConfig; legal: a key of jax.random"):
+        init_params(config, jax.random.key(0))  # type: ignore[arg-type, type-var]
+    with pytest.raises(TypeError, match=r"key: got int; legal: a key of jax.random"):
+        init_params(0, config)  # type: ignore[arg-type]

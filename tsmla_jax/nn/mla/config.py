@@ -1,13 +1,15 @@
 """The shape of one MLA layer, read from a Hugging Face `config.json`.
 
-An `MLAConfig` is static and hashable: it can be closed over, or be a static argument of `jax.jit`. It holds what
-attention needs and no other field of the model's config.
+An `MLAConfig` is static and hashable: it can be closed over, or be an argument of `jax.jit`, which takes it as static.
+It holds what attention needs and no other field of the model's config.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+import jax
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
 from tsmla_jax.nn.known_fields import check_mla, check_values
@@ -25,6 +27,7 @@ _REQUIRED_SIZES = (
 )
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
     """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer.

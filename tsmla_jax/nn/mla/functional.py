@@ -184,6 +184,20 @@ def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Arra
     return y + params["o_proj_bias"] if config.attention_bias else y
 
 
+_ALWAYS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "w_uk", "w_uv", "o_proj")
+_QUERY = ("q_proj",)
+_LOW_RANK_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+
+
+def _check_params(params: Params, config: MLAConfig) -> None:
+    """ValueError that names the first weight that `params` lacks. `fold` has joined some, so folded ones are not looked
+    at."""
+    if "in_proj" not in params:
+        for name in (*(_QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY), *_ALWAYS):
+            if name not in params:
+                raise ValueError(f"params: got no {name!r}; legal: the weights of param_shapes(config)")
+
+
 def prefill(
     params: Params,
     config: MLAConfig,
@@ -211,8 +225,9 @@ def prefill(
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
 
     Raises:
-        ValueError: x or cu_seqlens_q has the wrong rank or width.
+        ValueError: x or cu_seqlens_q has the wrong rank or width, or a weight is missing.
     """
+    _check_params(params, config)
     _check_tokens("x", x, config, ranks=(2,))
     cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
@@ -396,6 +411,7 @@ def decode(
     Raises:
         ValueError: a wrong rank or width, or a step of the other kind than x or of another context_axis or page size.
     """
+    _check_params(params, config)
     _check_tokens("x", x, config, ranks=(2, 3))
     _check_step(step, kv_cache, context_axis)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))

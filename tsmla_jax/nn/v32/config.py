@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config
 from tsmla_jax.nn.known_fields import check_v32
 from tsmla_jax.nn.mla.config import MLAConfig
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class V32Config:
     """One V3.2 attention layer.

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import jax
+
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
 from tsmla_jax.nn.known_fields import check_v4
 from tsmla_jax.nn.yarn import YarnConfig
@@ -32,6 +34,7 @@ _SIZES = (
 _RATIOS: dict[Kind, int] = {"sliding": 0, "csa": 4, "hca": 128}
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class V4Config:
     """One V4 attention layer.
