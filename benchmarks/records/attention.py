@@ -311,7 +311,7 @@ def sparse_backward() -> tb.Record:
 
     return tb.Record(
         "sparse_backward", "The gradient of sparse attention", ("mode", "d", "h"), caption,
-        tb.whole(lambda _: columns), tb.whole(lambda _: columns), unit="Microseconds. ",
+        tb.whole(lambda _: columns), unit="Microseconds. ",
     )  # fmt: skip
 
 
