@@ -40,6 +40,7 @@ def sparse_mla(
     batch_invariant: bool = False,
     form: str = "auto",
     tokens_per_request: int | None = None,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "T H L"]: ...
 
@@ -67,6 +68,7 @@ def sparse_mla(
     batch_invariant: bool = False,
     form: str = "auto",
     tokens_per_request: int | None = None,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H L"], Float[Array, "T H"]]: ...
 
