@@ -114,7 +114,7 @@ class ProductConfig:
         if self.groups == 3:
             return 160, 32
         if self.ctas == 2:
-            return 96, 48 if self.picked else 40
+            return 96, 40
         # With results of e4m3 the warps that find the parts of a split sum would spill 40.
         return (216, 72) if self.quantized and self.splits > 1 else (232, 40)
 
@@ -241,21 +241,28 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
 
 
 def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
-    """The configuration for groups of `mean` rows on average. Reading the weights takes most of the time, so a tile
-    holds all rows of most groups. A second tile of a group reads the group's weights again, from L2."""
-    if mean <= 2:
-        return _whole_blocks(replace(config, tokens=16, waves=1, ctas=2))
+    """The configuration for groups of `mean` rows on average, the fastest of those that LOG.md lists. Reading the
+    weights takes most of the time, so a tile holds all rows of most groups. A second tile of a group reads the group's
+    weights again, from L2."""
+    if mean <= 2 and not (config.gated or config.picked):
+        return replace(config, tokens=16, waves=1, ctas=2)
+    if config.wide:
+        return _grouped_wide(config, mean)
     if mean <= 40:
         return _whole_blocks(replace(config, tokens=64, waves=1))
-    if config.wide:
-        return config
     config = replace(config, tokens_first=True)
-    if config.quantized:
-        return config
-    if mean <= 80:
-        return replace(config, waves=1)
     # With picked rows the other warps need more registers than three math warpgroups leave.
-    return config if mean >= 4 * LARGE_MEAN or config.picked else replace(config, tokens=192, groups=3, waves=1)
+    whole = mean <= 80 or mean >= 4 * LARGE_MEAN or config.quantized or config.picked
+    return config if whole else replace(config, tokens=192, groups=3, waves=1)
+
+
+def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
+    """`_grouped` for x of 16 bits."""
+    if mean <= 48:
+        return replace(config, tokens=64)
+    if mean <= 80:
+        return replace(config, tokens=96)
+    return replace(config, tokens=176, waves=1) if mean <= 160 and not config.gated else config
 
 
 def _whole_blocks(config: ProductConfig) -> ProductConfig:

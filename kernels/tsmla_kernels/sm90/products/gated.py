@@ -71,8 +71,10 @@ class Gate:
             token = first + lane // 4 + 8 * row
             if lane % 4 == 0 and token < tile.rows:
                 arrays.out_scales[tile.row + token, tile.column] = scale
+            inverse = inverse_of(scale)
             for i in cutlass.range_constexpr(count // 4):
-                pair = narrow_pair(flat[mine[2 * i]], flat[mine[2 * i + 1]], scale)
+                a, b = (quotient(flat[mine[2 * i + j]], scale, inverse) for j in range(2))
+                pair = narrow_pair(a, b)
                 chunk = chunk_place(lane // 4 + 8 * row, Int32(i // 2), 8)
                 stage_pair(staging + chunk + i % 2 * 8 + lane % 4 * 2, pair)
         cute.arch.sync_warp()
@@ -118,7 +120,9 @@ class Gate:
         for wave in cutlass.range_constexpr(config.waves):
             for i in cutlass.range_constexpr(0, values, 2):
                 first = i // 2 * 8 + lane % 4 * 2
-                pair = narrow_pair(results[i, wave], results[i + 1, wave], amax[first, warps], amax[first + 1, warps])
+                scales = [amax[first + j, warps] for j in range(2)]
+                a, b = (quotient(results[i + j, wave], scales[j], inverse_of(scales[j])) for j in range(2))
+                pair = narrow_pair(a, b)
                 stage_byte(staging + first * 8 + lane // 4, pair)
                 stage_byte(staging + (first + 1) * 8 + lane // 4, pair >> 8)
             cute.arch.sync_warp()
@@ -172,13 +176,33 @@ def scale_of(bits: Uint32) -> Float32:
     return scale
 
 
-def narrow_pair(a: Float32, b: Float32, scale: Float32, other: Float32 | None = None) -> Int32:
-    """a over its scale and b over its own, or over the same one, as two bytes of e4m3, a's in the low one."""
+def inverse_of(scale: Float32) -> Float32:
+    """1 / scale, as precise as float32 is. A scale lies between 2^-43 and 2^120, or is NaN."""
     return cute.arch.inline_ptx(
-        "{ .reg .f32 a, b; .reg .b16 h; div.rn.f32 a, {$r0}, {$r2}; div.rn.f32 b, {$r1}, {$r3};"
-        " cvt.rn.satfinite.e4m3x2.f32 h, b, a; cvt.u32.u16 {$w0}, h; }",
+        "{ .reg .f32 r, e; rcp.approx.f32 r, {$r0}; neg.f32 e, {$r0}; fma.rn.f32 e, e, r, 0f3F800000;"
+        " fma.rn.f32 {$w0}, r, e, r; }",
+        write_only_types=[Float32],
+        read_only_args=[scale],
+    )
+
+
+def quotient(value: Float32, scale: Float32, inverse: Float32) -> Float32:
+    """value / scale, of magnitude 448 at most, rounded to nearest. div.rn would test for special cases, and takes a
+    hundred cycles for 0, which rows past the group have."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 q, n, e; mul.rn.f32 q, {$r0}, {$r2}; neg.f32 n, q; fma.rn.f32 e, n, {$r1}, {$r0};"
+        " fma.rn.f32 {$w0}, e, {$r2}, q; }",
+        write_only_types=[Float32],
+        read_only_args=[value, scale, inverse],
+    )
+
+
+def narrow_pair(a: Float32, b: Float32) -> Int32:
+    """Two numbers as two bytes of e4m3, a in the low one."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, {$r1}, {$r0}; cvt.u32.u16 {$w0}, h; }",
         write_only_types=[Int32],
-        read_only_args=[a, b, scale, scale if other is None else other],
+        read_only_args=[a, b],
     )
 
 
