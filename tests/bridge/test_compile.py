@@ -152,7 +152,7 @@ def decode_arguments(**changed: Any) -> tuple[Any, ...]:
 def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
     place, place_lse = torch.empty(2, 2, 2, 32), torch.empty(2, 2, 2)
     q, v = torch.randn(5, 2, 16), torch.randn(5, 2, 8)
-    packed = (q, q, v, CU, CU, None, 0.3, 1.0, 3, 3, True, False, None)
+    packed = (q, q, v, CU, CU, None, None, None, 0.3, 1.0, 3, 3, True, False, None)
     cache, tables = torch.randn(4, 16, 48), torch.tensor([[0, 1], [2, 3]], dtype=I32)
     lens, latent = torch.tensor([4, 8], dtype=I32), torch.randn(2, 48)
     decode_into = torch.ops.tsmla.mla_decode_into.default
