@@ -56,6 +56,19 @@ def run(
     return np.asarray(y)[: sum(new)]
 
 
+@pytest.mark.parametrize("columns", [6, 35])
+def test_both_forms_attend_to_the_keys_that_they_are_given(columns: int) -> None:
+    """Also where a token has fewer earlier keys than columns, and selects some of them."""
+    rng = np.random.default_rng(2)
+    drawn = np.stack([rng.permutation(40)[:columns] for _ in range(43)])
+    drawn = np.where(drawn % 5 == 3, -1, drawn)
+    drawn[:, 0] = np.where((drawn == 0).any(1), drawn[:, 0], 0)  # each token selects the first key, once
+    selected = jnp.asarray(drawn, jnp.int32)
+    direct, mask = (run(form, [40], [0], selected=selected) for form in ("direct", "mask"))
+    np.testing.assert_allclose(mask, direct, atol=3e-5)
+    assert np.abs(run("mask", [40], [0]) - mask).max() > 1e-3
+
+
 @pytest.mark.parametrize(("new", "done"), [([50, 7], [0, 0]), ([30, 0, 9], [150, 60, 0])])
 def test_both_forms_compute_the_same(new: list[int], done: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "CHUNK_ROWS", 128)  # several chunks of context

@@ -31,13 +31,15 @@ CHUNK_ROWS = 8192
 
 
 class Selected(NamedTuple):
-    """What new tokens attend by: their queries [T, H, K], the positions that each selects [T, k], and their request and
-    position [T]."""
+    """What new tokens attend by: their queries [T, H, K], the positions that each selects [T, k], each once, and their
+    request and position [T]. by_indexer: whether the indexer chose the positions: all earlier ones, if there are at most
+    k."""
 
     q: jax.Array
     positions: jax.Array
     request: jax.Array
     position: jax.Array
+    by_indexer: bool
 
 
 def attend_by_mask(
@@ -55,9 +57,9 @@ def attend_by_mask(
     cu_seqlens_q = needed_when_ragged(step.cu_seqlens_q)
     max_q_len = min(needed_when_ragged(step.max_q_len), new.q.shape[0])
     context_lens = step.context_lens
-    # A token that has at most k keys selects all of them, and needs no bits.
+    # A token of which the indexer has at most k keys to choose from selects all of them, and needs no bits.
     tokens = jnp.arange(new.q.shape[0], dtype=jnp.int32)
-    rows = jnp.where(new.position < new.positions.shape[1], -1, tokens)
+    rows = jnp.where(new.position < new.positions.shape[1], -1, tokens) if new.by_indexer else tokens
     counted = jnp.where(rows < 0, 0, new.positions.shape[1]).astype(jnp.int32)
 
     def attend(slots: jax.Array, cu_seqlens_kv: jax.Array, most: int, starts: jax.Array, *, causal: bool) -> State:

@@ -208,7 +208,7 @@ def attend(
             chosen = tsmla_jax.indexer_topk(*scored, keys, step.block_tables, step.seq_lens, most, **topk)
     if chosen_form.name == "mask":
         assert chosen is not None
-        new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions)
+        new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions, by_indexer=selected is None)
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
         y = functional.project_out(params, mla, heads.astype(x.dtype))
         return (y, V32Cache(kv, keys), chosen) if return_selected else (y, V32Cache(kv, keys))
