@@ -32,8 +32,8 @@ CHUNK_ROWS = 8192
 
 class Selected(NamedTuple):
     """What new tokens attend by: their queries [T, H, K], the positions that each selects [T, k], each once, and their
-    request and position [T]. by_indexer: whether the indexer chose the positions: all earlier ones, if there are at most
-    k."""
+    request and position [T]. by_indexer: whether the indexer chose the positions, which are all earlier ones if there
+    are at most k."""
 
     q: jax.Array
     positions: jax.Array
