@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from absl import flags
 
 from benchmarks import peers
@@ -28,6 +29,7 @@ COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by d
 COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "compile what the points need, and end")
 
 ARCH, OURS = "sm_90a", "tsmla"
+HEAD = ["git", "rev-parse", "--short", "HEAD"]
 PACKAGES = (
     "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
     "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
@@ -173,29 +175,21 @@ class Errors:
 
 def device() -> str:
     """ "cuda", or "cpu" without a GPU, where the definitions run."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def synchronize() -> None:
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def randn(*shape: int, dtype: str = "bfloat16") -> Any:
     """Random normal numbers on the device."""
-    import torch
-
     return torch.randn(shape, device=device()).to(getattr(torch, dtype))
 
 
 def ints(values: Any) -> Any:
     """An int32 tensor on the device."""
-    import torch
-
     return torch.as_tensor(values, dtype=torch.int32, device=device())
 
 
@@ -205,8 +199,6 @@ def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
     The order rotates because at the power limit it matters what ran before. The flush reads: one that writes leaves the
     cache full of lines that have yet to go to memory, and what is timed pays for them: 8 to 10 us over 150 MB of reads.
     """
-    import torch
-
     flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
     stream = torch.cuda.Stream()
     graphs = {}
@@ -237,8 +229,6 @@ def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
 def share_scales(stream: int) -> None:
     """Let the scales that our calls on a stream have written serve the capture that is under way on it, as one layer's
     serve the others in the graph of a model: a graph of one call would write them at every replay, and be timed so."""
-    import torch
-
     from tsmla_bridge.runtime import devices, scales
 
     index, capture = torch.cuda.current_device(), devices.capture_id(stream)
@@ -338,12 +328,10 @@ class Record:
     """Rows of results, written to --out as they come; `common` and the run's provenance go into each of them."""
 
     def __init__(self, **common: Any) -> None:
-        import torch
-
         self.rows: list[dict[str, Any]] = []
         self.common = common | {
             "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
-            "commit": COMMIT.value or head(),
+            "commit": COMMIT.value or subprocess.run(HEAD, capture_output=True, text=True).stdout.strip(),
             "date": datetime.date.today().isoformat(),
             "versions": versions(),
             "command": command(sys.argv),
@@ -363,12 +351,6 @@ def command(argv: list[str]) -> str:
     for name, place in PLACES.items():
         said = re.sub(rf"{name}[= ]\S+", f"{name} {place}", said)
     return f"python -m {module.name if module else 'benchmarks.run'} {said}".rstrip()
-
-
-def head() -> str:
-    """The commit that is checked out, abbreviated."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def versions() -> dict[str, str]:

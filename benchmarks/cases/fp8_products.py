@@ -86,11 +86,9 @@ class Products(Case):
                 yield "block_scaled_matmul", {"dtype": dtype, **sizes}
                 continue
             grouped = {"dtype": dtype, "num_tokens": point.t * CHOSEN, "num_groups": EXPERTS}
-            features = {"in_features": point.k, "out_features": point.n}
-            first = {"gated": True, "picked": True, "quantized": dtype == "float8_e4m3fn"}
-            yield "grouped_block_scaled_matmul", {**grouped, **features, **first}
-            features = {"in_features": point.n // 2, "out_features": point.k}
-            yield "grouped_block_scaled_matmul", {**grouped, **features}
+            first = {"gated": True, "picked": True, "quantized": dtype == "float8_e4m3fn", "in_features": point.k}
+            yield "grouped_block_scaled_matmul", {**grouped, **first, "out_features": point.n}
+            yield "grouped_block_scaled_matmul", {**grouped, "in_features": point.n // 2, "out_features": point.k}
 
     def ours(self) -> dict[str, Run]:
         return {name: functools.partial(self.run, name) for name in FORMS}
@@ -125,29 +123,26 @@ class Products(Case):
         """Its two products, of rows that lie as it wants them."""
         import deep_gemm
 
-        products = []
         if self.point.t >= MANY_TOKENS:
             padded = (self.counts + 127) // 128 * 128
             index = torch.full((int(padded.sum()),), -1, dtype=torch.int32)
             for expert, begin in enumerate((padded.cumsum(0) - padded).tolist()):
                 index[begin : begin + int(self.counts[expert])] = expert
-            index = index.to(device())
-            for weights in self.weights:
-                x = tsmla_bridge.quantize_blocks(randn(len(index), weights[0].shape[2]))
-                out = torch.empty(len(index), weights[0].shape[1], dtype=torch.bfloat16, device=device())
-                products.append((deep_gemm.m_grouped_fp8_gemm_nt_contiguous, x, weights, out, (index,)))
+            function, sizes, rest = deep_gemm.m_grouped_fp8_gemm_nt_contiguous, (len(index),), (index.to(device()),)
         else:
             most, expected = max(16, int(self.counts.max()) + 15 & ~15), max(1, self.point.t * CHOSEN // self.count)
-            counts = ints(self.counts)
-            for weights in self.weights:
-                x = tsmla_bridge.quantize_blocks(randn(self.count, most, weights[0].shape[2]))
-                out = torch.empty(self.count, most, weights[0].shape[1], dtype=torch.bfloat16, device=device())
-                products.append((deep_gemm.m_grouped_fp8_gemm_nt_masked, x, weights, out, (counts, expected)))
+            function, sizes = deep_gemm.m_grouped_fp8_gemm_nt_masked, (self.count, most)
+            rest = ints(self.counts), expected
+        products = []
+        for weights in self.weights:
+            x = tsmla_bridge.quantize_blocks(randn(*sizes, weights[0].shape[2]))
+            out = torch.empty(*sizes, weights[0].shape[1], dtype=torch.bfloat16, device=device())
+            products.append((x, weights, out))
 
         def run() -> Any:
-            for function, x, weights, out, rest in products:
-                function(x, weights, out, *rest)
-            return out
+            for given in products:
+                function(*given, *rest)
+            return products[-1][2]
 
         return run
 

@@ -124,25 +124,19 @@ class PrefillBackward(Case):
 
 
 @functools.cache
-def _checked() -> PrefillBackward:
-    """The case whose errors are measured."""
-    return PrefillBackward(CHECKED)
-
-
-@functools.cache
-def _wanted(*, selects: bool) -> list[Any]:
-    """Its gradients in float64 by the definition."""
-    case = _checked()
+def _checked(*, selects: bool) -> tuple[PrefillBackward, list[Any]]:
+    """The case whose errors are measured, and its gradients in float64 by the definition."""
+    case = PrefillBackward(CHECKED)
     wide = [x.double().requires_grad_() for x in (case.q, case.k, case.v)]
     selected = dict(zip(("selection", "selection_rows"), case.selection, strict=True)) if selects else {}
     out = case.forward(tsmla_bridge.mla_prefill, wide, implementation="reference", **selected)
-    return [*torch.autograd.grad(out, wide, case.d_out.double())]
+    return case, [*torch.autograd.grad(out, wide, case.d_out.double())]
 
 
 @functools.cache
 def errors_of(name: str) -> list[float]:
     """Relative errors of a function's gradients of q, k and v at CHECKED."""
-    case, (d_q, d_k, d_v) = _checked(), _wanted(selects=name == SELECTION)
+    case, (d_q, d_k, d_v) = _checked(selects=name == SELECTION)
     ours = case.ours()
     got = list((ours[name] if name in ours else case.of_peer(name))())
     if name == "tsmla_kv":  # whose gradient of the shared rope columns is a sum over heads

@@ -66,16 +66,11 @@ def draw(mode: str, tokens: int, count: int, within: int) -> Any:
         return draw_prompt(tokens, count, SHARED.get(mode, 0.0))
     rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED.get(mode, 0.0))
     for _ in range(1, tokens):
-        if mode not in SHARED:
-            rows.append(torch.randperm(within, device=device())[:count])
-            continue
-        held = torch.zeros(within, dtype=torch.bool, device=device())
-        held[rows[-1]] = True
-        # Twice as many as are wanted, because some are taken already or come twice.
-        drawn = torch.randint(within, (2 * (count - kept) + 64,), device=device())
-        fresh = torch.unique(drawn[~held[drawn]])
-        fresh = fresh[torch.randperm(len(fresh), device=device())[: count - kept]]
-        rows.append(torch.cat([rows[-1][torch.randperm(count, device=device())[:kept]], fresh]))
+        order = torch.rand(within, device=device())
+        if mode in SHARED:
+            order[rows[-1]] = 2.0
+            order[rows[-1][torch.randperm(count, device=device())[:kept]]] = -1.0
+        rows.append(order.topk(count, largest=False).indices)
     return torch.stack(rows).sort(1).values.int()
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from absl import flags
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the peers' libraries, as `python -m benchmarks.peers` makes it")
@@ -65,8 +66,6 @@ def find(name: str) -> Path | None:
 @functools.cache
 def no_gpu() -> str | None:
     """Why no kernel can be timed here, ours or a peer's; None if they can."""
-    import torch
-
     return None if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "no Hopper GPU"
 
 
@@ -96,8 +95,6 @@ def load(name: str) -> None:
     Raises:
       OSError, ImportError: it does not load, for example because of another version of torch.
     """
-    import torch
-
     if not LIBRARIES[name].wheel:
         return
     path = find(name)

@@ -1,6 +1,6 @@
 """The declared records: what each file of `benchmarks/results` is shown as, and the summary of all."""
 
-import math
+import statistics
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -59,18 +59,13 @@ WIDTH = 108
 
 def write_headline(results: Path, readme: Path) -> str:
     """Write the README's sentence of results between its comments, if it has them and all records are here."""
-    known = {record.name: record for record in RECORDS if record.folder == results.name}
-    text, said = readme.read_text(), {}
-    if "<!-- headline -->" not in text:
+    if "<!-- headline -->" not in (text := readme.read_text()):
         return "no headline"
-    for _, name, _, ratio in SUMMARY:
-        if f"{{{name}}}" in HEADLINE:
-            found = [ratio(point) for point in load(results / f"{name}.json", known[name]).points]
-            ratios = [each for each in found if each is not None]
-            said[name] = f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}"
-            if name == "decode_bf16":
-                said["points"] = str(len(ratios))
-    sentence = HEADLINE.format(**said)
+    known = {record.name: record for record in RECORDS if record.folder == results.name}
+    found = {name: [*filter(None, map(ratio, load(results / f"{name}.json", known[name]).points))]
+             for _, name, _, ratio in SUMMARY if f"{{{name}}}" in HEADLINE}  # fmt: skip
+    said = {name: f"{statistics.geometric_mean(ratios):.2f}" for name, ratios in found.items()}
+    sentence = HEADLINE.format(**said, points=len(found["decode_bf16"]))
     body = textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     readme.write_text(between_markers(text, "headline", body))
     return sentence

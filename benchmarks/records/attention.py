@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 import benchmarks.table as tb
@@ -28,7 +28,7 @@ def compared(points: Sequence[tb.Point], peers: Sequence[str]) -> str:
     ratios = [ratio for point in points if (ratio := point.ratio(OURS, *peers)) is not None]
     if not ratios:
         return f"{len(points)} points"
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = statistics.geometric_mean(ratios)
     return (f"{len(points)} points; tsmla's time over the best peer's: geometric mean {mean:.2f}, best "
             f"{min(ratios):.2f}, worst {max(ratios):.2f}, ahead at {sum(ratio < 1 for ratio in ratios)} of "
             f"{len(ratios)}")  # fmt: skip
@@ -99,7 +99,7 @@ def sparse() -> tb.Record:
             if mine := list(filter(of_mode(mode), loaded.points)):
                 sentence = f"{title}: {compared(mine, PACKED)}"
                 if fa3 := [ratio for point in mine if (ratio := point.ratio(OURS, "fa3")) is not None]:
-                    mean = math.exp(sum(map(math.log, fa3)) / len(fa3))
+                    mean = statistics.geometric_mean(fa3)
                     sentence += f"; over FA3's on a bf16 cache {mean:.2f}, worst {max(fa3):.2f}"
                 sentences.append(f"{sentence}.")
         said = " ".join(sentences)

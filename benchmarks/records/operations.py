@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import benchmarks.table as tb
@@ -248,7 +248,7 @@ def write_errors(results: Path, figures: Path) -> str:
     used: list[tb.Row] = []
     lines: list[Sequence[str]] = []
     for plot, titles in ERRORS.items():
-        found: dict[str, Mapping[str, list[float]]] = {}
+        found: dict[str, dict[str, list[float]]] = {}
         for name, title in titles.items():
             if not (path := results / f"{name}.json").exists():
                 continue
@@ -256,14 +256,14 @@ def write_errors(results: Path, figures: Path) -> str:
                 rows = {peer: [row for row in json.loads(path.read_text()) if row["peer"] == peer]
                         for peer in ERROR_PEERS}  # fmt: skip
                 errors = {peer: [error for row in mine for error in errors_of(row)] for peer, mine in rows.items()}
-            for peer in filter(errors.__getitem__, ERROR_PEERS):
-                lse = max((row["lse_err"] for row in rows[peer] if row.get("lse_err")), default=None)
-                ends = f"{min(errors[peer]):.2%}", f"{max(errors[peer]):.2%}"
-                small = "-" if lse is None else f"{lse:.0e}".replace("e-0", "e-")
-                lines.append((title, ERROR_PEERS[peer], str(len(rows[peer])), *ends, small))
-            if any(errors.values()):
-                found[title] = {ERROR_PEERS[peer].replace(", ", ",\n"): each for peer, each in errors.items() if each}
-                used += [row for mine in rows.values() for row in mine]
+            for peer, each in errors.items():
+                if each:
+                    lse = max((row["lse_err"] for row in rows[peer] if row.get("lse_err")), default=None)
+                    small = "-" if lse is None else f"{lse:.0e}".replace("e-0", "e-")
+                    ends = f"{min(each):.2%}", f"{max(each):.2%}"
+                    lines.append((title, ERROR_PEERS[peer], str(len(rows[peer])), *ends, small))
+                    found.setdefault(title, {})[ERROR_PEERS[peer].replace(", ", ",\n")] = each
+                    used += rows[peer]
         if found:
             plots.draw_errors(found, figures / f"{plot}.png")
     if not used:

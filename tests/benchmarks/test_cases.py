@@ -78,7 +78,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse_mla_prefill, "SELECTED", few)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    gradients = prefill_backward.errors_of, prefill_backward._checked, prefill_backward._wanted
+    gradients = prefill_backward.errors_of, prefill_backward._checked
     gradients += (sparse_backward.errors_of,)
     caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, *gradients
     for cached in caches:
