@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -239,12 +240,7 @@ def share_scales(stream: int) -> None:
 def least_seconds(function: Run, turns: int) -> float:
     """The shortest time on the host's clock of `function`, which waits for what it starts, after a call to warm up."""
     function()
-    taken = []
-    for _ in range(turns):
-        begin = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+    return min(timeit.repeat(function, number=1, repeat=turns))
 
 
 # ---- points

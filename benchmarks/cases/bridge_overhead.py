@@ -39,24 +39,11 @@ class Overhead(Case):
         self.given = q, cache, pages, ints([PAGES * PAGE] * BATCH)
 
     def ours(self) -> dict[str, Run]:
-        q = self.given[0]
         packed = torch.zeros(BATCH * PAGES, PAGE, 656, dtype=torch.uint8, device=device())
-        indices = ints(range(PAGES * PAGE)).repeat(BATCH, 1)
-        decode = functools.partial(tsmla_bridge.mla_decode, *self.given, softmax_scale=SCALE)
-        sparse = functools.partial(tsmla_bridge.sparse_mla, q[:, 0], packed, indices, softmax_scale=SCALE)
-        out, lse = torch.empty_like(q[..., :512]), torch.empty(BATCH, 1, HEADS, device=device())
-        sizes = (
-            tsmla_bridge.decode_workspace_size(max_batch=BATCH, num_heads=HEADS),
-            tsmla_bridge.sparse_workspace_size(max_tokens=BATCH, num_heads=HEADS, max_selected=PAGES * PAGE),
-        )
-        of_decode, of_sparse = ({"workspace": tsmla_bridge.Workspace(size), "return_lse": True} for size in sizes)
+        given = self.given[0][:, 0], packed, ints(range(PAGES * PAGE)).repeat(BATCH, 1)
         return {
-            "tsmla": decode,
-            "tsmla, with lse, out= and a workspace": functools.partial(decode, out=out, lse=lse, **of_decode),
-            "tsmla: sparse_mla": sparse,
-            "tsmla: sparse_mla, with lse, out= and a workspace": functools.partial(
-                sparse, out=out[:, 0], lse=lse[:, 0], **of_sparse
-            ),
+            "tsmla": functools.partial(tsmla_bridge.mla_decode, *self.given, softmax_scale=SCALE),
+            "tsmla: sparse_mla": functools.partial(tsmla_bridge.sparse_mla, *given, softmax_scale=SCALE),
         }
 
     def of_peer(self, name: str) -> Run:

@@ -38,10 +38,6 @@ def slots(tokens: int) -> Any:
     return torch.randperm(2 * tokens, device=device())[:tokens].int()
 
 
-def scale() -> Any:
-    return torch.full((), 0.7, device=device())
-
-
 def angles(tokens: int) -> list[Any]:
     """cos and sin of a token each."""
     return [torch.randn(tokens, ROPE // 2, device=device()) for _ in range(2)]
@@ -54,7 +50,7 @@ def size_of(*arrays: Any) -> int:
 def write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
     given = pages(tokens, dtypes[1]), randn(tokens, LATENT), randn(tokens, ROPE), slots(tokens)
     size = size_of(*given[1:]) + 4 + tokens * given[0][0, 0].nbytes
-    return functools.partial(tsmla_bridge.write_kv_cache, *given, kv_scale=scale()), size
+    return functools.partial(tsmla_bridge.write_kv_cache, *given, kv_scale=torch.full((), 0.7, device=device())), size
 
 
 def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
@@ -63,7 +59,7 @@ def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
     from tsmla_kernels.launch import ArrayView, Launcher
 
     rows = tokens * 16
-    cache, factor = pages(tokens, dtypes[1]), scale()[None]
+    cache, factor = pages(tokens, dtypes[1]), torch.full((1,), 0.7, device=device())
     q = torch.empty(rows, LATENT + ROPE, dtype=getattr(torch, dtypes[0]), device=device())
     inputs = [randn(rows, LATENT), randn(rows, ROPE), randn(tokens, LATENT), randn(tokens, ROPE), slots(tokens)]
     arrays = [cache, *inputs, *angles(tokens), factor, factor, q, cache]
@@ -84,7 +80,11 @@ def gather_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
     lens.append(tokens - sum(lens))
     tables = torch.randint(0, len(cache), (requests, -(-max(lens) // PAGE)), device=device()).int()
     given = cache, tables, ints([0] * requests), ints(lens)
-    options = {"total_len": tokens, "out_dtype": getattr(torch, dtypes[1]), "kv_scale": scale()}
+    options = {
+        "total_len": tokens,
+        "out_dtype": getattr(torch, dtypes[1]),
+        "kv_scale": torch.tensor(0.7).to(device()),
+    }
     run = functools.partial(tsmla_bridge.gather_kv_cache, *given, **options)
     return run, size_of(*given[1:], run()) + 4 + tokens * cache[0, 0].nbytes
 

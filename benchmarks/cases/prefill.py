@@ -23,23 +23,27 @@ QK_DIM, V_DIM = 192, 128
 SCALE = QK_DIM**-0.5
 
 
+RAGGED = {16: (1, 200, 4000), 32: (0, 64, 4096)}  # by the number of requests: a seed, and the bounds of their tokens
+
+
 def lengths_of(name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Query and key tokens of each request, and heads. Ragged requests are the same in every run.
+    """Query and key tokens of each request, and heads.
 
     Raises:
       ValueError: there is no such point.
     """
-    if found := re.fullmatch(r"(\d+)x(\d+)h(\d+)", name):
-        batch, length, heads = map(int, found.groups())
-        return (length,) * batch, (length,) * batch, heads
+    if found := re.fullmatch(r"(?:(\d+)x)?(\d+)h(\d+)", name):
+        lens = (int(found[2]),) * int(found[1] or 1)
+        return lens, lens, int(found[3])
     if found := re.fullmatch(r"(\d+)on(\d+)h(\d+)", name):
         new, old, heads = map(int, found.groups())
         return (new,), (old + new,), heads
-    if found := re.fullmatch(r"ragged32h(\d+)", name):
-        rng = random.Random(0)
-        lens = tuple(rng.randint(64, 4096) for _ in range(32))
-        return lens, lens, int(found[1])
-    raise ValueError(f"--points: got {name!r}; legal: as 4x4096h128, ragged32h16 and 512on65536h128")
+    if found := re.fullmatch(r"ragged(16|32)h(\d+)", name):
+        seed, *bounds = RAGGED[int(found[1])]
+        rng = random.Random(seed)
+        lens = tuple(rng.randint(*bounds) for _ in range(int(found[1])))
+        return lens, lens, int(found[2])
+    raise ValueError(f"--points: got {name!r}; legal: as 4x4096h128, 4096h16, ragged32h16 and 512on65536h128")
 
 
 class Prefill(Case):
@@ -77,8 +81,6 @@ class Prefill(Case):
             if len({*self.q_lens, *self.kv_lens}) > 1:
                 raise ValueError("cuDNN takes requests of one length")
             return dense.cudnn_prefill(q, k, v, len(self.q_lens), SCALE)
-        if (name, self.point) == ("fa4", "1x32768h16"):
-            raise ValueError("one version of FA4 reads out of bounds here, and takes the process with it")
         make = dense.fa3_prefill if name == "fa3" else dense.fa4_prefill
         return make(q, k, v, self.cu, self.longest, SCALE)
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
-import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
 import tsmla_bridge
-from benchmarks.cases.prefill import QK_DIM, SCALE, V_DIM
+from benchmarks.cases.prefill import QK_DIM, SCALE, V_DIM, lengths_of
 from benchmarks.cases.sparse_mla_prefill import draw_prompt
 from benchmarks.harness import Case, Object, Run, device, ints, randn
 from benchmarks.peers import dense
@@ -33,16 +31,6 @@ MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope", SE
 SELECTED = 2048
 
 
-def lengths_of(name: str) -> tuple[tuple[int, ...], int]:
-    """Tokens of each request, and heads; ValueError without such a point."""
-    if found := re.fullmatch(r"(\d+)h(\d+)", name):
-        return (int(found[1]),), int(found[2])
-    if found := re.fullmatch(r"ragged16h(\d+)", name):
-        rng = random.Random(1)
-        return tuple(rng.randint(200, 4000) for _ in range(16)), int(found[1])
-    raise ValueError(f"--points: got {name!r}; legal: as 4096h16 and ragged16h16")
-
-
 class PrefillBackward(Case):
     read = staticmethod(lengths_of)
     points = (*(f"{length}h{h}" for h in (16, 64, 128) for length in (4096, 8192, 16384)), "ragged16h16")
@@ -51,7 +39,7 @@ class PrefillBackward(Case):
 
     def __init__(self, point: str) -> None:
         super().__init__(point)
-        self.lens, self.heads = lengths_of(point)
+        self.lens, _, self.heads = lengths_of(point)
         self.q, self.k, self.v, self.d_out = (randn(sum(self.lens), self.heads, n) for n in (192, 192, 128, 128))
         self.k[..., NOPE:] = self.k[:, :1, NOPE:]  # all heads share the rope columns
         self.cu = ints([0, *itertools.accumulate(self.lens)])

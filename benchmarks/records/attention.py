@@ -90,13 +90,10 @@ def sparse() -> tb.Record:
     def columns_of(loaded: tb.Loaded) -> Sequence[tb.Column]:
         return of_unions if any(UNION in point.rows for point in loaded.points) else columns
 
-    def of_mode(mode: str) -> Callable[[tb.Point], bool]:
-        return lambda point: point["mode"] == mode
-
     def caption(loaded: tb.Loaded) -> str:
         sentences = []
         for mode, title in MODES.items():
-            if mine := list(filter(of_mode(mode), loaded.points)):
+            if mine := [point for point in loaded.points if point["mode"] == mode]:
                 sentence = f"{title}: {compared(mine, PACKED)}"
                 if fa3 := [ratio for point in mine if (ratio := point.ratio(OURS, "fa3")) is not None]:
                     mean = statistics.geometric_mean(fa3)
@@ -111,7 +108,7 @@ def sparse() -> tb.Record:
 
     panels = []
     for mode, title in MODES.items():
-        dots = relative(PACKED, of_mode(mode), title, same_keys=True)
+        dots = relative(PACKED, lambda point, mode=mode: point["mode"] == mode, title, same_keys=True)
         text = "time of sparse_mla over the best peer's"
         panels.append(tb.Panel(f"sparse_mla_{mode}_relative", text, dots, shown=mode == "v32", section=title))
     return tb.Record(

@@ -296,10 +296,8 @@ def fp8_products() -> tb.Record:
     )  # fmt: skip
 
     def caption(loaded: tb.Loaded) -> str:
-        compared = {
-            f"{ours} over {PRODUCT_PEERS[peer]}": tb.mean_and_worst(p.ratio(ours, peer) for p in loaded.points)
-            for ours, peer in itertools.product((OURS, "tsmla_exact"), PRODUCT_PEERS)
-        }
+        compared = {f"{ours} over {PRODUCT_PEERS[peer]}": tb.mean_and_worst(p.ratio(ours, peer) for p in loaded.points)
+                    for ours, peer in itertools.product((OURS, "tsmla_exact"), PRODUCT_PEERS)}  # fmt: skip
         said = ", ".join(f"{kind} {ratios}" for kind, ratios in compared.items() if ratios)
         over = f"Times of {said}, geometric means. " if said else ""
         return (

@@ -18,7 +18,6 @@ from absl.testing import flagsaver
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tsmla_bridge
 from benchmarks import harness, peers, run
 from benchmarks.cases import (
     CASES,
@@ -63,8 +62,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (harness, cache, compress):
         monkeypatch.setattr(module, "time_all", clock)
     monkeypatch.setattr(prefill_backward, "CHECKED", "40h2")
-    for name in ("Workspace", "decode_workspace_size", "sparse_workspace_size"):  # a GPU's
-        monkeypatch.setattr(tsmla_bridge, name, lambda *_, **__: None)
     for module, sizes in (
         (sparse_mla, {"CONTEXT": 256, "LONG": 512, "COMPRESSED": 128}),
         (sparse_mla_prefill, {"CONTEXT": 256, "COMPRESSED": 128}),
