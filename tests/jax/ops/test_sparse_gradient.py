@@ -244,3 +244,9 @@ def test_which_architecture_has_the_kernel() -> None:
     assert backward.why_no_kernel(spec, "sm_90a") == []
     reason = "the architecture is sm_100a; sparse_mla_backward is written for sm_90a"
     assert backward.why_no_kernel(spec, "sm_100a") == [reason]
+    assert backward.note(spec, "sm_90a") == "its derivative is a kernel too"
+    assert backward.note(spec, "sm_100a") == f"its derivative is that of xla: {reason}"
+    given = arrays(jnp.bfloat16)[0]
+    fp8 = given | {"kv_cache": given["kv_cache"].astype(jnp.float8_e4m3fn)}
+    notes = tsmla_jax.explain("sparse_mla", **fp8, softmax_scale=1.0).notes
+    assert notes["cute"][1].startswith("it has no derivative: kv_cache: got plain rows of float8_e4m3fn")

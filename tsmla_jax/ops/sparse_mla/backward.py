@@ -16,7 +16,7 @@ from tsmla_jax.ops.sparse_mla import gradient
 from tsmla_jax.ops.sparse_mla.call import Planned, Results, fold_caches
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA_BACKWARD
-from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
 from tsmla_kernels.sm90.sparse_backward.config import backward_workspaces, sparse_backward_config
 
 Saved = tuple[tuple[jax.Array, ...], Results]
@@ -66,6 +66,14 @@ def why_no_kernel(spec: SparseMLASpec, arch: str) -> list[str]:
         legal = ", ".join(SPARSE_MLA_BACKWARD.archs)
         return [f"the architecture is {arch}; {SPARSE_MLA_BACKWARD.name} is written for {legal}"]
     return SPARSE_MLA_BACKWARD.reasons(spec)
+
+
+def note(spec: SparseMLASpec, arch: str) -> str:
+    """Which backward pass a differentiated call runs, for `explain`."""
+    if refused := sparse_gradient_reasons(spec):
+        return f"it has no derivative: {'; '.join(refused)}"
+    reasons = why_no_kernel(spec, arch)
+    return f"its derivative is that of xla: {'; '.join(reasons)}" if reasons else "its derivative is a kernel too"
 
 
 def backward(call: Planned, saved: Saved, cotangents: Results) -> tuple[jax.Array | None, ...]:

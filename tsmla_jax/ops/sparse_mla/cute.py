@@ -29,9 +29,12 @@ def why_not(spec: SparseMLASpec) -> list[str]:
 
 
 def notes(spec: SparseMLASpec) -> list[str]:
-    """The form in which the kernel would run this call, and why."""
-    form = sparse_form(spec)
-    return [] if SPARSE_MLA.reasons(spec) else [f"form {form.name}: {form.why}"]
+    """The form in which the kernel would run this call, and why; which derivative the call has."""
+    if SPARSE_MLA.reasons(spec):
+        return []
+    form, arch = sparse_form(spec), device.target_arch()
+    derivative = [] if arch is None or device.why_not(SPARSE_MLA) else [backward.note(spec, arch)]
+    return [f"form {form.name}: {form.why}", *derivative]
 
 
 def sparse_mla(
