@@ -3,7 +3,6 @@ version."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from tsmla_bridge.engines import vllm as plugin
 from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.engines.vllm import sparse
 from tsmla_bridge.engines.vllm.sparse import TsmlaMLASparseBackend
-from tsmla_kernels.sm90.sparse import config as sm90_sparse
+from tsmla_kernels.sm90.sparse.record import serving
 
 import vllm._custom_ops as custom_ops  # isort: skip
 
@@ -317,18 +316,20 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
     specs: list[Any] = []
     monkeypatch.setattr(sparse.op, "warm", lambda spec, index, lengths: specs.append((spec, lengths)))
     layer.builder._compile(0)
-    assert [(spec.num_tokens, spec.num_heads, lengths) for spec, lengths in specs] == [
-        (tokens, HEADS, True) for tokens in sparse.op.WARM_TOKENS
+    kinds = list(itertools.product(sparse.op.WARM_TOKENS, (1, sparse.SEVERAL)))
+    assert [(spec.num_tokens, spec.tokens_per_request, spec.num_heads, lengths) for spec, lengths in specs] == [
+        (tokens, per_request, HEADS, True) for tokens, per_request in kinds
     ]
-    for heads, rows in itertools.product((HEADS, 64, 128), ("auto", "fp8_ds_mla")):
-        given = [
-            sparse.describe(576, torch.bfloat16, rows, num_heads=heads, num_tokens=tokens) for tokens in range(1, 1000)
-        ]
-        served = {sm90_sparse.sparse_config(spec) for spec in given}
-        assert served == {
-            sm90_sparse.sparse_config(dataclasses.replace(given[0], num_tokens=tokens))
-            for tokens in sparse.op.WARM_TOKENS
-        }
+    for heads, rows in itertools.product((HEADS, 16, 64, 128), ("auto", "fp8_ds_mla")):
+
+        def served(tokens: int, per_request: int, heads: int = heads, rows: str = rows) -> Any:
+            spec = sparse.describe(
+                576, torch.bfloat16, rows, num_heads=heads, num_tokens=tokens, tokens_per_request=per_request
+            )
+            return serving(spec, lengths=True, sinks=False)
+
+        steps = itertools.product((*range(1, 1000), 1024, 5000), (1, sparse.SEVERAL))
+        assert {served(*step) for step in steps} == {served(*kind) for kind in kinds}
 
 
 # ---- registration and refusals

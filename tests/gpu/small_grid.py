@@ -461,27 +461,24 @@ def union_calls() -> Iterator[Call]:
     across the border of two requests or with a slot twice, do not; a last group of fewer tokens; many groups; and a row
     of NaN that one token of a group selects."""
     cases: list[dict[str, Any]] = [
-        {"layout": "v32", "heads": 16, "selected": 100, "tokens": 14, "together": 6, "pages": 24},
-        {"layout": "v32", "heads": 8, "selected": 70, "tokens": 17, "together": 9, "pages": 24, "sinks": True}
+        {"layout": "v32", "heads": 16, "selected": 100, "tokens": 14, "together": 6},
+        {"layout": "v32", "heads": 8, "selected": 70, "tokens": 17, "together": 9, "sinks": True, "gap": 1}
+        | {"lengths": True},
+        {"layout": "v32", "heads": 32, "selected": 130, "tokens": 7, "together": 4, "dtype": "float16"},
+        {"layout": "v4", "heads": 16, "selected": 160, "window": 128, "tokens": 9, "together": 4, "sinks": True}
         | {"gap": 1},
-        {"layout": "v32", "heads": 32, "selected": 130, "tokens": 7, "together": 4, "dtype": "float16", "pages": 24}
-        | {"lengths": False},
-        {"layout": "v4", "heads": 16, "selected": 160, "window": 128, "tokens": 9, "together": 4, "pages": 24}
-        | {"sinks": True, "gap": 1},
-        {"layout": "plain", "heads": 16, "selected": 70, "tokens": 6, "together": 4, "kv_dtype": "bfloat16"}
-        | {"pages": 24},
+        {"layout": "plain", "heads": 16, "selected": 70, "tokens": 6, "together": 4, "kv_dtype": "bfloat16"},
         {"layout": "plain", "heads": 16, "selected": 70, "tokens": 6, "together": 4, "kv_dtype": "float16"}
-        | {"dtype": "float16", "width": 512, "pages": 24},
-        {"layout": "plain", "heads": 16, "selected": 70, "tokens": 6, "together": 4, "pages": 24},
+        | {"dtype": "float16", "width": 512},
+        {"layout": "plain", "heads": 16, "selected": 70, "tokens": 6, "together": 4},
         {"layout": "v32", "heads": 16, "selected": 12, "tokens": MANY, "together": 9, "sizes": SIZES},
     ]
     for case in cases:
-        call = sparse_inputs.call(**case)
+        call = sparse_inputs.call(**({"pages": 24, "lengths": False} | case))
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
         options = call.options | {"return_lse": True, "form": "union"}
         yield Call(f"union {case}", tsmla_bridge.sparse_mla, tensors, options)
-    first = cases[0] | {"tokens": 8, "together": 8, "lengths": False}
-    call = sparse_inputs.call(**first)
+    call = sparse_inputs.call(**(cases[0] | {"tokens": 8, "together": 8, "pages": 24, "lengths": False}))
     tensors = {name: numbers(array) for name, array in call.arrays.items()}
     slot = int(tensors["indices"][2, 0])
     others = torch.arange(8) != 2

@@ -108,13 +108,13 @@ def poison(held: sparse.Cache, slots: np.ndarray) -> None:
 
 
 def draw_together(rng: np.random.Generator, indices: np.ndarray, held: sparse.Cache, together: int) -> None:
-    """Fill the rows of indices: every `together` of them draw different slots from a quarter more than they have
+    """Fill the rows of indices: every `together` of them draw different slots from an eighth more than they have
     columns, in an order of their own."""
     tokens, columns = indices.shape
     slots = np.arange(len(held.array) * held.span)
     slots = slots[held.has(slots)]
     for first in range(0, tokens, together):
-        few = rng.choice(slots, min(len(slots), columns + columns // 4 + 1), replace=False)
+        few = rng.choice(slots, min(len(slots), columns + columns // 8 + 1), replace=False)
         for row in indices[first : first + together]:
             drawn = rng.permutation(few)[:columns]
             row[:] = -1

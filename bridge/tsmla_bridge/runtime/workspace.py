@@ -171,7 +171,7 @@ def sparse_workspace_size(
     calls = [(Serving(SPARSE_MLA, config), selected) for config, selected in itertools.product(configs, columns)]
     if not batch_invariant:
         for union in sm90_union.union_configs(dtype_name(dtype), num_heads):
-            most = min(max(max_selected, 1), sm90_union.TABLE // union.tokens)
+            most = min(max(max_selected, 1), sm90_union.MOST_COLUMNS)
             calls.append((Serving(SPARSE_MLA_UNION, union), most))
     return max(sparse_layout(serving, sms, max_tokens, selected).size for serving, selected in calls)
 

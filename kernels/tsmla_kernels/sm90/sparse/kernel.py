@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine
-from tsmla_kernels.sm90.latent.memory import Piece, Schedule
+from tsmla_kernels.sm90.latent.memory import Piece, Schedule, SplitEntry
 from tsmla_kernels.sm90.latent.registers import Registers
 from tsmla_kernels.sm90.latent.scores import ScoreMma
 from tsmla_kernels.sm90.latent.shape import ROWS
@@ -142,16 +142,33 @@ class SparseMla:
         value_mma: cute.TiledMma,
         ctas: Int32,
     ):
-        """Run one CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
+        """Run one CTA, unless this launch has no row tile."""
+        if const_expr(self.config.skips):
+            cute.arch.griddepcontrol_wait()
+            if self.works(arrays.lengths):
+                self.run(q, caches, q_map, arrays, score_mma, value_mma, ctas)
+            else:
+                self.leave(arrays)
+        else:
+            self.run(q, caches, q_map, arrays, score_mma, value_mma, ctas)
+
+    @cute.jit
+    def run(
+        self,
+        q: cute.Tensor,
+        caches: tuple[cute.Tensor, ...],
+        q_map: tuple[cute.CopyAtom, cute.Tensor],
+        arrays: Arrays,
+        score_mma: ScoreMma,
+        value_mma: cute.TiledMma,
+        ctas: Int32,
+    ):
+        """Set up the barriers, find the first piece of work, then give each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         atom, tma = q_map
-        works = cutlass.Boolean(True)
-        if const_expr(self.config.skips):
-            cute.arch.griddepcontrol_wait()
-            works = self.works(arrays.lengths)
         early = self.walk.batch.early_numbers(arrays.lengths, arrays.lengths)
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
@@ -184,7 +201,7 @@ class SparseMla:
             order=order,
         )
         if warp_idx == GATHER_WARP:
-            self.find_work(works, schedule, early)
+            self.walk.begin(schedule, early)
             self.walk.next_piece(Int32(0), schedule)
         valid = storage.valid.get_tensor(
             cute.make_layout((GATHER_WARPS, self.ring.stages), stride=(1, GATHER_WARPS))
@@ -225,15 +242,13 @@ class SparseMla:
         return storage.of_tokens.get_tensor(cute.make_layout((keys, stages), stride=(1, keys)))
 
     @cute.jit
-    def find_work(self, works: cutlass.Boolean, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
-        """Find this CTA's share of the work."""
-        if const_expr(self.config.skips):
-            if works:
-                self.walk.begin(schedule, early)
-            else:
-                self.walk.leave(schedule)
-        else:
-            self.walk.begin(schedule, early)
+    def leave(self, arrays: Arrays):
+        """Tell `combine` that this CTA has no piece."""
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        slot = 2 * cta + tidx
+        if tidx < 2:
+            arrays.split_info[slot, SplitEntry.PIECES] = Int32(0)
 
     @cute.jit
     def works(self, lengths: cute.Tensor):

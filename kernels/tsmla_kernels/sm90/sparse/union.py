@@ -1,10 +1,11 @@
 """The kernel that makes a group's union: the slots that its tokens select, each once, and a bit for each token.
 
-A CTA has a group. It enters the slots into a hash table in shared memory, with the bits of the tokens that select them.
+A CTA has a group, and each thread some columns of every token. First the CTA marks the slots in a bitmap, by their
+hash: how many marks there are says how many slots differ. If the tokens share little, they gather for themselves, and
+no more is done. Otherwise the slots go to a hash table in shared memory, with the bits of the tokens that select them.
 The union has the first token's slots in its order, then those of the second token that the first does not have, and so
-on: an order that does not depend on the order in which threads run. First the CTA enters one of eight classes of slots.
-If these show that the tokens share little, the group's tokens gather for themselves, and this costs little. The same
-holds if a token has a slot twice, because a bit does not say how often.
+on: an order that does not depend on the order in which threads run. If a token has a slot twice, the group's tokens
+also gather for themselves, because a bit does not say how often.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.sparse.union_config import PARTS, TABLE, WORTH, UnionConfig
+from tsmla_kernels.sm90.sparse.union_config import MOST_COLUMNS, PARTS, TABLE, WORTH, UnionConfig
 from tsmla_kernels.sm90.storage import checked_storage
-from tsmla_kernels.sm90.warp import element, quotient, remainder, sum_before
+from tsmla_kernels.sm90.warp import element, quotient, remainder, running_sum
 
 THREADS = 1024
 WARPS = THREADS // 32
+COLUMNS = MOST_COLUMNS // THREADS  # columns of each token that a thread has
 EMPTY = -1  # a place of the table without a slot
 NO_SLOT = (1 << 31) - 1  # a cache has fewer slots; with the second cache's bit it would be EMPTY
 SECOND_CACHE = -(1 << 31)  # the bit of the second cache's slots
 GOLDEN = 0x9E3779B1 - (1 << 32)  # 2^32 divided by the golden ratio, odd: multiplied by it, slots spread over the table
-CLASSES = 8  # classes of slots, of which one is a sample
-DOUBT = 8  # PARTS by which a sample may exceed what is worth it
-ENOUGH = 64  # slots of a sample that says anything
+MARKS = TABLE * 8  # bits of the bitmap, which lies where the table's bits lie later
+DOUBT = 2  # PARTS by which the count of marks may be wrong
 
 
 class Total(IntEnum):
-    """Words of shared memory that count a group's entries."""
+    """Words of shared memory that count a group's slots."""
 
-    ENTERED = 0  # slots that were entered, each as often as tokens have it
-    DIFFERENT = 1  # different ones among them
-    TWICE = 2  # slots that a token has twice
+    SELECTED = 0  # slots, each as often as tokens have it
+    MARKED = 1  # marks in the bitmap
+    DIFFERENT = 2  # different slots
+    TWICE = 3  # slots that a token has twice
 
 
 class UnionArrays(NamedTuple):
@@ -61,8 +63,8 @@ class UnionArrays(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The hash table in shared memory: slots, and a byte of bits for each, four in a word; the words of Total; and the
-    warps' counts of the slots that they write, for two rounds."""
+    """The hash table in shared memory: slots, and a byte of bits for each, four in a word; the words of Total; and how
+    many slots of the union each warp has among each of its threads' columns: [warp, column]."""
 
     slots: cute.Tensor
     bits: cute.Tensor
@@ -70,22 +72,15 @@ class Table(NamedTuple):
     counts: cute.Tensor
 
 
-class Tally(NamedTuple):
-    """What a thread has entered: see Total."""
-
-    entered: Int32
-    different: Int32
-    twice: Int32
-
-
 class UnionMaker:
     """Makes the unions of a call, one CTA for each group.
 
-    Attributes: tokens: of a group. window: as in SparseConfig.
+    Attributes: tokens: of a group. each: columns of a thread, of all tokens. window: as in SparseConfig.
     """
 
     def __init__(self, config: UnionConfig) -> None:
         self.config, self.tokens, self.window = config, config.tokens, config.window
+        self.each = COLUMNS * self.tokens
 
     @cute.jit
     def launch(self, stream: cuda.CUstream, arrays: UnionArrays):
@@ -95,16 +90,15 @@ class UnionMaker:
         class Storage:
             slots: cute.struct.Align[cute.struct.MemRange[Int32, TABLE], 16]
             bits: cute.struct.Align[cute.struct.MemRange[Int32, TABLE // 4], 16]
-            # Four words, because the compiler reads as many at once.
-            totals: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
-            counts: cute.struct.MemRange[Int32, 2 * WARPS]
+            totals: cute.struct.Align[cute.struct.MemRange[Int32, len(Total)], 16]
+            counts: cute.struct.Align[cute.struct.MemRange[Int32, WARPS * (self.each + 1)], 16]
 
         self.storage = checked_storage(Storage, self.config)
         self.make(arrays).launch(
             grid=[arrays.union_lengths.shape[0], 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=2 if self.tokens <= 4 else 1,  # so that a thread's slots stay in registers
             preferred_smem_carveout=100,  # the next launch's, because a change would take time
         )
 
@@ -119,47 +113,51 @@ class UnionMaker:
             storage.slots.get_tensor(cute.make_layout(TABLE)),
             storage.bits.get_tensor(cute.make_layout(TABLE // 4)),
             storage.totals.get_tensor(cute.make_layout(len(Total))),
-            storage.counts.get_tensor(cute.make_layout((WARPS, 2))),
+            storage.counts.get_tensor(cute.make_layout((WARPS, self.each + 1))),
         )
-        self.clear(table, thread)
-        cute.arch.sync_threads()
-        # The host calls this kernel only if the slots have room; a wrong shape must not make it search without end.
-        if arrays.indices.shape[1] * self.tokens <= TABLE:
-            self.enter(group, thread, True, table, arrays)
-        cute.arch.sync_threads()
-        entered, different = table.totals[Total.ENTERED], table.totals[Total.DIFFERENT]
-        worth = Int32(WORTH[self.tokens])
-        shares = Int32(arrays.indices.shape[1] * self.tokens <= TABLE)
-        if entered >= ENOUGH and different * PARTS > entered * (worth + DOUBT):
-            shares = Int32(0)
-        cute.arch.sync_threads()  # before the totals change
-        if shares == 1:
-            self.enter(group, thread, False, table, arrays)
-        cute.arch.sync_threads()
-        entered, different = table.totals[Total.ENTERED], table.totals[Total.DIFFERENT]
-        if different * PARTS > entered * worth or different > arrays.slots.shape[1]:
-            shares = Int32(0)
-        if table.totals[Total.TWICE] > 0:
-            shares = Int32(0)
-        if shares == 1:
-            self.write(group, thread, table, arrays)
-        if thread == 0:
-            arrays.union_lengths[group] = different * shares + shares - 1
-        token = group * self.tokens + thread
-        if thread < self.tokens and token < arrays.indices.shape[0]:
-            length = self.length(token, arrays)
-            arrays.token_lengths[token] = length ^ -shares  # ~length is -1 - length
-
-    @cute.jit
-    def clear(self, table: Table, thread: Int32):
-        """Empty the table."""
-        four = cute.make_rmem_tensor((4,), Int32)
-        for words, value in ((table.slots, EMPTY), (table.bits, 0)):
-            four.fill(value)
-            for i in cutlass.range(thread * 4, cute.size(words), THREADS * 4, unroll=1):
-                cute.autovec_copy(four, cute.make_tensor((words.iterator + i).align(16), cute.make_layout(4)))
+        keys = self.load_keys(group, thread, arrays)
+        self.fill(table.bits, 0, thread)
         if thread < len(Total):
             table.totals[thread] = Int32(0)
+        cute.arch.sync_threads()
+        self.mark(keys, table)
+        cute.arch.sync_threads()
+        self.count_marks(thread, table)
+        self.fill(table.slots, EMPTY, thread)
+        cute.arch.sync_threads()
+        selected, worth = table.totals[Total.SELECTED], Int32(WORTH[self.tokens])
+        # Two slots may have one mark: of n marks n / MARKS have been made when another slot comes.
+        marked = Float32(table.totals[Total.MARKED])
+        different = marked + marked * marked * (0.5 / MARKS)
+        # The host calls this kernel only if all columns have a thread.
+        shares = Int32(arrays.indices.shape[1] <= MOST_COLUMNS)
+        if different * PARTS > Float32(selected * (worth + DOUBT)):
+            shares = Int32(0)
+        length = Int32(-1)
+        if shares == 1:
+            self.fill(table.bits, 0, thread)
+            cute.arch.sync_threads()
+            self.enter(keys, table)
+            cute.arch.sync_threads()
+            length = table.totals[Total.DIFFERENT]
+            if length * PARTS > selected * worth or length > arrays.slots.shape[1] or table.totals[Total.TWICE] > 0:
+                shares, length = Int32(0), Int32(-1)
+            else:
+                self.write(group, thread, keys, table, arrays)
+        if thread == 0:
+            arrays.union_lengths[group] = length
+        token = group * self.tokens + thread
+        if thread < self.tokens and token < arrays.indices.shape[0]:
+            arrays.token_lengths[token] = self.length(token, arrays) ^ -shares  # ~length is -1 - length
+
+    @cute.jit
+    def fill(self, words: cute.Tensor, value: cutlass.Constexpr[int], thread: Int32):
+        """Set all words to `value`."""
+        four = cute.make_rmem_tensor((4,), Int32)
+        four.fill(value)
+        for i in cutlass.range_constexpr(0, cute.size(words), THREADS * 4):
+            pointer = (words.iterator + (i + thread * 4)).align(16)
+            cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout(4)))
 
     @cute.jit
     def length(self, token: Int32, arrays: UnionArrays):
@@ -173,54 +171,81 @@ class UnionMaker:
         return length
 
     @cute.jit
-    def key(self, token: Int32, column: Int32, length: Int32, arrays: UnionArrays):
-        """The slot in a column of a token's row, with the bit of the second cache; EMPTY if there is none."""
-        key = Int32(EMPTY)
-        if column < length:
-            row = element(arrays.indices, Int64(token) * arrays.indices.shape[1], 4)
-            slot = cute.make_tensor(row, cute.make_layout(1 << 30))[column]
-            if slot >= 0 and slot != NO_SLOT:
-                key = slot
-                if const_expr(self.window is not None):
+    def load_keys(self, group: Int32, thread: Int32, arrays: UnionArrays):
+        """Load the slots of a thread's columns, with the bit of the second cache; EMPTY if there is none. The loads are
+        not in branches, so that all are in flight at once."""
+        keys = cute.make_rmem_tensor((COLUMNS, self.tokens), Int32)
+        columns, tokens = arrays.indices.shape[1], arrays.indices.shape[0]
+        for i in cutlass.range_constexpr(self.tokens):
+            token = cutlass.min(group * self.tokens + i, tokens - 1)
+            row = element(arrays.indices, Int64(token) * columns, 4)
+            selected = cute.make_tensor(row, cute.make_layout(1 << 30))
+            for j in cutlass.range_constexpr(COLUMNS):
+                keys[j, i] = selected[cutlass.min(thread + j * THREADS, columns - 1)]
+        for i in cutlass.range_constexpr(self.tokens):
+            length = self.length(group * self.tokens + i, arrays)
+            for j in cutlass.range_constexpr(COLUMNS):
+                column, key = thread + j * THREADS, keys[j, i]
+                if column >= length or key < 0 or key == NO_SLOT:
+                    key = Int32(EMPTY)
+                elif const_expr(self.window is not None):
                     if column >= self.window:
-                        key = slot | Int32(SECOND_CACHE)
-        return key
+                        key = key | Int32(SECOND_CACHE)
+                keys[j, i] = key
+        return keys
 
     @cute.jit
-    def enter(
-        self, group: Int32, thread: Int32, sampled: cutlass.Constexpr[bool], table: Table, arrays: UnionArrays
-    ):  # fmt: skip
-        """Enter the slots of the sampled class, or those of the others."""
-        entered, different, twice = Int32(0), Int32(0), Int32(0)
-        for i in cutlass.range(self.tokens, unroll=1):
-            token = group * self.tokens + i
-            length = self.length(token, arrays)
-            for column in cutlass.range(thread, length, THREADS, unroll=2):
-                key = self.key(token, column, length, arrays)
-                mixed = key * GOLDEN
-                sample = Int32(remainder(mixed >> 9, CLASSES) == 0)
-                if key != EMPTY and sample == Int32(sampled):
-                    place, fresh = self.enter_key(key, mixed, table)
-                    shift = remainder(place, 4) * 8 + i
-                    before = cute.arch.atomic_or(
-                        table.bits.iterator + quotient(place, 4), Int32(1) << shift, sem="relaxed", scope="cta"
-                    )
-                    entered += 1
-                    different += fresh
-                    twice += (before >> shift) & 1
-        for which, count in ((Total.ENTERED, entered), (Total.DIFFERENT, different), (Total.TWICE, twice)):
-            total = cute.arch.warp_redux_sync(count, "add")
-            if cute.arch.lane_idx() == 0 and total > 0:
-                cute.arch.atomic_add(table.totals.iterator + which, total, sem="relaxed", scope="cta")
-
-    def first_place(self, mixed: Int32) -> Int32:
-        """The place at which the search for a slot begins."""
-        return remainder(mixed >> (32 - (TABLE.bit_length() - 1)), TABLE)
+    def mark(self, keys: cute.Tensor, table: Table):
+        """Mark a thread's slots in the bitmap, and count them."""
+        selected = Int32(0)
+        for n in cutlass.range_constexpr(self.each):
+            if keys[n] != EMPTY:
+                mark = remainder((keys[n] * GOLDEN) >> (32 - (MARKS.bit_length() - 1)), MARKS)
+                bit = Int32(1) << remainder(mark, 32)
+                cute.arch.atomic_or(table.bits.iterator + quotient(mark, 32), bit, sem="relaxed", scope="cta")
+                selected += 1
+        self.add(Total.SELECTED, selected, table)
 
     @cute.jit
-    def enter_key(self, key: Int32, mixed: Int32, table: Table):
+    def count_marks(self, thread: Int32, table: Table):
+        """Count the marks of the bitmap."""
+        four, marked = cute.make_rmem_tensor((4,), Int32), Int32(0)
+        for i in cutlass.range_constexpr(0, TABLE // 4, THREADS * 4):
+            pointer = (table.bits.iterator + (i + thread * 4)).align(16)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
+            for word in cutlass.range_constexpr(4):
+                marked += cute.arch.popc(four[word])
+        self.add(Total.MARKED, marked, table)
+
+    @cute.jit
+    def add(self, which: cutlass.Constexpr[Total], count: Int32, table: Table):
+        """Add the threads' counts to a total."""
+        total = cute.arch.warp_redux_sync(count, "add")
+        if cute.arch.lane_idx() == 0 and total > 0:
+            cute.arch.atomic_add(table.totals.iterator + which, total, sem="relaxed", scope="cta")
+
+    @cute.jit
+    def enter(self, keys: cute.Tensor, table: Table):
+        """Enter a thread's slots, and replace each in `keys` by its place in the table."""
+        different, twice = Int32(0), Int32(0)
+        for n in cutlass.range_constexpr(self.each):
+            if keys[n] != EMPTY:
+                place, fresh = self.enter_key(keys[n], table)
+                shift = remainder(place, 4) * 8 + n // COLUMNS
+                before = cute.arch.atomic_or(
+                    table.bits.iterator + quotient(place, 4), Int32(1) << shift, sem="relaxed", scope="cta"
+                )
+                different += fresh
+                twice += (before >> shift) & 1
+                keys[n] = place
+        self.add(Total.DIFFERENT, different, table)
+        self.add(Total.TWICE, twice, table)
+
+    @cute.jit
+    def enter_key(self, key: Int32, table: Table):
         """The place of a slot, which is entered if the table does not have it; and 1 if it did not."""
-        place, fresh, searching = self.first_place(mixed), Int32(0), Int32(1)
+        place = remainder((key * GOLDEN) >> (32 - (TABLE.bit_length() - 1)), TABLE)
+        fresh, searching = Int32(0), Int32(1)
         while searching == 1:
             there = cute.arch.atomic_cas(
                 table.slots.iterator + place, cmp=Int32(EMPTY), val=key, sem="relaxed", scope="cta"
@@ -231,39 +256,39 @@ class UnionMaker:
         return place, fresh
 
     @cute.jit
-    def bits_of(self, key: Int32, table: Table):
-        """The bits of the tokens that have a slot, which is in the table."""
-        place = self.first_place(key * GOLDEN)
-        while table.slots[place] != key:
-            place = remainder(place + 1, TABLE)
+    def bits_of(self, place: Int32, table: Table):
+        """The bits of the tokens that have the slot at a place of the table."""
         return (table.bits[quotient(place, 4)] >> (remainder(place, 4) * 8)) & 255
 
     @cute.jit
-    def write(self, group: Int32, thread: Int32, table: Table, arrays: UnionArrays):
-        """Write the union. A slot belongs to the first token that has it."""
+    def write(self, group: Int32, thread: Int32, places: cute.Tensor, table: Table, arrays: UnionArrays):
+        """Write the union. A slot belongs to the first token that has it. `places`: the result of `enter`."""
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(quotient(thread, 32))
-        begin, around = Int32(0), Int32(0)
-        first = Int64(group) * arrays.slots.shape[1]
+        own = Int32(0)  # a bit for each of the thread's columns
+        for n in cutlass.range_constexpr(self.each):
+            belongs = Int32(0)
+            if places[n] != EMPTY:
+                belongs = Int32((self.bits_of(places[n], table) & ((1 << n // COLUMNS) - 1)) == 0)
+            own |= belongs << n
+            owners = cute.arch.vote_ballot_sync(belongs == 1)
+            if lane == 0:
+                table.counts[warp, n] = cute.arch.popc(owners)
+        cute.arch.sync_threads()
+        if warp < self.each:
+            count = table.counts[lane, warp]
+            through = running_sum(count, lane)
+            table.counts[lane, warp] = through - count
+            if lane == 31:
+                table.counts[warp, self.each] = through
+        cute.arch.sync_threads()
+        begin, first = Int32(0), Int64(group) * arrays.slots.shape[1]
         slots = cute.make_tensor(element(arrays.slots, first, 4), cute.make_layout(1 << 30))
         bits = cute.make_tensor(element(arrays.bits, first, 1), cute.make_layout(1 << 30))
-        for i in cutlass.range(self.tokens, unroll=1):
-            token = group * self.tokens + i
-            length = self.length(token, arrays)
-            for base in cutlass.range(0, length, THREADS, unroll=1):
-                key = self.key(token, base + thread, length, arrays)
-                of_tokens = Int32(0)
-                if key != EMPTY:
-                    of_tokens = self.bits_of(key, table)
-                own = of_tokens != 0 and (of_tokens & ((Int32(1) << i) - 1)) == 0
-                owners = cute.arch.vote_ballot_sync(own)
-                if lane == 0:
-                    table.counts[warp, around] = cute.arch.popc(owners)
-                cute.arch.sync_threads()
-                of_warp = table.counts[lane, around]
-                place = begin + sum_before(of_warp, warp, lane)
-                begin += cute.arch.warp_redux_sync(of_warp, "add")
-                around ^= 1
-                if own:
-                    place += cute.arch.popc(owners & ((Int32(1) << lane) - 1))
-                    slots[place] = key
-                    bits[place] = cutlass.Uint8(of_tokens)
+        for n in cutlass.range_constexpr(self.each):
+            belongs = (own >> n) & 1
+            owners = cute.arch.vote_ballot_sync(belongs == 1)
+            if belongs == 1:
+                place = begin + table.counts[warp, n] + cute.arch.popc(owners & ((Int32(1) << lane) - 1))
+                slots[place] = table.slots[places[n]]
+                bits[place] = cutlass.Uint8(self.bits_of(places[n], table))
+            begin += table.counts[n, self.each]

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
 HEADS = (8, 16, 32)  # a warp's rows of P are of whole tokens, and a token has a bit in a byte
-TABLE = 1 << 14  # slots of a group that the union's hash table has room for
+MOST_COLUMNS = 2048  # columns of the indices; each thread of the kernel that makes unions has two of each token
+TABLE = 1 << 14  # slots that the union's hash table has room for: as many as eight tokens select
 FEWEST_TOKENS = 2048  # with fewer tokens, looking for unions takes too much of the time if they share little
 FEWEST_NEIGHBOURS = 1024  # the same if it is known that neighbouring tokens are of one request, and so may share much
 PARTS = 64
@@ -107,9 +108,8 @@ def union_reasons(spec: SparseMLASpec) -> list[str]:
         tokens = _tokens(spec)
         if tokens < 2:
             reasons.append(f"num_heads is {spec.num_heads}; over such rows tokens share gathers with 8 or 16 heads")
-        elif isinstance(spec.num_selected, int) and tokens * spec.num_selected > TABLE:
-            most = TABLE // tokens
-            reasons.append(f"indices have {spec.num_selected} columns (K); {tokens} tokens share gathers of {most}")
+        elif isinstance(spec.num_selected, int) and spec.num_selected > MOST_COLUMNS:
+            reasons.append(f"indices have {spec.num_selected} columns (K); tokens share gathers of {MOST_COLUMNS}")
     return reasons
 
 

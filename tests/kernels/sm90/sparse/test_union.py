@@ -26,8 +26,8 @@ from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
 from tsmla_kernels.sm90.sparse.union_config import (
     FEWEST_NEIGHBOURS,
     FEWEST_TOKENS,
+    MOST_COLUMNS,
     PARTS,
-    TABLE,
     WORTH,
     UnionConfig,
     sparse_form,
@@ -60,7 +60,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "q.dtype": {"q_dtype": FP8},
     "num_heads is 64": {"num_heads": 64},
     "batch_invariant": {"batch_invariant": True},
-    "columns": {"num_selected": TABLE // 4 + 1},
+    "columns": {"num_selected": MOST_COLUMNS + 1},
     "two plain caches": {"cache": PLAIN, "compressed": PLAIN, "head_dim": 512},
 }
 
