@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import tsmla_jax
 from tests.jax.nn import hf_layers
 from tsmla_jax.nn import MLAConfig, Segments, functional, v32
 from tsmla_jax.nn.block_scaled import BlockScaled
@@ -85,6 +86,38 @@ def test_gradients_are_the_references(dense: bool) -> None:
     )
     assert all(float(jnp.abs(gradient).max()) > 0.01 for gradient in want[1][0].values())
     assert_close(got, want)
+
+
+def test_both_forms_have_one_gradient() -> None:
+    params, x = inputs()
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(both, form=form), (0, 1)))(params, x)
+        for form in ("mask", "direct")
+    )
+    assert_close(got, want)
+
+
+def test_the_form_follows_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask where its kernel takes less time, and never for widths without a kernel."""
+    deepseek = MLAConfig(hidden_size=32, num_attention_heads=2, q_lora_rank=16, kv_lora_rank=512)
+    used: list[str] = []
+    for name in ("sparse_mla", "mla_prefill_kv"):
+        call = getattr(tsmla_jax, name)
+        monkeypatch.setattr(tsmla_jax, name, lambda *a, name=name, call=call, **k: used.append(name) or call(*a, **k))
+    for mla, tokens, dtype in ((deepseek, 1024, "bfloat16"), (deepseek, 64, "bfloat16"), (MLA, 1024, "bfloat16")):
+        config = v32.V32Config(mla, index_n_heads=2, index_head_dim=64, index_topk=512)
+        shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in v32.param_shapes(config).items()}
+        x = jax.ShapeDtypeStruct((tokens, mla.hidden_size), dtype)
+        offsets = jax.ShapeDtypeStruct((2,), "int32")
+        jax.eval_shape(
+            lambda params, x, offsets, config=config, tokens=tokens: v32.prefill(
+                params, config, x, cu_seqlens_q=offsets, max_q_len=tokens
+            ),
+            shapes,
+            x,
+            offsets,
+        )
+    assert used == ["mla_prefill_kv", "sparse_mla", "sparse_mla"]
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -325,6 +358,8 @@ def test_memory_is_linear_in_the_tokens() -> None:
         ({}, {"selected": jnp.zeros((TOKENS, 3))}, "selected: got dtype float32; legal: int32"),
         ({}, {"selected": jnp.zeros((2, 3), jnp.int32)}, "selected: got shape .* axis 0 must be 30"),
         ({}, {"selected": jnp.zeros((TOKENS, 3), jnp.int32), "dense": True}, "selected: got an array with dense=True"),
+        ({}, {"form": "mask", "dense": True}, "form: got 'mask' with dense=True; legal: None"),
+        ({}, {"form": "fast"}, "form: got 'fast'; legal: None, 'direct', 'mask'"),
     ],
 )
 def test_illegal_arguments(change: dict[str, Any], options: dict[str, Any], message: str) -> None:

@@ -51,6 +51,7 @@ class V32Attention(AttentionLayer):
         selected: jax.Array | None = None,
         dense: bool = False,
         index_loss: bool = True,
+        form: str | None = None,
         implementation: str | None = None,
     ) -> V32Prefill:
         """Whole texts, with a gradient; see `tsmla_jax.nn.v32.prefill`."""
@@ -63,5 +64,6 @@ class V32Attention(AttentionLayer):
             selected=selected,
             dense=dense,
             index_loss=index_loss,
+            form=form,
             implementation=implementation,
         )

@@ -6,7 +6,7 @@ detached, as in V3.2's report. Axes: T tokens, B texts, E hidden width, H heads,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.v32.functional import Angles, indexer_keys, indexer_queries
+from tsmla_jax.nn.v32.functional import Angles, indexer_keys, indexer_queries, mask_reasons
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.selected import indexer
+from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
 from tsmla_kernels.contract.packed import Rotation
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v32_selected", "v32_out", "v32_lse")
@@ -58,6 +59,7 @@ def prefill(
     dense: bool = False,
     index_loss: bool = True,
     head_axis: str | None = None,
+    form: str | None = None,
     deterministic: bool = False,
     implementation: str | None = None,
 ) -> V32Prefill:
@@ -81,25 +83,24 @@ def prefill(
             read.
         head_axis: under shard_map with params split by `param_specs`, the mesh axis of the heads. y is then the partial
             sum of the local heads, for the caller to psum; selected and index_loss are those of all heads.
-        deterministic: of `tsmla_jax.mla_prefill_kv`, in the warm-up.
-        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.indexer_topk`, `tsmla_jax.indexer_loss`, and in the
-            warm-up of `tsmla_jax.mla_prefill_kv`.
+        form: "direct", `sparse_mla` on the selected keys; "mask", the expanded form with a bit for each pair of tokens
+            of a text, which takes each of `selected` once; or None, which decides from sizes as `form_of` does: the
+            mask pays off up to some tens of thousands of tokens a text. Both attend to the same keys.
+        deterministic, implementation: of the operations that the form calls; implementation also of
+            `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
 
     Returns:
         V32Prefill. Rows of padding mean nothing.
 
     Raises:
-        TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them; or
-            selected is given in the warm-up.
+        TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them;
+            selected or a form is given in the warm-up; or `form` is none.
         NotImplementedError: the named implementation can't run this call.
     """
     mla = config.mla
     packed_texts.check_trainable(params, x, mla.hidden_size)
     num_tokens = x.shape[0]
-    if selected is not None:
-        if dense:
-            raise ValueError("selected: got an array with dense=True; legal: None, as all keys are attended to")
-        describe_ints("selected", selected, "T K", (num_tokens, "T, x's tokens"))
+    _check_choice(num_tokens, selected, form, dense)
     cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
     request, positions = ragged_positions(cu_seqlens_q, starts, num_tokens)
@@ -119,10 +120,23 @@ def prefill(
         legal = (selected >= 0) & (selected <= positions[:, None])
         slots = jnp.where(legal, selected + cu_seqlens_q[request][:, None], -1)
 
+    attended = None if dense else _form(params, config, x, max_q_len, selected, form).name
     # A token is a page of its own: texts start anywhere.
     kv = jnp.concatenate([latent, k_rope], axis=-1)[:, None]
     absorbed = functional.absorb_q(params, q_nope, q_rope)
-    if slots is None:
+    options: dict[str, Any] = {
+        "softmax_scale": mla.softmax_scale,
+        "return_lse": True,
+        "deterministic": deterministic,
+        "implementation": implementation,
+    }
+    if attended == "direct":
+        assert slots is not None
+        out, lse = tsmla_jax.sparse_mla(absorbed, kv, slots, latent_dim=mla.kv_lora_rank, **options)
+    else:
+        if attended == "mask":
+            assert selected is not None
+            options["selection"] = tsmla_jax.selection_bits(selected, max_q_len, implementation=implementation)
         out, lse = tsmla_jax.mla_prefill_kv(
             jnp.concatenate([q_nope, q_rope], axis=-1),
             functional.expand_joint_kv(params, latent),
@@ -131,23 +145,10 @@ def prefill(
             cu_seqlens_kv=cu_seqlens_q,
             max_q_len=max_q_len,
             max_kv_len=max_q_len,
-            softmax_scale=mla.softmax_scale,
-            return_lse=True,
-            deterministic=deterministic,
-            implementation=implementation,
-        )
-    else:
-        out, lse = tsmla_jax.sparse_mla(
-            absorbed,
-            kv,
-            slots,
-            softmax_scale=mla.softmax_scale,
-            latent_dim=mla.kv_lora_rank,
-            return_lse=True,
-            implementation=implementation,
+            **options,
         )
     out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
-    heads = out if slots is None else jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
+    heads = jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"]) if attended == "direct" else out
     y = functional.project_out(params, mla, heads)
     if not index_loss:
         return V32Prefill(y, selected, None)
@@ -166,6 +167,31 @@ def prefill(
         **where,
     )
     return V32Prefill(y, selected, loss)
+
+
+def _check_choice(num_tokens: int, selected: jax.Array | None, form: str | None, dense: bool) -> None:
+    """ValueError / TypeError for a choice of keys or a form that is not legal."""
+    if dense and (form is not None or selected is not None):
+        got = "selected: got an array" if form is None else f"form: got {form!r}"
+        raise ValueError(f"{got} with dense=True; legal: None, as all keys are attended to")
+    if selected is not None:
+        describe_ints("selected", selected, "T K", (num_tokens, "T, x's tokens"))
+
+
+def _form(
+    params: Params, config: V32Config, x: jax.Array, max_q_len: int, selected: jax.Array | None, form: str | None
+) -> Form:
+    """The form that the sizes of whole texts, which have no context in a cache, ask for."""
+    assert selected is not None
+    longest = max(1, min(max_q_len, x.shape[0]))
+    sizes = StepSizes(
+        tokens=x.shape[0],
+        requests=-(-x.shape[0] // longest),
+        longest=longest,
+        heads=params["w_uk"].shape[0],
+        selected=selected.shape[1],
+    )
+    return selected_form(sizes, forced=form, reasons=mask_reasons(config, x.dtype))
 
 
 def _indexer(
