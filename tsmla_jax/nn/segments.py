@@ -66,11 +66,11 @@ class Segments:
         if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
             raise ValueError(f"ids: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
         if not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype == jnp.bool_):
-            raise TypeError(f"ids must be integers or booleans, got {ids.dtype}")
+            raise TypeError(f"ids: got dtype {ids.dtype}; legal: integers or booleans")
         if ids.ndim != 2:
-            raise ValueError(f"ids must be [B, S], got shape {ids.shape}")
+            raise ValueError(f"ids: got shape {ids.shape}; legal: [B, S]")
         if max_segments < 1:
-            raise ValueError(f"{max_segments=} must be >= 1")
+            raise ValueError(f"max_segments: got {max_segments}; legal: an int >= 1")
         # Ids are compared as they are: cut to 32 bits, two of 64 may become one, or padding.
         ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
         ids = checks.behind(partial(values.segment_ids, max_segments), ids)
@@ -166,7 +166,7 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
     for name, x in arrays.items():
         axes = "[B, S, R]" if name == "k_rope" else "[B, S, H, columns]"
         if x.ndim != axes.count(",") + 1 or x.shape[:2] != rows:
-            raise ValueError(f"{name} must be {axes} with the segments' B, S = {rows}, got shape {x.shape}")
+            raise ValueError(f"{name}: got shape {x.shape}; legal: {axes} with the segments' B, S = {rows}")
     return [x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
 
 

@@ -190,7 +190,7 @@ class LayerWeights(Generic[_Config]):
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         if layer < 0:
-            raise ValueError(f"{layer=} must be >= 0")
+            raise ValueError(f"layer: got {layer}; legal: an int >= 0")
         checkpoint = open_checkpoint(checkpoint_dir)
         config = self.read_config(checkpoint.directory, layer) if config is None else config
         spelled, start = self._spelled(checkpoint), prefix.format(layer=layer)

@@ -47,11 +47,12 @@ class YarnConfig:
         if self.attention_factor is not None and not self.attention_factor > 0:
             raise ValueError(f"YarnConfig: attention_factor: got {self.attention_factor}; legal: above 0, or None")
         if not self.factor >= 1.0:
-            raise ValueError(f"YarnConfig: {self.factor=} must be >= 1")
+            raise ValueError(f"YarnConfig: factor: got {self.factor}; legal: at least 1")
         if self.original_max_position_embeddings <= 0:
-            raise ValueError(f"YarnConfig: {self.original_max_position_embeddings=} must be > 0")
+            got = self.original_max_position_embeddings
+            raise ValueError(f"YarnConfig: original_max_position_embeddings: got {got}; legal: above 0")
         if not (self.beta_fast > 0 and self.beta_slow > 0):
-            raise ValueError(f"YarnConfig: {self.beta_fast=} and {self.beta_slow=} must be > 0")
+            raise ValueError(f"YarnConfig: beta_fast, beta_slow: got {self.beta_fast}, {self.beta_slow}; legal: > 0")
 
     @property
     def magnitude(self) -> float:

@@ -86,11 +86,11 @@ def test_reads_a_file_or_its_folder(tmp_path: Path) -> None:
     [
         ({"kv_lora_rank": None}, "field 'kv_lora_rank' must be int, got None"),
         ({"kv_lora_rank": "512"}, "field 'kv_lora_rank' must be int, got '512'"),
-        ({"hidden_size": 0}, "hidden_size=0 must be a positive integer"),
+        ({"hidden_size": 0}, "hidden_size: got 0; legal: a positive integer"),
         ({"hidden_size": True}, "field 'hidden_size' must be int, got True"),
         ({"q_lora_rank": 1.5}, "field 'q_lora_rank' must be int, got 1.5"),
-        ({"q_lora_rank": -1}, "q_lora_rank=-1 must be a positive integer"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
+        ({"q_lora_rank": -1}, "q_lora_rank: got -1; legal: a positive integer"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: got 63; legal: even"),
         ({"rope_theta": None}, "field 'rope_theta' is missing"),
         ({"rope_theta": "1e4"}, "field 'rope_theta' must be float"),
         ({"rope_scaling": "yarn"}, "field 'rope_scaling' must be dict"),
@@ -100,7 +100,7 @@ def test_reads_a_file_or_its_folder(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: field 'factor' is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "field 'original_max_position_embeddings' is missing"),
-        ({"rope_scaling": {**V2_SCALING, "factor": 0.5}}, "self.factor=0.5 must be >= 1"),
+        ({"rope_scaling": {**V2_SCALING, "factor": 0.5}}, "factor: got 0.5; legal: at least 1"),
         ({"rope_scaling": {**V2_SCALING, "truncate": False}}, "rope_scaling.truncate: got False; legal: True"),
         ({"rope_parameters": {"rope_theta": 5.0}}, "'rope_theta' and 'rope_parameters.rope_theta' disagree"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: got 0.5; l"),
@@ -137,16 +137,16 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: must hold a JSON object, got list"):
         MLAConfig.from_hf(tmp_path)
     path.write_text(json.dumps({**V3, "v_head_dim": -3}))
-    with pytest.raises(ValueError, match=r"config\.json: MLAConfig: v_head_dim=-3"):
+    with pytest.raises(ValueError, match=r"config\.json: MLAConfig: v_head_dim: got -3"):
         MLAConfig.from_hf(tmp_path)
     with pytest.raises(TypeError, match="source=int"):
         MLAConfig.from_hf(3)  # type: ignore[arg-type]
 
 
 def test_bad_direct_values() -> None:
-    with pytest.raises(ValueError, match="rope_layout='pairs' must be 'interleaved' or 'halves'"):
+    with pytest.raises(ValueError, match="rope_layout: got 'pairs'; legal: 'interleaved' or 'halves'"):
         MLAConfig(hidden_size=8, num_attention_heads=1, rope_layout="pairs")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"rope_theta=0\.5"):
+    with pytest.raises(ValueError, match=r"rope_theta: got 0\.5; legal: above 1"):
         MLAConfig(hidden_size=8, num_attention_heads=1, rope_theta=0.5)
 
 

@@ -340,9 +340,9 @@ def test_refused_arguments() -> None:
         step = dataclasses.replace(arguments["step"], **fields)
         return functional.decode(params, CONFIG, **{**arguments, "step": step})
 
-    with pytest.raises(ValueError, match=r"x\.shape=\(10, 47\) must be \[T, E\] with E = 48"):
+    with pytest.raises(ValueError, match=r"x: got shape \(10, 47\); legal: \[T, E\] with E = 48"):
         prefill(params, x[:, :47])
-    with pytest.raises(ValueError, match=r"x\.shape=\(1, 10, 48\) must be \[T, E\]"):
+    with pytest.raises(ValueError, match=r"x: got shape \(1, 10, 48\); legal: \[T, E\]"):
         prefill(params, x[None])
     with pytest.raises(ValueError, match="cu_seqlens_q: got dtype float32; legal: int32"):
         prefill(params, x, cu=CU.astype(np.float32))
@@ -363,7 +363,7 @@ def test_refused_arguments() -> None:
     with pytest.raises(ValueError, match="block_tables: got dtype float32; legal: int32"):
         decode(block_tables=jnp.zeros((2, 3)))
     context = functools.partial(functional.prefill_with_context, params, CONFIG, x[:4], arguments["kv_cache"])
-    with pytest.raises(ValueError, match="context_chunk=0 must be >= 1"):
+    with pytest.raises(ValueError, match="context_chunk: got 0; legal: an int >= 1"):
         context(as_ragged(arguments["step"]), context_chunk=0)
     with pytest.raises(ValueError, match="ragged x \\[T, E\\] needs cu_seqlens_q and max_q_len"):
         context(arguments["step"], context_chunk=3)

@@ -134,7 +134,7 @@ def test_refused_arguments() -> None:
         layer(x, max_q_len=5)
     with pytest.raises(ValueError, match="needs cu_seqlens_q and max_q_len"):
         layer(x[0])
-    with pytest.raises(ValueError, match=r"must be \[T, E\] with E = 48"):
+    with pytest.raises(ValueError, match=r"legal: \[T, E\] with E = 48"):
         layer(x[..., :-1])
 
 

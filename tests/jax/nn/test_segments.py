@@ -119,17 +119,17 @@ def test_padding_may_hold_nan_where_no_gradient_is_taken() -> None:
 def test_bad_input() -> None:
     q, kv, k_rope = operands()
     segments = Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)
-    with pytest.raises(TypeError, match="ids must be integers or booleans, got float32"):
+    with pytest.raises(TypeError, match="ids: got dtype float32; legal: integers or booleans"):
         Segments.from_ids(jnp.ones((2, 3)), max_segments=1)
-    with pytest.raises(ValueError, match=r"ids must be \[B, S\], got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"ids: got shape \(3,\); legal: \[B, S\]"):
         Segments.from_ids(jnp.ones(3, jnp.int32), max_segments=1)
-    with pytest.raises(ValueError, match="max_segments=0 must be >= 1"):
+    with pytest.raises(ValueError, match="max_segments: got 0; legal: an int >= 1"):
         Segments.from_ids(IDS, max_segments=0)
     # The same number of tokens in other rows.
     turned = q.reshape(LEN, ROWS, *q.shape[2:])
-    with pytest.raises(ValueError, match=r"q must be \[B, S, H, columns\] with the segments' B, S = \(2, 21\)"):
+    with pytest.raises(ValueError, match=r"q: got .* legal: \[B, S, H, columns\] with the segments' B, S = \(2, 21\)"):
         segment_attention(turned, *expand(q, kv, k_rope)[1:], segments, softmax_scale=SCALE)
-    with pytest.raises(ValueError, match=r"k_rope must be \[B, S, R\]"):
+    with pytest.raises(ValueError, match=r"k_rope: got .* legal: \[B, S, R\]"):
         segment_attention_kv(q, kv, k_rope[:, :, None], segments, softmax_scale=SCALE)
     with pytest.raises(ValueError, match="nonesuch"):
         segment_attention_kv(q, kv, k_rope, segments, softmax_scale=SCALE, implementation="nonesuch")

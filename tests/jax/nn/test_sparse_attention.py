@@ -161,9 +161,9 @@ def test_v4_config_of_both_spellings() -> None:
         ({"head_dim": None}, "head_dim"),
         ({"layer_types": ["full_attention"] * 3}, "layer 1 has type 'full_attention'; legal"),
         ({"layer_types": None}, "layer_types"),
-        ({"o_groups": 4}, "must be a multiple of self.o_groups"),
+        ({"o_groups": 4}, "legal: a multiple of o_groups = 4"),
         ({"qk_rope_head_dim": 7}, "even"),
-        ({"compress_rope_theta": 0.5}, r"rope_theta=0\.5 must be > 1"),
+        ({"compress_rope_theta": 0.5}, r"rope_theta: got 0\.5; legal: above 1"),
     ],
 )
 def test_refuses_v4_configs(change: dict[str, Any], message: str) -> None:
@@ -190,7 +190,7 @@ def test_refuses_v32_configs_caches_and_steps() -> None:
     case = hf_layers.case("v3.2")
     with pytest.raises(ValueError, match="index_topk"):
         v32.V32Config.from_hf({k: value for k, value in case.fields.items() if k != "index_topk"})
-    with pytest.raises(ValueError, match="q_lora_rank must not be None"):
+    with pytest.raises(ValueError, match="q_lora_rank: got None; legal: a rank"):
         v32.V32Config.from_hf({**case.fields, "q_lora_rank": None})
     with pytest.raises(ValueError, match="kv_dtype: got uint8 with kv_lora_rank=32"):
         v32.init_cache(case.config, 1, 4, kv_dtype=jnp.uint8)

@@ -74,13 +74,14 @@ class MLAConfig:
             if name == "q_lora_rank" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ValueError(f"MLAConfig: {name}={value!r} must be a positive integer")
+                raise ValueError(f"MLAConfig: {name}: got {value!r}; legal: a positive integer")
         if self.qk_rope_head_dim % 2:
-            raise ValueError(f"MLAConfig: {self.qk_rope_head_dim=} must be even: rope rotates pairs")
+            got = self.qk_rope_head_dim
+            raise ValueError(f"MLAConfig: qk_rope_head_dim: got {got}; legal: even, as rope rotates pairs")
         if not self.rope_theta > 1.0:
-            raise ValueError(f"MLAConfig: {self.rope_theta=} must be > 1")
+            raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta}; legal: above 1")
         if self.rope_layout not in ("interleaved", "halves"):
-            raise ValueError(f"MLAConfig: {self.rope_layout=} must be 'interleaved' or 'halves'")
+            raise ValueError(f"MLAConfig: rope_layout: got {self.rope_layout!r}; legal: 'interleaved' or 'halves'")
 
     @property
     def qk_head_dim(self) -> int:

@@ -301,7 +301,7 @@ def prefill_with_context(
     """
     _check_tokens("x", x, config, ranks=(2,))
     if context_chunk < 1:
-        raise ValueError(f"{context_chunk=} must be >= 1")
+        raise ValueError(f"context_chunk: got {context_chunk}; legal: an int >= 1")
     _check_step(step, kv_cache, context_axis)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     block_tables, context_lens = step.block_tables, step.context_lens
@@ -449,7 +449,9 @@ def decode(
 def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:
     if x.ndim not in ranks or x.shape[-1] != config.hidden_size:
         legal = " or ".join({2: "[T, E]", 3: "[B, S, E]"}[rank] for rank in ranks)
-        raise ValueError(f"{name}.shape={x.shape} must be {legal} with E = {config.hidden_size} (config.hidden_size)")
+        raise ValueError(
+            f"{name}: got shape {x.shape}; legal: {legal} with E = {config.hidden_size}, the config's"
+        )
 
 
 def _check_step(step: Step, kv_cache: jax.Array, context_axis: str | None) -> None:

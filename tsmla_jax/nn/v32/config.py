@@ -38,12 +38,13 @@ class V32Config:
         for name in ("index_n_heads", "index_head_dim", "index_topk"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ValueError(f"V32Config: {name}={value!r} must be a positive integer")
+                raise ValueError(f"V32Config: {name}: got {value!r}; legal: a positive integer")
         if self.mla.q_lora_rank is None:
-            raise ValueError("V32Config: mla.q_lora_rank must not be None: the indexer reads the low-rank query")
+            raise ValueError("V32Config: mla.q_lora_rank: got None; legal: a rank, which the indexer reads")
         if self.index_head_dim < self.mla.qk_rope_head_dim:
             raise ValueError(
-                f"V32Config: {self.index_head_dim=} must be at least qk_rope_head_dim = {self.mla.qk_rope_head_dim}"
+                f"V32Config: index_head_dim: got {self.index_head_dim}; legal: at least qk_rope_head_dim ="
+                f" {self.mla.qk_rope_head_dim}"
             )
 
     @classmethod

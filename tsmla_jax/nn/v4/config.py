@@ -80,19 +80,20 @@ class V4Config:
 
     def __post_init__(self) -> None:
         if self.kind not in _RATIOS:
-            raise ValueError(f"V4Config: {self.kind=} must be one of {', '.join(_RATIOS)}")
+            raise ValueError(f"V4Config: kind: got {self.kind!r}; legal: {', '.join(_RATIOS)}")
         if (self.ratio == 0) != (self.kind == "sliding") or self.ratio < 0:
-            raise ValueError(f"V4Config: {self.ratio=} must be 0 for a sliding layer and positive for the others")
+            raise ValueError(f"V4Config: ratio: got {self.ratio}; legal: 0 for a sliding layer, above 0 for the others")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and field.name != "ratio" and (type(value) is not int or value <= 0):
-                raise ValueError(f"V4Config: {field.name}={value!r} must be a positive integer")
+                raise ValueError(f"V4Config: {field.name}: got {value!r}; legal: a positive integer")
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_head_dim):
-            raise ValueError(f"V4Config: {self.rope_dim=} must be even and at most head_dim and index_head_dim")
+            raise ValueError(f"V4Config: rope_dim: got {self.rope_dim}; legal: even, up to head_dim and index_head_dim")
         if not self.rope_theta > 1.0:
-            raise ValueError(f"V4Config: {self.rope_theta=} must be > 1")
+            raise ValueError(f"V4Config: rope_theta: got {self.rope_theta}; legal: above 1")
         if self.num_attention_heads % self.o_groups:
-            raise ValueError(f"V4Config: {self.num_attention_heads=} must be a multiple of {self.o_groups=}")
+            got, groups = self.num_attention_heads, self.o_groups
+            raise ValueError(f"V4Config: num_attention_heads: got {got}; legal: a multiple of o_groups = {groups}")
 
     @property
     def overlap(self) -> bool:

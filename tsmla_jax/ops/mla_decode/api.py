@@ -115,7 +115,7 @@ def mla_decode(
       q, "cute" on Hopper has its scores from fp8 tensor cores: lse is off by up to D / 32 * 2^-13 of the greatest
       score.
 
-    Slots behind seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
+    Slots past seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
     token reaches the queries that see it; with "cute" also those of the same request that the causal mask or
     visible_lens hides it from. A row whose scores are all -inf (of queries that overflowed, say) is NaN; with "cute",
     here and in the other attention operations, as if it saw no key. "cute" subtracts a row's greatest score in float32:

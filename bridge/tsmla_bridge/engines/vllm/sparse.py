@@ -90,7 +90,7 @@ class TsmlaMLASparseBackend(HopperBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """To vLLM 0.27; later it follows from the layer's spec."""
+        """Up to vLLM 0.27; later it follows from the layer's spec."""
         return num_blocks, block_size, V32_PACKED.row_bytes if cache_dtype_str == PACKED_CACHE else head_size
 
     @classmethod
