@@ -134,4 +134,6 @@ def test_the_guides_command_compiles_what_the_steps_of_v32_load(monkeypatch: pyt
     commands_of_guide = re.findall(r"^    tsmla compile (.*)$", joined, re.MULTILINE)
     (line,) = (each for each in commands_of_guide if "deepseek-v3.2" in each)
     compiled = commands._of_configs(parser.parse_args(shlex.split(line)))
-    assert {(wanted.kernel, wanted.config) for wanted in compiled} == loaded and len(loaded) == 10
+    of_other_steps = ("selection_bits", "sparse_mla_backward")  # prompts in the expanded form, and training
+    wanted = {(each.kernel, each.config) for each in compiled if each.kernel.name not in of_other_steps}
+    assert wanted == loaded and len(loaded) == 10
