@@ -6,9 +6,8 @@ import math
 
 import pytest
 
+from tests.kernels.sm90.sparse.specs import PLAIN, V4, V4_CALL, V32, V32_CALL
 from tsmla_kernels.catalog import SPARSE_MLA
-from tsmla_kernels.contract.layouts import CacheSpec
-from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
 from tsmla_kernels.sm90.latent.shape import INVARIANT_WORKSPACE
 from tsmla_kernels.sm90.sparse.config import (
@@ -21,12 +20,6 @@ from tsmla_kernels.sm90.sparse.config import (
     sparse_reasons,
     workspace_shapes,
 )
-
-V32 = CacheSpec("v32", 7, 64, 64, 576, "uint8")
-V4 = CacheSpec("v4", 7, 64, 64, 512, "uint8")
-PLAIN = CacheSpec("plain", 7, 64, 64, 512, FP8)
-V32_CALL = SparseMLASpec(5, 16, 576, 512, 2048, 2048, V32, None, "bfloat16")
-V4_CALL = SparseMLASpec(3, 64, 512, 512, 640, 128, V4, dataclasses.replace(V4, page_size=2, span=2), "bfloat16")
 
 
 def test_calls_of_any_size_share_an_object() -> None:

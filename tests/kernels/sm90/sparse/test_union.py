@@ -16,7 +16,7 @@ from tests.emulator.schedule_interpreter import Interpreter
 from tests.gpu.small_grid import CALLS, numbers, wrong
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tests.kernels.on_machine import forget
-from tests.kernels.sm90.sparse.test_config import PLAIN, V4_CALL, V32_CALL
+from tests.kernels.sm90.sparse.specs import PLAIN, V4_CALL, V32_CALL
 from tests.oracles import sparse_inputs
 from tsmla_kernels.catalog import SPARSE_MLA, SPARSE_MLA_UNION
 from tsmla_kernels.sm90.constants import FP8
