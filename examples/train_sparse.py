@@ -153,12 +153,14 @@ def main(arguments: list[str] | None = None) -> None:
             f" {losses[i].indexer:.4f}  reference {wanted[i].model:.4f}, {wanted[i].indexer:.4f}  apart {apart[i]:.1e}"
         )
     first, last = losses[0], losses[-1]
-    worst = max(apart) / wanted[0].model
+    # Rounding changes what later steps choose, so that losses part after some steps, and both go down.
+    worst = max(apart[: 10 if on_gpu else 40]) / wanted[0].model
+    ends = [float(np.mean([each.model for each in of[-5:]])) for of in (losses, wanted)]
     print(
         f"loss {first.model:.3f} -> {last.model:.3f}, indexer {first.indexer:.3f} -> {last.indexer:.3f}; at most"
         f" {worst:.1e} of the first loss from the reference's"
     )
-    if not (last.model < 0.5 * first.model and worst < (0.1 if on_gpu else 0.02)):
+    if not (max(ends) < 0.5 * first.model and worst < 0.02):
         raise SystemExit("the model did not train, or not as the reference does")
 
 
