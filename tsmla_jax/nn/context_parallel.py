@@ -263,6 +263,27 @@ def indexer_topk(
         slots [T, min(k, N M Z)] i32 in the order of positions, -1 behind the last, and how many they are, [T] i32.
     """
     page_size = k_cache.shape[1]
+    positions = indexer_positions(
+        q, weights, k_cache, block_tables, seq_lens, k, context_axis=context_axis, implementation=implementation
+    )
+    own = own_positions(positions, context_axis=context_axis, page_size=page_size)
+    return metadata.positions_to_slots(own, block_tables, page_size), (own >= 0).sum(axis=1, dtype=jnp.int32)
+
+
+def indexer_positions(
+    q: jax.Array,
+    weights: jax.Array,
+    k_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    k: int,
+    *,
+    context_axis: str,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The positions in their texts, [T, min(k, N M Z)] i32 and -1 where there is none, of the keys of all devices with
+    the k best scores of the indexer for every query token; the same on every device. Arguments: of `indexer_topk`."""
+    page_size = k_cache.shape[1]
     q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
     positions, scores = tsmla_jax.indexer_topk(
         q,
@@ -274,8 +295,15 @@ def indexer_topk(
         return_scores=True,
         implementation=implementation,
     )
-    own = select_topk(positions, scores, k, context_axis=context_axis, page_size=page_size)
-    return metadata.positions_to_slots(own, block_tables, page_size), (own >= 0).sum(axis=1, dtype=jnp.int32)
+    return _best_positions(positions, scores, k, context_axis=context_axis, page_size=page_size)
+
+
+def own_positions(positions: jax.Array, *, context_axis: str, page_size: int) -> jax.Array:
+    """Positions of texts [T, K] as positions among this device's keys: ascending, those of other devices and negative
+    ones -1 behind the last."""
+    own = local_positions(positions, context_axis, page_size)
+    own = jnp.sort(jnp.where(own < 0, _NOWHERE, own), axis=1)
+    return jnp.where(own == _NOWHERE, -1, own)
 
 
 def select_topk(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
@@ -295,6 +323,12 @@ def select_topk(positions: jax.Array, scores: jax.Array, k: int, *, context_axis
     Returns:
         positions [T, min(k, N c)] i32 among this device's keys, ascending, -1 behind the last.
     """
+    best = _best_positions(positions, scores, k, context_axis=context_axis, page_size=page_size)
+    return own_positions(best, context_axis=context_axis, page_size=page_size)
+
+
+def _best_positions(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
+    """`select_topk`, as positions in the texts, of all devices and in the order of their scores."""
     # Ascending keys, then ascending positions; where there is no candidate, behind all others.
     key = jnp.where(positions >= 0, ~numerics.ordered(scores), _NOWHERE)
     whole = jnp.where(positions >= 0, global_positions(positions, context_axis, page_size), _NOWHERE)
@@ -305,9 +339,7 @@ def select_topk(positions: jax.Array, scores: jax.Array, k: int, *, context_axis
     else:
         mine = lax.all_to_all(_split_rows(packed, context_axis), context_axis, split_axis=0, concat_axis=0)
         winners = gather_rows(_best_of(mine, k), num_tokens, context_axis)
-    own = local_positions(jnp.where(winners == _NOWHERE, -1, winners), context_axis, page_size)
-    own = jnp.sort(jnp.where(own < 0, _NOWHERE, own), axis=1)
-    return jnp.where(own == _NOWHERE, -1, own)
+    return jnp.where(winners == _NOWHERE, -1, winners)
 
 
 def _best_of(candidates: jax.Array, k: int) -> jax.Array:

@@ -12,9 +12,21 @@ from typing import Any
 Legal = Mapping[str, tuple[Any, ...]]
 """Names of fields, and the values beside null that each may have."""
 
-MLA_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "sarvam_mla", "youtu")
-"""Model types whose attention is DeepSeek-V2's; V3.2's is it without the indexer."""
-V32_TYPES = ("deepseek_v32",)
+MLA_TYPES = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "sarvam_mla",
+    "youtu",
+)
+"""Model types whose attention is DeepSeek-V2's; V3.2's and GLM-5's is it without the indexer."""
+V32_TYPES = ("deepseek_v32", "glm_moe_dsa")
+SHARING_TYPES = ("glm_moe_dsa",)
+"""Those of V32_TYPES whose layers may share a choice; their indexer's rope is interleaved."""
 V4_TYPES = ("deepseek_v4",)
 
 _FULL = ("full", "F")
@@ -27,8 +39,17 @@ _CHOICE: Legal = {
     "indexer_rope_interleave": (False,),
 }
 _CHOICE_LAYERS: Legal = {"index_topk_pattern": _FULL, "indexer_types": _FULL}
+# GLM-5's: transformers rotates interleaved pairs whatever rope_interleave says. index_topk_freq is `_CHOICE_KNOWN`.
+_SHARED_CHOICE: Legal = {
+    "cli_factor": (1,),
+    "index_k_norm_type": ("layer",),
+    "index_kpool": (1,),
+    "indexer_rope_interleave": (True,),
+    "rope_interleave": (True,),
+}
+_SHARED_LAYERS: Legal = {"index_topk_pattern": ("F", "full", "S", "shared"), "indexer_types": ("full", "shared")}
 # Without layers that share a choice, the offset at which they would begin says nothing.
-_CHOICE_KNOWN = ("index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk")
+_CHOICE_KNOWN = ("index_topk_freq", "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk")
 
 _MLA: Legal = {
     "is_causal": (True,),
@@ -93,18 +114,20 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
     if fields.get("use_sliding_window") is False:
         fields = {**fields, "sliding_window": None}
     check_values(fields, where, _MLA)
-    kinds = {None: ("full_attention", "indexed_attention"), "deepseek_v32": ("indexed_attention",)}
+    kinds: dict[str | None, tuple[str, ...]] = {None: ("full_attention", "indexed_attention")}
+    kinds |= dict.fromkeys(V32_TYPES, ("indexed_attention",))
     layers: Legal = {"layer_types": kinds.get(fields.get("model_type"), ("full_attention",))}
     if has_indexer:
-        check_values(fields, where, _CHOICE)
-        layers = {**layers, **_CHOICE_LAYERS}
+        shares = fields.get("model_type") in SHARING_TYPES
+        check_values(fields, where, _SHARED_CHOICE if shares else _CHOICE)
+        layers = {**layers, **(_SHARED_LAYERS if shares else _CHOICE_LAYERS)}
     _check_layers(fields, where, layers)
     known = (*_CHOICE, *_CHOICE_LAYERS, *_CHOICE_KNOWN) if has_indexer else ()
     refuse_named(fields, where, _ATTENTION_PARTS, (*_MLA, *_MLA_KNOWN, *known))
 
 
 def check_v32(fields: Mapping[str, Any], where: str) -> None:
-    """ValueError that names the field, unless a config's attention is DeepSeek-V3.2's. Arguments: as `check_mla`."""
+    """ValueError that names the field, unless a config's attention is V3.2's or GLM-5's. Arguments: as `check_mla`."""
     check_model_type(fields, where, V32_TYPES)
     check_mla(fields, where)
 
@@ -158,4 +181,9 @@ def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
     for name, entries in legal.items():
         value = fields.get(name)
         if value is not None and not (isinstance(value, list | str) and all(entry in entries for entry in value)):
-            raise ValueError(f"{where}: {name}: got {value!r:.80}; legal: {entries[0]!r} for each layer")
+            raise ValueError(f"{where}: {name}: got {value!r:.80}; legal: {_either(entries)} for each layer")
+
+
+def _either(entries: tuple[Any, ...]) -> str:
+    """Entries that a text may say in two ways (_FULL) by the first one."""
+    return " or ".join(map(repr, entries if "shared" in entries else entries[:1]))

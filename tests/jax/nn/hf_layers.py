@@ -121,9 +121,11 @@ class Case:
 
 @functools.cache
 def case(name: str) -> Case:
-    """The layer "v3.2", or a kind of V4's layers."""
+    """The layer "v3.2" or "glm-5", or a kind of V4's layers."""
     if name == "v3.2":
         return _v32_case()
+    if name == "glm-5":
+        return glm_cases(["full"])[0]
     from transformers import DeepseekV4Config
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
@@ -155,6 +157,33 @@ def _v32_case() -> Case:
     tensors, x, y = _results_of(lambda: modeling.DeepseekV32Attention(config, 0), run, 21 + 300, seed=5)
     own = v32.V32Config.from_hf(config.to_dict())
     return Case(v32, 0, config.to_dict(), tensors, own, v32.params_from_hf(own, tensors), x, y, page_size=16)
+
+
+def glm_cases(indexer_types: list[str]) -> list[Case]:
+    """Layers of GLM-5.2 of these types, of one input each: a shared one takes what the layer before it chose."""
+    import torch
+    from transformers import GlmMoeDsaConfig
+    from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    sizes = {**V32_FIELDS, "num_hidden_layers": len(indexer_types), "index_n_heads": 14, "v_head_dim": 40}
+    more = {"rope_parameters": rope, "indexer_types": indexer_types, "attn_implementation": "eager"}
+    config = GlmMoeDsaConfig(**sizes, **more)
+    rotary, chosen, cases = modeling.GlmMoeDsaRotaryEmbedding(config), [torch.empty(0)], []
+
+    def run(layer: Any, x: Any, positions: Any, mask: Any) -> Any:
+        before = {"prev_topk_indices": chosen[-1]}
+        y, _, indices = layer(x, rotary(x, position_ids=positions), mask, position_ids=positions, **before)
+        chosen.append(indices)
+        return y
+
+    for layer in range(len(indexer_types)):
+        make = functools.partial(modeling.GlmMoeDsaAttention, config, layer)
+        tensors, x, y = _results_of(make, run, 21 + 300, seed=5 + layer)
+        own = v32.V32Config.from_hf(config.to_dict(), layer)
+        params = v32.params_from_hf(own, tensors)
+        cases.append(Case(v32, layer, config.to_dict(), tensors, own, params, x, y, page_size=16))
+    return cases
 
 
 def _results_of(

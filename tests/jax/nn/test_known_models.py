@@ -86,8 +86,8 @@ def test_the_same_layer(model_type: str) -> None:
 
 
 def test_every_model_type_is_compared() -> None:
-    """V3.2 and V4 elsewhere; Kimi-K2 has no layer of its own in transformers, which reads its configs as V3's."""
-    assert set(SAME_LAYERS) == set(MLA_TYPES) - {"kimi_k2", "deepseek_v32"}
+    """V3.2, GLM-5 and V4 elsewhere; Kimi-K2 has no layer of its own in transformers, which reads them as V3's."""
+    assert set(SAME_LAYERS) == set(MLA_TYPES) - {"kimi_k2", *V32_TYPES}
 
 
 def packages_with_latents() -> list[str]:
@@ -112,7 +112,7 @@ def test_other_models_are_refused_by_name() -> None:
         for read in (MLAConfig.from_hf, V32Config.from_hf, lambda fields: V4Config.from_hf(fields, 0)):
             with pytest.raises(ValueError, match=f"^config: model_type: got '{model_type}'; legal: .*deepseek_v"):
                 read(fields)
-    assert refused >= {"glm_moe_dsa", "longcat_flash", "kimi_linear", "minicpm3", "mistral4"}
+    assert refused >= {"longcat_flash", "kimi_linear", "minicpm3", "mistral4"}
     assert known <= {*MLA_TYPES, *V4_TYPES}
 
 
@@ -123,7 +123,7 @@ def test_a_layer_of_another_model_is_refused(tmp_path: Path) -> None:
 
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     for fields, load in (
-        ({**V32, "model_type": "glm_moe_dsa"}, v32.load_hf_attention),
+        ({**V32, "model_type": "glm5_next"}, v32.load_hf_attention),
         ({**V3, "model_type": "longcat_flash"}, load_hf_attention),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -134,7 +134,7 @@ def test_a_layer_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_config_without_a_model_type_is_taken_by_its_fields() -> None:
     for fields, read in ((V3, MLAConfig.from_hf), (V32, V32Config.from_hf), (V32, MLAConfig.from_hf)):
         assert read({key: value for key, value in fields.items() if key != "model_type"}) == read(fields)
-    assert V32_TYPES == ("deepseek_v32",)
+    assert V32_TYPES == ("deepseek_v32", "glm_moe_dsa")
 
 
 OTHER_LAYERS: list[tuple[str, dict[str, Any]]] = [
@@ -183,6 +183,70 @@ OTHER_LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("v4", {"window_size": 64}),
     ("v4", {"partial_rotary_factor": 0.5}),
 ]
+GLM: dict[str, Any] = {
+    **{name: value for name, value in V32.items() if name != "rope_scaling"},
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 7,
+    "rope_interleave": True,
+    "indexer_rope_interleave": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": V32["rope_theta"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "full"),
+    [
+        ({}, "1111111"),
+        ({"index_topk_freq": 1}, "1111111"),
+        ({"index_topk_freq": 3}, "1100100"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 3}, "1110010"),
+        ({"index_topk_pattern": "FSSFSSF"}, "1001001"),
+        ({"indexer_types": ["full", *["shared"] * 7], "index_topk_freq": 3}, "1000000"),
+        (
+            {
+                "indexer_types": ["full"] * 3 + ["shared"] * 2 + ["full", "shared"],
+                "index_topk_freq": 3,
+                "index_skip_topk_offset": 3,
+            },
+            "1110010",
+        ),
+    ],
+)
+def test_which_layers_share_a_choice(change: dict[str, Any], full: str) -> None:
+    """As transformers' configuration says, and each layer's own config."""
+    theirs = hf_config("glm_moe_dsa", **{name: x for name, x in {**GLM, **change}.items() if name != "model_type"})
+    assert "".join(str(int(kind == "full")) for kind in theirs.indexer_types[:7]) == full
+    for fields in ({**GLM, **change}, json.loads(theirs.to_json_string())):
+        configs = [V32Config.from_hf(fields, layer) for layer in range(7)]
+        assert "".join(str(int(config.has_indexer)) for config in configs) == full
+        assert all(config.index_rope_interleave for config in configs)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"indexer_types": ["shared"] + ["full"] * 6}, "indexer_types: the first layer has no indexer"),
+        ({"indexer_types": ["full"] * 6}, "indexer_types: got 6 entries; legal: one for each of 7 layers"),
+        ({"indexer_types": ["full"] * 6 + ["none"]}, "indexer_types: got .*; legal: 'full' or 'shared' for each layer"),
+        ({"index_topk_freq": 0}, "index_topk_freq: got 0; legal: at least 1"),
+        ({"index_skip_topk_offset": 0}, "index_skip_topk_offset: got 0; legal: at least 1"),
+        (
+            {"indexer_types": ["full"] * 7, "index_topk_freq": 4, "index_skip_topk_offset": 3},
+            "indexer_types and index_topk_freq disagree on whether layer 3 has an indexer",
+        ),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave: got False; legal: True"),
+        ({"rope_interleave": False}, "rope_interleave: got False; legal: True"),
+        ({"index_kpool": 4}, "index_kpool: got 4"),
+        ({"mla_scale_q_lora": True}, "mla_scale_q_lora: got True"),
+    ],
+)
+def test_glm_fields_that_are_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        V32Config.from_hf({**GLM, **change})
+    with pytest.raises(ValueError, match="layer: got 7; legal: 0 to 6"):
+        V32Config.from_hf(GLM, 7)
+
+
 READ = {
     "mla": (V3, MLAConfig.from_hf),
     "v32": (V32, V32Config.from_hf),

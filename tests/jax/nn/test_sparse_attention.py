@@ -1,4 +1,4 @@
-"""V3.2's and V4's attention layers against transformers' own, eager, float32: prefill, 300 decode steps, any split."""
+"""V3.2's, GLM-5's and V4's layers against transformers' own, eager, float32: prefill, 300 decode steps, any split."""
 
 import functools
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def ints(x: object) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
-@pytest.mark.parametrize("name", ["v3.2", "sliding", "csa, few chosen", "hca"])
+@pytest.mark.parametrize("name", ["v3.2", "glm-5", "sliding", "csa, few chosen", "hca"])
 def test_prefill_and_300_decode_steps(name: str) -> None:
     run, cache, x, y = build(name)
     length = x.shape[1]
@@ -174,7 +174,11 @@ def test_refuses_v4_configs(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "missing", "misshapen"),
-    [("v3.2", "indexer.wk.weight", "indexer.k_norm.bias"), ("csa", "kv_proj.weight", "sinks")],
+    [
+        ("v3.2", "indexer.wk.weight", "indexer.k_norm.bias"),
+        ("glm-5", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
+        ("csa", "kv_proj.weight", "sinks"),
+    ],
 )
 def test_refuses_weights(name: str, missing: str, misshapen: str) -> None:
     case = hf_layers.case(name)

@@ -366,14 +366,3 @@ def test_illegal_arguments(change: dict[str, Any], options: dict[str, Any], mess
     params, x = inputs()
     with pytest.raises(ValueError, match=message):
         run({**params, **change}, **{"x": x, **options})
-
-
-def test_a_choice_and_a_context_axis_do_not_go_together() -> None:
-    params, x = inputs()
-    cache = v32.init_cache(CONFIG, 5, 4, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
-    step = v32.functional.Step(
-        jnp.zeros((1, 5), jnp.int32), jnp.asarray([3]), jnp.arange(3), jnp.asarray([0, 3]), 3, context_axis="context"
-    )
-    options: dict[str, Any] = {"context_axis": "context", "return_selected": True}
-    with pytest.raises(ValueError, match="return_selected: got one with context_axis='context'; legal: without"):
-        v32.attend(params, CONFIG, x[:3], cache, step, **options)

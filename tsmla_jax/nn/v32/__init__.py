@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's attention layer; as a Flax module it is `tsmla_jax.nn.V32Attention`."""
+"""The attention layer of DeepSeek-V3.2 and GLM-5; as a Flax module it is `tsmla_jax.nn.V32Attention`."""
 
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.functional import V32Cache, attend, form_of, init_cache

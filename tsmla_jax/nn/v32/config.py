@@ -1,4 +1,4 @@
-"""The shape of one DeepSeek-V3.2 attention layer, read from a Hugging Face `config.json`."""
+"""The shape of one attention layer of DeepSeek-V3.2 or GLM-5, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import Any
 import jax
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config
-from tsmla_jax.nn.known_fields import check_v32
+from tsmla_jax.nn.known_fields import SHARING_TYPES, check_v32
 from tsmla_jax.nn.mla.config import MLAConfig
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class V32Config:
-    """One V3.2 attention layer.
+    """One attention layer of DeepSeek-V3.2 or of GLM-5, 5.1, 5.2 or 5.3.
 
     Attributes:
         mla: the attention itself; needs q_lora_rank, from whose normed output the indexer's queries come.
         index_n_heads: Hi, heads of the indexer.
-        index_head_dim: Di; its first qk_rope_head_dim columns are rotated, as halves.
+        index_head_dim: Di; its first qk_rope_head_dim columns are rotated.
         index_topk: how many keys a token attends to at most.
+        index_rope_interleave: whether the indexer rotates pairs 2i, 2i + 1 (GLM-5) or i, i + R / 2 (V3.2).
+        has_indexer: whether the layer chooses keys. One that doesn't (GLM-5.2's IndexShare) has neither an indexer's
+            parameters nor a cache of its keys, and attends to the keys that a layer before it chose.
 
     Raises:
         ValueError: a value is not legal.
@@ -33,6 +36,8 @@ class V32Config:
     index_n_heads: int = 64
     index_head_dim: int = 128
     index_topk: int = 2048
+    index_rope_interleave: bool = False
+    has_indexer: bool = True
 
     def __post_init__(self) -> None:
         for name in ("index_n_heads", "index_head_dim", "index_topk"):
@@ -47,19 +52,77 @@ class V32Config:
                 f" {self.mla.qk_rope_head_dim}"
             )
 
+    @property
+    def index_rope_layout(self) -> str:
+        """The order of the indexer's rotated columns, as the operations name it."""
+        return "interleaved" if self.index_rope_interleave else "halves"
+
     @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | str | Path) -> V32Config:
+    def from_hf(cls, source: Mapping[str, Any] | str | Path, layer: int = 0) -> V32Config:
         """Reads the attention's fields of a Hugging Face config.
 
         Args:
             source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
-                is deepseek_v32 or absent.
+                is deepseek_v32, glm_moe_dsa (GLM-5, 5.1, 5.2, 5.3) or absent, which means deepseek_v32.
+            layer: its index, where layers differ: some of GLM-5.2 and 5.3 have no indexer (`layers_with_indexer`).
 
         Raises:
-            ValueError: as `MLAConfig.from_hf`; or the indexer is another one: layers share what one of them chose
-                (index_topk_freq, indexer_types), its rope is interleaved, or an index_ field is unknown.
+            ValueError: as `MLAConfig.from_hf`; or the indexer is another one: layers of deepseek_v32 share what one of
+                them chose (index_topk_freq, indexer_types), its rope is that of the other model, or an index_ field is
+                unknown; or there is no such layer.
         """
         fields, where = read_hf_config(source)
         check_v32(fields, where)
         sizes = {name: hf_field(fields, name, int, where) for name in ("index_n_heads", "index_head_dim", "index_topk")}
-        return cls(MLAConfig.from_hf(fields if isinstance(source, Mapping) else source), **sizes)
+        mla = MLAConfig.from_hf(fields if isinstance(source, Mapping) else source)
+        if fields.get("model_type") not in SHARING_TYPES:
+            return cls(mla, **sizes)
+        chooses = layers_with_indexer(fields, where)
+        if not 0 <= layer < len(chooses):
+            raise ValueError(f"layer: got {layer}; legal: 0 to {len(chooses) - 1}, as {where} says")
+        return cls(mla, **sizes, index_rope_interleave=True, has_indexer=chooses[layer])
+
+
+def layers_with_indexer(fields: Mapping[str, Any], where: str) -> tuple[bool, ...]:
+    """Whether each layer of a GLM-5 model has an indexer; one that has none attends to what a layer before it chose.
+
+    As transformers reads it: indexer_types, else index_topk_pattern, else every index_topk_freq-th layer counted from
+    layer index_skip_topk_offset - 1, and all before that one.
+
+    Args:
+        fields: a Hugging Face config's.
+        where: its name in an error.
+
+    Raises:
+        ValueError: a field has no entry for each layer, or another one than full and shared; two fields disagree; or
+            the first layer has no indexer.
+    """
+    num_layers = hf_field(fields, "num_hidden_layers", int, where)
+    if not 1 <= num_layers <= _MAX_LAYERS:
+        raise ValueError(f"{where}: num_hidden_layers: got {num_layers}; legal: 1 to {_MAX_LAYERS}")
+    found: dict[str, tuple[bool, ...]] = {}
+    for name, full in (("indexer_types", "full"), ("index_topk_pattern", "F")):
+        entries = fields.get(name)
+        if entries is None:
+            continue
+        if len(entries) < num_layers:
+            raise ValueError(f"{where}: {name}: got {len(entries)} entries; legal: one for each of {num_layers} layers")
+        found[name] = tuple(entry in (full, "full") for entry in entries[:num_layers])
+    freq = hf_field(fields, "index_topk_freq", int, where, default=1)
+    offset = hf_field(fields, "index_skip_topk_offset", int, where, default=2)
+    if freq < 1 or offset < 1:
+        name, value = ("index_topk_freq", freq) if freq < 1 else ("index_skip_topk_offset", offset)
+        raise ValueError(f"{where}: {name}: got {value}; legal: at least 1")
+    if not found or (freq > 1 and fields.get("index_skip_topk_offset") is not None):
+        found["index_topk_freq"] = tuple(max(i - offset + 1, 0) % freq == 0 for i in range(num_layers))
+    (first, chooses), *others = found.items()
+    for name, other in others:
+        if other != chooses:
+            layer = next(i for i in range(num_layers) if other[i] != chooses[i])
+            raise ValueError(f"{where}: {first} and {name} disagree on whether layer {layer} has an indexer")
+    if not chooses[0]:
+        raise ValueError(f"{where}: {first}: the first layer has no indexer; legal: one, whose choice others share")
+    return chooses
+
+
+_MAX_LAYERS = 10_000

@@ -1,9 +1,11 @@
-"""DeepSeek-V3.2's attention: MLA over the tokens that a lightning indexer chooses, as functions of a parameter pytree.
+"""DeepSeek-V3.2's and GLM-5's attention: MLA over the tokens that a lightning indexer chooses, as functions of a
+parameter pytree.
 
 One function, `attend`, is prefill, chunked prefill, decode and speculative verify: new tokens of every request, packed;
 their latents and indexer keys are written first, then each chooses its keys from the cache and attends to them in the
-absorbed form. Axes: T new tokens in all, B requests, E hidden width, H heads, Hi indexer heads, Di indexer width,
-P pages, Z page size, M pages a request at most.
+absorbed form. It can return the choice, for layers that have no indexer of their own. Axes: T new
+tokens in all, B requests, E hidden width, H heads, Hi indexer heads, Di indexer width, P pages, Z page size, M pages a
+request at most.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ class V32Cache(NamedTuple):
 
     Attributes:
         kv: [P, Z, L + R] of floats or float8_e4m3fn, or uint8 [P, Z, 656], the packed layout.
-        indexer: uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are).
+        indexer: uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are); None of a layer without
+            an indexer.
     """
 
     kv: jax.Array
-    indexer: jax.Array
+    indexer: jax.Array | None
 
 
 def init_cache(
@@ -77,17 +80,16 @@ def init_cache(
         )
     kv_width = 656 if packed_kv else config.mla.cache_dim
     key_width = config.index_head_dim + (4 if packed_keys else 0)
-    return V32Cache(
-        jnp.zeros((num_pages, page_size, kv_width), kv_dtype),
-        jnp.zeros((num_pages, page_size, key_width), indexer_dtype),
-    )
+    kv = jnp.zeros((num_pages, page_size, kv_width), kv_dtype)
+    keys = jnp.zeros((num_pages, page_size, key_width), indexer_dtype) if config.has_indexer else None
+    return V32Cache(kv, keys)
 
 
 def fold(params: Params, config: V32Config) -> dict[str, jax.Array]:
     """The parameters of a layer as a step reads them fastest: MLA's as `functional.fold` leaves them, and the indexer's
     matrices with the axis that a product sums over last, indexer_wq_b [Hi Di, rank], indexer_wk [Di, E] and
     indexer_weights_proj [Hi, E]."""
-    rows = {name: cast(jax.Array, rows_of(params[name])) for name in _MATRICES}
+    rows = {name: cast(jax.Array, rows_of(params[name])) for name in _MATRICES if config.has_indexer}
     return functional.fold(params, config.mla) | rows
 
 
@@ -95,8 +97,8 @@ def unfold(params: Params, config: V32Config) -> dict[str, Any]:
     """The inverse of `fold`, bit by bit, where all parameters had one dtype."""
     heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size
     shapes = (cast(int, config.mla.q_lora_rank), heads, width), (hidden, width), (hidden, heads)
-    matrices = {name: weight_of(params[name], *shape) for name, shape in zip(_MATRICES, shapes, strict=True)}
-    return functional.unfold(params, config.mla) | matrices
+    names = zip(_MATRICES, shapes, strict=True) if config.has_indexer else ()
+    return functional.unfold(params, config.mla) | {name: weight_of(params[name], *shape) for name, shape in names}
 
 
 @overload
@@ -163,8 +165,10 @@ def attend(
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
         selected: [T, K] i32, the positions in its request that each token attends to in the place of the indexer's
-            choice: another pass's, or another layer's. -1 and positions after the token's own select nothing.
-        return_selected: whether to return the positions, too, for `prefill` to replay a rollout's choice.
+            choice: another pass's, or those of the layer whose choice this one shares. -1 and positions after the
+            token's own select nothing. A layer without an indexer needs them; one that has one still writes its keys.
+        return_selected: whether to return the positions, too: for layers that share the choice, or for `prefill` to
+            replay a rollout's.
         form: "direct", `sparse_mla` on the selected rows; "mask", the expanded form with the selection as bits, in
             chunks of the context; or None, which `form_of` decides from the step's sizes. Both compute the attention
             over the selected keys; they differ by rounding alone.
@@ -172,46 +176,83 @@ def attend(
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated); with return_selected also the
-        positions [T, K], ascending, -1 behind the last. Rows of padding mean nothing.
+        positions [T, K], ascending, -1 behind the last (or as they were given), the same on all devices of a
+        context_axis. Rows of padding mean nothing.
 
     Raises:
         ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis or
-            page size; `form` is none, or "mask" with a q_scale or a context_axis; or positions are given or asked for
-            with a context_axis.
+            page size; `form` is none, or "mask" with a q_scale or a context_axis; selected has another shape, or is
+            None for a layer without an indexer; or there is a cache of indexer keys and no indexer, or the reverse.
     """
+    options = _Options(kv_scale, q_scale, context_axis, form, implementation)
+    found = _attend(params, config, x, cache, step, selected=selected, keep=return_selected, options=options)
+    return (found.y, found.cache, cast(jax.Array, found.selected)) if return_selected else (found.y, found.cache)
+
+
+class _Options(NamedTuple):
+    """Options of `attend`."""
+
+    kv_scale: float | jax.Array | None
+    q_scale: float | jax.Array | None
+    context_axis: str | None
+    form: str | None
+    implementation: str | None
+
+
+class _Attended(NamedTuple):
+    """What `_attend` returns; positions that nobody asked for may not have been made."""
+
+    y: jax.Array
+    cache: V32Cache
+    selected: jax.Array | None
+
+
+def _attend(
+    params: Params,
+    config: V32Config,
+    x: jax.Array,
+    cache: V32Cache,
+    step: Step,
+    *,
+    selected: jax.Array | None,
+    keep: bool,
+    options: _Options,
+) -> _Attended:
+    """`attend`; keep: whether positions are wanted, where slots alone would do."""
+    kv_scale, q_scale, context_axis, form, implementation = options
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")
     step.check_axis(context_axis)
     step = step.checked(num_tokens)
-    if cache.kv.shape[:2] != cache.indexer.shape[:2]:
-        raise ValueError(
-            "cache.kv and cache.indexer must have the same pages, as one block table names them: got shapes"
-            f" {cache.kv.shape} and {cache.indexer.shape}"
-        )
+    _check_cache(config, cache)
     step.check_pages("cache.kv", cache.kv)
-    _check_selected(selected, return_selected, context_axis, num_tokens)
     chosen_form = form_of(config, step, x, form=form, quantised=q_scale is not None, context_axis=context_axis)
     request, positions = step.ragged_tokens(num_tokens)
+    chooses = selected is None
+    selected = _given(config, selected, positions)
     cos, sin = rope_cos_sin(mla, positions)
-    kv, keys = _written(params, config, x, cache, step, Angles(cos, sin), kv_scale)
+    cache = _written(params, config, x, cache, step, Angles(cos, sin), kv_scale)
+    kv, keys = cache
 
+    low = functional.project_low_rank_q(params, mla, x)
+    index: tuple[Any, Any] = (None, None)
+    if chooses:
+        assert keys is not None
+        index = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
     projected = functional.project_q(params, mla, x, cos, sin)
-    most = min(config.index_topk, step.block_tables.shape[1] * keys.shape[1])
-    topk: dict[str, Any] = {"cu_seqlens_q": step.cu_seqlens_q, "implementation": implementation}
-    chosen, scored = None, None
-    if selected is not None:
-        chosen = jnp.where(selected <= positions[:, None], selected, -1)
-    else:
-        low = functional.project_low_rank_q(params, mla, x)
-        scored = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
-        if return_selected or chosen_form.name == "mask":
-            chosen = tsmla_jax.indexer_topk(*scored, keys, step.block_tables, step.seq_lens, most, **topk)
+
+    def topk(**more: Any) -> Any:
+        assert keys is not None
+        run: Any = tsmla_jax.indexer_topk  # whose overloads want its options one by one
+        most = min(config.index_topk, step.block_tables.shape[1] * keys.shape[1])
+        where = keys, step.block_tables, step.seq_lens, most
+        return run(*index, *where, cu_seqlens_q=step.cu_seqlens_q, implementation=implementation, **more)
+
     if chosen_form.name == "mask":
-        assert chosen is not None
-        new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions, by_indexer=selected is None)
+        chosen = cast(jax.Array, topk()) if selected is None else selected
+        new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions, by_indexer=chooses)
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
-        y = functional.project_out(params, mla, heads.astype(x.dtype))
-        return (y, V32Cache(kv, keys), chosen) if return_selected else (y, V32Cache(kv, keys))
+        return _Attended(functional.project_out(params, mla, heads.astype(x.dtype)), cache, chosen)
     queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale,
@@ -225,38 +266,71 @@ def attend(
         heads = jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
         return functional.project_out(params, mla, heads)
 
+    page_size = kv.shape[1]
     if context_axis is not None:
-        assert scored is not None
         rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
-        lens = context_parallel.local_lens(rows.seq_lens, context_axis, kv.shape[1])
-        shared: dict[str, Any] = {"context_axis": context_axis, "implementation": implementation}
-        own, count = context_parallel.indexer_topk(*scored, keys, rows.block_tables, lens, config.index_topk, **shared)
-        out, lse = tsmla_jax.sparse_mla(queries, kv, own, count, return_lse=True, **attention)
-        return context_parallel.project_merged(out, lse, context_axis, project), V32Cache(kv, keys)
-    if chosen is not None:
-        slots = metadata.positions_to_slots(chosen, step.block_tables[request], keys.shape[1])
+        if selected is None:
+            lens = context_parallel.local_lens(rows.seq_lens, context_axis, page_size)
+            assert keys is not None
+            selected = context_parallel.indexer_positions(
+                index[0],
+                index[1],
+                keys,
+                rows.block_tables,
+                lens,
+                config.index_topk,
+                context_axis=context_axis,
+                implementation=implementation,
+            )
+            selected = _ascending(selected) if keep else selected
+        own = context_parallel.own_positions(selected, context_axis=context_axis, page_size=page_size)
+        slots = metadata.positions_to_slots(own, rows.block_tables, page_size)
+        count = (own >= 0).sum(axis=1, dtype=jnp.int32)
+        out, lse = tsmla_jax.sparse_mla(queries, kv, slots, count, return_lse=True, **attention)
+        return _Attended(context_parallel.project_merged(out, lse, context_axis, project), cache, selected)
+    if selected is None and keep:
+        selected = cast(jax.Array, topk())
+    if selected is None:
+        slots, _ = topk(return_slots=True)  # the kernel of the top-k makes them itself
     else:
-        assert scored is not None
-        slots, _ = tsmla_jax.indexer_topk(
-            *scored, keys, step.block_tables, step.seq_lens, most, return_slots=True, **topk
-        )
+        slots = metadata.positions_to_slots(selected, step.block_tables[request], page_size)
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
-    y = project(tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention))
-    if not return_selected:
-        return y, V32Cache(kv, keys)
-    assert chosen is not None
-    return y, V32Cache(kv, keys), chosen
+    attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
+    return _Attended(project(cast(jax.Array, attended)), cache, selected)
 
 
-def _check_selected(
-    selected: jax.Array | None, return_selected: bool, context_axis: str | None, num_tokens: int
-) -> None:
-    """ValueError / TypeError for positions that are not legal, or that devices that share keys can't give."""
-    if context_axis is not None and (selected is not None or return_selected):
-        name = "return_selected" if selected is None else "selected"
-        raise ValueError(f"{name}: got one with {context_axis=}; legal: without, as each device chooses its own keys")
+def _given(config: V32Config, selected: jax.Array | None, positions: jax.Array) -> jax.Array | None:
+    """Given positions [T, K], -1 where they are not of the token's own or an earlier one; None where none are."""
     if selected is not None:
-        describe_ints("selected", selected, "T K", (num_tokens, "T, x's tokens"))
+        describe_ints("selected", selected, "T K", (positions.shape[0], "T, x's tokens"))
+        selected = jnp.asarray(selected)
+        return jnp.where((selected >= 0) & (selected <= positions[:, None]), selected, -1)
+    if not config.has_indexer:
+        raise ValueError(
+            "selected: got None; legal: [T, K] positions, as the layer has no indexer (has_indexer=False) and shares"
+            " the choice of another one"
+        )
+    return None
+
+
+def _ascending(positions: jax.Array) -> jax.Array:
+    """Rows of positions in ascending order, -1 behind the last."""
+    last = jnp.iinfo(jnp.int32).max
+    ordered = jnp.sort(jnp.where(positions < 0, last, positions), axis=1)
+    return jnp.where(ordered == last, -1, ordered)
+
+
+def _check_cache(config: V32Config, cache: V32Cache) -> None:
+    """ValueError unless a layer's caches are of one block table, and there is one of keys if there is an indexer."""
+    if (cache.indexer is None) == config.has_indexer:
+        got = "None" if cache.indexer is None else f"an array of shape {cache.indexer.shape}"
+        legal = "indexer keys" if config.has_indexer else "None"
+        raise ValueError(f"cache.indexer: got {got}; legal: {legal}, as has_indexer={config.has_indexer}")
+    if cache.indexer is not None and cache.kv.shape[:2] != cache.indexer.shape[:2]:
+        raise ValueError(
+            "cache.kv and cache.indexer must have the same pages, as one block table names them: got shapes"
+            f" {cache.kv.shape} and {cache.indexer.shape}"
+        )
 
 
 class Angles(NamedTuple):
@@ -275,7 +349,7 @@ def _written(
     angles: Angles,
     kv_scale: float | jax.Array | None,
 ) -> V32Cache:
-    """The caches with the new tokens' latents and indexer keys."""
+    """The caches with the new tokens' latents and indexer keys, where there is an indexer."""
     mla, (cos, sin) = config.mla, angles
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)
     if cache.kv.dtype == jnp.uint8:
@@ -292,7 +366,10 @@ def _written(
     else:
         k_rope = apply_rope(mla, k_rope, cos, sin)
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
-    keys = sparse.write_indexer_cache(cache.indexer, indexer_keys(params, x), step.slot_mapping, cos, sin)
+    if cache.indexer is None:
+        return V32Cache(kv, None)
+    layout, new = config.index_rope_layout, indexer_keys(params, x)
+    keys = sparse.write_indexer_cache(cache.indexer, new, step.slot_mapping, cos, sin, rope_layout=layout)
     return V32Cache(kv, keys)
 
 
@@ -356,6 +433,11 @@ def mask_reasons(config: V32Config, dtype: DTypeLike) -> list[str]:
     return reasons
 
 
+def index_rotation(config: V32Config) -> Rotation:
+    """The rope of the indexer's queries and keys."""
+    return Rotation(config.mla.qk_rope_head_dim, 0, config.index_rope_layout)
+
+
 def indexer_keys(params: Params, x: jax.Array) -> jax.Array:
     """Layer-normed keys [T, Di], not rotated yet."""
     k = product(params, "indexer_wk", x).astype(jnp.float32)
@@ -374,7 +456,6 @@ def indexer_queries(
     q = q.reshape(x.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
     weights = product(params, "indexer_weights_proj", x)
     if quantise:
-        return sparse.indexer_quantize(q, weights, cos, sin)
-    rotation = Rotation(config.mla.qk_rope_head_dim, 0, "halves")
-    q = indexer.rotate_columns(q, (cos[:, None], sin[:, None]), rotation)
+        return sparse.indexer_quantize(q, weights, cos, sin, rope_layout=config.index_rope_layout)
+    q = indexer.rotate_columns(q, (cos[:, None], sin[:, None]), index_rotation(config))
     return q, indexer.fold_weights(weights, config.index_head_dim)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's attention as a Flax nnx layer."""
+"""The attention of DeepSeek-V3.2 and GLM-5 as a Flax nnx layer."""
 
 import jax
 
@@ -10,7 +10,7 @@ from tsmla_jax.nn.v32.weights import WEIGHTS
 
 
 class V32Attention(AttentionLayer):
-    """One DeepSeek-V3.2 attention layer of a `V32Config`; arguments and errors of `AttentionLayer`."""
+    """One attention layer of DeepSeek-V3.2 or GLM-5, of a `V32Config`; arguments and errors of `AttentionLayer`."""
 
     _weights = WEIGHTS
 
@@ -34,10 +34,10 @@ class V32Attention(AttentionLayer):
             x,
             cache,
             step,
+            selected=selected,
             kv_scale=kv_scale,
             q_scale=q_scale,
             context_axis=context_axis,
-            selected=selected,
             form=form,
             implementation=implementation,
         )

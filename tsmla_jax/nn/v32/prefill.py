@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's attention over whole packed texts, without caches and with a gradient: what trains the layer.
+"""The attention of DeepSeek-V3.2 and GLM-5 over whole packed texts, without caches and with a gradient: training.
 
 The main model is trained by its own loss through the attention, and the indexer by `indexer_loss` alone: its input is
 detached, as in V3.2's report. Axes: T tokens, B texts, E hidden width, H heads, K selected keys of a token.
@@ -19,13 +19,12 @@ from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.v32.functional import Angles, indexer_keys, indexer_queries, mask_reasons
+from tsmla_jax.nn.v32.functional import Angles, index_rotation, indexer_keys, indexer_queries, mask_reasons
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.selected import indexer
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
-from tsmla_kernels.contract.packed import Rotation
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v32_selected", "v32_out", "v32_lse")
 """The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse. With these saved, the
@@ -79,8 +78,8 @@ def prefill(
             own select nothing.
         dense: the warm-up: attention to all tokens up to the token's own, in the expanded form, and an index_loss over
             all of them.
-        index_loss: whether to compute it. Without it, and with `selected` or `dense`, no parameter of the indexer is
-            read.
+        index_loss: whether to compute it; False for a layer without an indexer. Without it, and with `selected` or
+            `dense`, no parameter of the indexer is read.
         head_axis: under shard_map with params split by `param_specs`, the mesh axis of the heads. y is then the partial
             sum of the local heads, for the caller to psum; selected and index_loss are those of all heads.
         form: "direct", `sparse_mla` on the selected keys; "mask", the expanded form with a bit for each pair of tokens
@@ -94,13 +93,16 @@ def prefill(
 
     Raises:
         TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them;
-            selected or a form is given in the warm-up; or `form` is none.
+            selected or a form is given in the warm-up; `form` is none; or a layer without an indexer is to choose or
+            to have a loss of it.
         NotImplementedError: the named implementation can't run this call.
     """
     mla = config.mla
     packed_texts.check_trainable(params, x, mla.hidden_size)
     num_tokens = x.shape[0]
     _check_choice(num_tokens, selected, form, dense)
+    if not config.has_indexer:
+        _check_sharing(selected is not None or dense, index_loss)
     cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
     request, positions = ragged_positions(cu_seqlens_q, starts, num_tokens)
@@ -178,6 +180,14 @@ def _check_choice(num_tokens: int, selected: jax.Array | None, form: str | None,
         describe_ints("selected", selected, "T K", (num_tokens, "T, x's tokens"))
 
 
+def _check_sharing(given: bool, index_loss: bool) -> None:
+    """ValueError for what a layer without an indexer can't do. given: whether its keys are."""
+    if not given:
+        raise ValueError("selected: got None; legal: [T, K] positions, as the layer has no indexer")
+    if index_loss:
+        raise ValueError("index_loss: got True; legal: False, as the layer has no indexer")
+
+
 def _form(
     params: Params, config: V32Config, x: jax.Array, max_q_len: int, selected: jax.Array | None, form: str | None
 ) -> Form:
@@ -202,9 +212,7 @@ def _indexer(
     low = lax.stop_gradient(functional.project_low_rank_q(params, config.mla, x))
     x = lax.stop_gradient(x)
     q, weights = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=False)
-    keys = indexer.rotate_columns(
-        indexer_keys(params, x), (cos, sin), Rotation(config.mla.qk_rope_head_dim, 0, "halves")
-    )
+    keys = indexer.rotate_columns(indexer_keys(params, x), (cos, sin), index_rotation(config))
     return q.astype(x.dtype), weights, keys.astype(x.dtype)
 
 

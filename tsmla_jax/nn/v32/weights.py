@@ -1,4 +1,4 @@
-"""The parameters of one DeepSeek-V3.2 layer: MLA's and those of its indexer.
+"""The parameters of one layer of DeepSeek-V3.2 or GLM-5: MLA's and those of its indexer, where it has one.
 
 The indexer is replicated when heads are split, as its cache is: every device must choose the same keys.
 """
@@ -13,11 +13,14 @@ from tsmla_jax.nn.weights import LayerWeights
 
 def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
     """Shapes of V3.2's weights: those of `tsmla_jax.nn.param_shapes`, and indexer_wq_b [rank, Hi, Di], indexer_wk [E,
-    Di], indexer_k_norm [Di] and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi].
+    Di], indexer_k_norm [Di] and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi]; without an indexer
+    (`V32Config.has_indexer`) none of these.
 
     Args:
         config: the layer's shape.
     """
+    if not config.has_indexer:
+        return mla.param_shapes(config.mla)
     heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size
     return {
         **mla.param_shapes(config.mla),
@@ -34,6 +37,4 @@ def _hf_name(name: str) -> str:
     return owner + mla.hf_name(name.removeprefix("indexer_"))
 
 
-WEIGHTS = LayerWeights(
-    lambda directory, layer: V32Config.from_hf(directory), param_shapes, _hf_name, unfold=functional.unfold
-)
+WEIGHTS = LayerWeights(V32Config.from_hf, param_shapes, _hf_name, unfold=functional.unfold)
