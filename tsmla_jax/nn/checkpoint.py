@@ -17,11 +17,18 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from tsmla_jax.nn.dequantise import (
+    DEFAULT_BLOCK,
+    FP4_BLOCK,
+    INT4_GROUP,
+    dequantise_blocks,
+    dequantise_fp4,
+    dequantise_int4,
+)
 from tsmla_jax.nn.hf_config import read_json, why_no_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-DEFAULT_BLOCK = (128, 128)
 
 # Tensor types of the safetensors format that checkpoints use.
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -41,8 +48,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 _BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
-FP4_BLOCK = (1, 32)
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 
 
 class CheckpointError(ValueError):
@@ -132,7 +137,8 @@ class Checkpoint:
         An fp8 tensor with its scales beside it (one per 128 x 128 block, the last block of a row or column possibly
         smaller) comes dequantised: `<name>_scale_inv` in f32 (DeepSeek-V3's format), or `<module>.scale` for
         `<module>.weight` in powers of two (V4's). So does an fp4 tensor: bytes of two e2m1 values each, the lower four
-        bits first, with one such scale per 32 values of a row (V4's experts).
+        bits first, with one such scale per 32 values of a row (V4's experts). And an int4 tensor, which is stored in
+        three under other names (`is_int4`).
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -149,6 +155,8 @@ class Checkpoint:
                 neither fp8 nor fp4, values past the greatest float16 to be read as such, or a file that is truncated
                 or not safetensors. The text names the file and the tensor.
         """
+        if self.is_int4(name):
+            return self._read_int4(name, shape, dtype)[rows]
         info = self.info(name)
         fp4 = self.is_fp4(name)
         if info.dtype in _BYTES and not fp4 and self.scale_name(name) is not None:
@@ -242,6 +250,43 @@ class Checkpoint:
         """
         scale_name = self.scale_name(name)
         return scale_name is not None and self.info(scale_name).shape == self._fp4_scales(name)
+
+    def is_int4(self, name: str) -> bool:
+        """Whether a weight is stored as compressed-tensors packs it: `<name>_packed`, int32 with eight values each, the
+        lowest four bits first and 8 added to each value; `<name>_scale`, one for every 32 values of a row; and
+        `<name>_shape`. Kimi-K2-Thinking's and K2.5's experts are.
+
+        Args:
+            name: the weight's name, which no tensor of the checkpoint has.
+        """
+        return name not in self and all(part in self for part in int4_parts(name))
+
+    def _read_int4(self, name: str, shape: Sequence[int] | None, dtype: DTypeLike | None) -> np.ndarray[Any, Any]:
+        """One tensor of `is_int4`, dequantised, after its parts have been checked against each other."""
+        packed, scale, size = map(self.info, int4_parts(name))
+        whole = tuple(self.read(int4_parts(name)[2]).tolist())
+        if len(whole) != 2 or (shape is not None and whole != tuple(shape)):
+            wanted = "two axes" if shape is None else f"shape {tuple(shape)}"
+            raise CheckpointError(f"{size.file}: weight {name!r} must have {wanted}, got {whole}")
+        rows, columns = whole
+        for part, info, legal, kind in (
+            (f"{name}_packed", packed, (rows, -(-columns // 8)), np.int32),
+            (f"{name}_scale", scale, (rows, -(-columns // INT4_GROUP)), None),
+        ):
+            floats = jnp.issubdtype(info.dtype, jnp.floating) and info.dtype not in _FP8
+            if info.shape != legal or not (floats if kind is None else info.dtype == kind):
+                wanted = "float32, bfloat16 or float16" if kind is None else "int32"
+                raise CheckpointError(
+                    f"{info.file}: tensor {part!r} must have shape {legal} and be {wanted}, got {info.shape} and"
+                    f" {info.dtype.name}; of int4 weights those with a scale for every {INT4_GROUP} values are read"
+                )
+        scales = self._raw(scale).astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{scale.file}: tensor {name + '_scale'!r} has scales that are not finite")
+        narrow = ml_dtypes.bfloat16 if dtype is None else dtype
+        with np.errstate(over="ignore"):  # `_in_range` says so
+            wide = dequantise_int4(self._raw(packed), scales, columns, dtype=narrow)
+        return self._in_range(f"{name}_packed", wide, self._raw(packed))
 
     def _fp4_scales(self, name: str) -> tuple[int, int] | None:
         """The shape that a tensor's scales have if it is fp4; None if it can't be."""
@@ -399,57 +444,9 @@ class Checkpoint:
         return block[0], block[1]
 
 
-def dequantise_blocks(
-    weight: np.ndarray[Any, Any],
-    scales: np.ndarray[Any, Any],
-    *,
-    block: tuple[int, int] = DEFAULT_BLOCK,
-    dtype: DTypeLike = np.float32,
-) -> np.ndarray[Any, Any]:
-    """weight[i, j] * scales[i // block[0], j // block[1]], multiplied in f32.
-
-    Args:
-        weight: fp8 [M, N].
-        scales: f32 [ceil(M / block[0]), ceil(N / block[1])].
-        dtype: of the result.
-
-    Raises:
-        ValueError: scales of another shape.
-    """
-    rows, columns = weight.shape
-    legal = (-(-rows // block[0]), -(-columns // block[1]))
-    if scales.shape != legal:
-        raise ValueError(f"{scales.shape=} must be {legal} for {weight.shape=} and {block=}")
-    # ml_dtypes converts fp8 one element at a time; a table of the 256 values is an order of magnitude faster.
-    table = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
-    codes = weight.view(np.uint8)
-    result = np.empty(weight.shape, dtype=np.dtype(dtype))
-    for block_row in range(legal[0]):
-        band = slice(block_row * block[0], (block_row + 1) * block[0])
-        result[band] = table[codes[band]] * np.repeat(scales[block_row], block[1])[:columns]
-    return result
-
-
-def dequantise_fp4(
-    packed: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], *, dtype: DTypeLike = np.float32
-) -> np.ndarray[Any, Any]:
-    """e2m1 values, two a byte and the lower four bits first, times the scale of their 32 columns, multiplied in f32.
-
-    Args:
-        packed: bytes [M, N / 2].
-        scales: f32 [M, ceil(N / 32)].
-        dtype: of the result [M, N].
-
-    Raises:
-        ValueError: scales of another shape.
-    """
-    rows, columns = packed.shape[0], 2 * packed.shape[1]
-    legal = (rows, -(-columns // FP4_BLOCK[1]))
-    if scales.shape != legal:
-        raise ValueError(f"{scales.shape=} must be {legal} for {packed.shape=}")
-    codes = packed.view(np.uint8)
-    values = np.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], axis=-1).reshape(rows, columns)
-    return (values * np.repeat(scales, FP4_BLOCK[1], axis=1)[:, :columns]).astype(dtype)
+def int4_parts(name: str) -> tuple[str, str, str]:
+    """The tensors that a weight of `Checkpoint.is_int4` is stored in: values, scales and shape."""
+    return f"{name}_packed", f"{name}_scale", f"{name}_shape"
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:

@@ -1,8 +1,8 @@
 """Checkpoints whose weights are quantised in a format that isn't read: refused by its name, before weights are read.
 
-fp8 with scales for blocks and fp4 with scales for 32 values of a row are read (`Checkpoint.read`). Of the others
-config.json names the format of a whole model, and the tensors' names and dtypes show it for a single layer: a model may
-have plain attention layers beside quantised experts.
+fp8 with scales for blocks, and fp4 and int4 with scales for 32 values of a row are read (`Checkpoint.read`). Of the
+others config.json names the format of a whole model, and the tensors' names and dtypes show it for a single layer: a
+model may have plain attention layers beside quantised experts.
 """
 
 import re
@@ -12,12 +12,24 @@ from typing import Any
 import jax.numpy as jnp
 
 from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.dequantise import INT4_GROUP
 from tsmla_jax.nn.hf_config import read_optional_config
+from tsmla_jax.nn.known_fields import Legal, check_values
 
 # Fields of config.json that hold a quantisation, and what names one that doesn't say quant_method.
 _GROUPS = ("quantization_config", "compression_config", "quantization")
 _METHODS = ("quant_algo", "quant_type", "format", "config_groups", "bits", "load_in_4bit", "load_in_8bit")
 _READ = "'fp8' with scales for blocks, or weights that are not quantised"
+# What compressed-tensors says of the int4 weights that are read.
+_INT4: Legal = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group",),
+    "group_size": (INT4_GROUP,),
+    "dynamic": (False,),
+    "actorder": (),
+}
 # Endings of the tensors that a format has beside the weights, or in their place.
 _TENSORS = re.compile(
     r"[._](weight_(packed|shape|scale|scale_2|scales|global_scale|zero_point|g_idx|offset|format)"
@@ -44,11 +56,35 @@ def _refuse_group(group: Any, where: str) -> None:
         raise CheckpointError(f"{where}: got {group!r:.60}; legal: an object or null")
     details = [f"{name} {group[name]!r:.60}" for name in _METHODS if group.get(name)]
     method = group.get("quant_method")
+    if method == "compressed-tensors" and group.get("format") == "pack-quantized":
+        _refuse_unlike_int4(group, where)
+        return
     if method not in (None, "fp8") or (method is None and details):
         what = f"quant_method: got {method!r:.60}" + (f" with {details[0]}" if details else "")
         raise CheckpointError(f"{where}: {what}; legal: {_READ}")
     if group.get("activation_scheme") not in (None, "dynamic"):
         raise CheckpointError(f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic'")
+
+
+def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
+    """CheckpointError for weights of compressed-tensors that aren't symmetric int4 with a scale for 32 values."""
+    try:
+        check_values(
+            group, where, {"quantization_status": ("compressed",), "kv_cache_scheme": (), "transform_config": ()}
+        )
+        for name, scheme in (group.get("config_groups") or {"config_groups": {}}).items():
+            one = f"{where}: config_groups.{name}"
+            check_values(
+                scheme, one, {"input_activations": (), "output_activations": (), "format": ("pack-quantized",)}
+            )
+            weights = scheme.get("weights") or {}
+            if missing := [name for name in ("num_bits", "type", "group_size") if weights.get(name) is None]:
+                raise ValueError(f"{one}.weights: field {missing[0]!r} is missing")
+            check_values(weights, f"{one}.weights", _INT4)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{error}; of compressed-tensors int4 weights with a scale for 32 values are read"
+        ) from None
 
 
 def refuse_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -60,6 +96,8 @@ def refuse_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """
     others = []
     for name in sorted(names):
+        if checkpoint.is_int4(name):
+            continue
         info = checkpoint.info(name)
         is_integer = not jnp.issubdtype(info.dtype, jnp.floating) and not checkpoint.is_fp4(name)
         if is_integer and (checkpoint.scale_name(name) or f"{name}_scale" in checkpoint):
