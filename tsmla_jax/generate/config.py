@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tsmla_jax.nn import MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, read_optional_config
-from tsmla_jax.nn.known_fields import Legal, check_aliases, check_values, refuse_named
+from tsmla_jax.nn.known_fields import SHARING_TYPES, V32_TYPES, Legal, check_aliases, check_values, refuse_named
+from tsmla_jax.nn.v32.config import layers_with_indexer
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -35,7 +36,10 @@ _DEFAULT_ROUTING: dict[str, Routing] = {
     "deepseek_v3": "noaux_tc",
     "deepseek_v32": "noaux_tc",
     "deepseek_v4": "noaux_tc",
+    "glm4_moe_lite": "noaux_tc",
+    "glm_moe_dsa": "noaux_tc",
     "kimi_k2": "noaux_tc",
+    "youtu": "greedy",
 }
 # What transformers' configuration of each model type takes for a field that `config.json` leaves out. Kimi-K2 has no
 # configuration there: its fields are required. So are sizes, of every model type: a file without them is cut short.
@@ -48,6 +52,13 @@ _V3_DEFAULTS: dict[str, Any] = {
     "first_k_dense_replace": 3,
     "max_position_embeddings": 4096,
     "eos_token_id": 1,
+}
+_GLM_DEFAULTS: dict[str, Any] = {
+    **_V3_DEFAULTS,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -71,7 +82,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1048576,
         "eos_token_id": 1,
     },
+    "glm4_moe_lite": {
+        **_GLM_DEFAULTS,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+    },
+    "glm_moe_dsa": _GLM_DEFAULTS,
     "kimi_k2": {},
+    # Without experts.
+    "youtu": {
+        "n_routed_experts": None,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 131072,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": True,
+    },
 }
 _SCORING: dict[Routing, Scoring] = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 # Other configs' names for fields, and what each field is called here.
@@ -186,13 +211,15 @@ class StreamsConfig:
 class LayerConfig:
     """The config of one decoder layer's program; layers of equal configs and parameter shapes share a program.
 
-    Attributes: as in `ModelConfig`; attention is this layer's own.
+    Attributes: as in `ModelConfig`; attention is this layer's own. shared_behind: whether the next layer attends to the
+        keys that this one chose or was given.
     """
 
     attention: LayerAttention
     moe: MoEConfig | None
     streams: StreamsConfig | None
     rms_norm_eps: float
+    shared_behind: bool = False
 
     @property
     def kind(self) -> str:
@@ -202,10 +229,10 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model.
+    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of their kind: Kimi-K2, GLM-4.7-Flash, GLM-5, Youtu.
 
     Attributes:
-      attention: of every layer (V2, V3, V3.2), or one config a layer (V4).
+      attention: of every layer (all but V4), or one config a layer (V4).
       moe: the experts, or None when every layer is dense.
       streams: V4's residual streams, or None for a plain residual.
       mlp_layers: of every layer "dense", "moe" (a router chooses the experts) or "hash_moe" (a table by token id does).
@@ -218,6 +245,8 @@ class ModelConfig:
       max_position_embeddings: the longest text the model was made for, in tokens.
       eos_token_ids: tokens that end a text; may be empty.
       dtype: the checkpoint's own compute dtype, a numpy name ("bfloat16", "float16" or "float32").
+      indexer_layers: whether each layer has an indexer, where some share the choice of a layer before them (GLM-5.2 and
+        5.3); empty where all layers are alike.
     """
 
     attention: MLAConfig | V32Config | tuple[V4Config, ...]
@@ -233,6 +262,7 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    indexer_layers: tuple[bool, ...] = ()
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer `layer` (counted from 0) has experts."""
@@ -241,11 +271,15 @@ class ModelConfig:
     def layer(self, layer: int) -> LayerConfig:
         """The config of layer `layer` (counted from 0)."""
         attention = self.attention[layer] if isinstance(self.attention, tuple) else self.attention
-        return LayerConfig(attention, self.moe, self.streams, self.rms_norm_eps)
+        shared_behind = False
+        if self.indexer_layers and isinstance(attention, V32Config):
+            attention = replace(attention, has_indexer=self.indexer_layers[layer])
+            shared_behind = layer + 1 < self.num_layers and not self.indexer_layers[layer + 1]
+        return LayerConfig(attention, self.moe, self.streams, self.rms_norm_eps, shared_behind)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
-        """Reads a `config.json` of DeepSeek-V2, V2-Lite, V3, R1, V3.2, V4 or Kimi-K2.
+        """Reads a `config.json` of DeepSeek-V2, V2-Lite, V3, R1, V3.2, V4, Kimi-K2, GLM-4.7-Flash, GLM-5 or Youtu.
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
@@ -256,7 +290,11 @@ class ModelConfig:
             it doesn't know describes other arithmetic (a multiplier, a gate, shared indices, a key of rope); names it.
         """
         fields, where = read_hf_config(source)
+        of_layers: Mapping[str, Any] | str | Path = source
         model_type = hf_field(fields, "model_type", str, where)
+        if model_type == _TEXT_AND_IMAGES:
+            fields = of_layers = _text_fields(fields, where)
+            model_type, where = fields["model_type"], f"{where}: text_config"
         if model_type not in _DEFAULT_ROUTING:
             raise ValueError(f"{where}: model_type = {model_type!r}; legal: {', '.join(sorted(_DEFAULT_ROUTING))}")
         if (activation := hf_field(fields, "hidden_act", str, where, default="silu")) != "silu":
@@ -287,11 +325,14 @@ class ModelConfig:
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
         if is_v4:
-            attention = tuple(V4Config.from_hf(source, layer) for layer in range(num_layers))
+            attention = tuple(V4Config.from_hf(of_layers, layer) for layer in range(num_layers))
         else:
-            attention = (V32Config if model_type == "deepseek_v32" else MLAConfig).from_hf(source)
+            attention = (V32Config if model_type in V32_TYPES else MLAConfig).from_hf(of_layers)
+        chooses = layers_with_indexer(fields, where) if model_type in SHARING_TYPES else ()
         # V4 has no dense MLP; its experts' width is the only one.
         width = "moe_intermediate_size" if is_v4 else "intermediate_size"
+        eps = _default(model_type, "rms_norm_eps", 1e-6)
+        tied = _default(model_type, "tie_word_embeddings", False)
         return cls(
             attention=attention,
             moe=moe,
@@ -301,17 +342,32 @@ class ModelConfig:
             hidden_size=positive("hidden_size"),
             intermediate_size=positive(width),
             num_layers=num_layers,
-            rms_norm_eps=hf_field(fields, "rms_norm_eps", float, where, default=1e-6),
-            tie_word_embeddings=hf_field(fields, "tie_word_embeddings", bool, where, default=False),
+            rms_norm_eps=hf_field(fields, "rms_norm_eps", float, where, **eps),
+            tie_word_embeddings=hf_field(fields, "tie_word_embeddings", bool, where, **tied),
             max_position_embeddings=positive("max_position_embeddings", **longest),
             eos_token_ids=_eos_token_ids(source, fields, model_type, where),
             dtype=dtype,
+            indexer_layers=() if all(chooses) else chooses,
         )
 
 
-def _default(model_type: str, name: str) -> dict[str, Any]:
-    """The option of `hf_field` that gives an absent field its model type's default; none where it has no default."""
-    return {"default": _DEFAULTS[model_type][name]} if name in _DEFAULTS[model_type] else {}
+def _default(model_type: str, name: str, otherwise: Any = None) -> dict[str, Any]:
+    """The option of `hf_field` that gives an absent field its model type's default, or that of all others; none where
+    there is neither."""
+    default = _DEFAULTS[model_type].get(name, otherwise)
+    return {} if default is None else {"default": default}
+
+
+_TEXT_AND_IMAGES = "kimi_k25"
+_TEXT_TYPES = ("deepseek_v3", "kimi_k2")
+
+
+def _text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The config of the text model of Kimi-K2.5, which transformers reads as one of DeepSeek-V3."""
+    text = hf_field(fields, "text_config", dict, where)
+    check_values(text, f"{where}: text_config", {"model_type": _TEXT_TYPES})
+    outside = {name: fields[name] for name in ("torch_dtype", "dtype") if fields.get(name) and not text.get(name)}
+    return {**outside, **text, "model_type": text.get("model_type") or "deepseek_v3"}
 
 
 def _eos_token_ids(
@@ -333,6 +389,9 @@ def _eos_token_ids(
 
 def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEConfig | None:
     is_v4 = model_type == "deepseek_v4"
+    if "n_routed_experts" in _DEFAULTS[model_type]:
+        check_values(fields, where, {"n_routed_experts": ()})
+        return None
     num_experts = hf_field(fields, "n_routed_experts", int, where, nullable=not is_v4)
     if num_experts is None:
         return None

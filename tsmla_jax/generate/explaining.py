@@ -241,11 +241,13 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
     return min(config.index_topk, here * sizes.context)
 
 
-def _explain_v32(
-    add: Add, add_form: Callable[[Form], None], config: V32Config, cache: V32Cache, sizes: _Sizes
-) -> None:
-    chosen = _explain_indexer(add, config, cache.indexer, sizes)
-    mla, longest = config.mla, sizes.max_pages * cache.kv.shape[1]
+def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, cache: V32Cache, sizes: _Sizes) -> None:
+    longest = sizes.max_pages * cache.kv.shape[1]
+    if cache.indexer is None:
+        chosen = min(config.index_topk, longest * sizes.context)
+    else:
+        chosen = _explain_indexer(add, config, cache.indexer, sizes)
+    mla = config.mla
     quantised = jnp.dtype(sizes.q_dtype) == jnp.float8_e4m3fn
     reasons = mask_refusals(quantised=quantised, shared_keys=sizes.context > 1)
     reasons += [] if quantised else mask_reasons(config, sizes.q_dtype)

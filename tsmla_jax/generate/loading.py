@@ -2,7 +2,7 @@
 
 Tensors are read one at a time; the host holds at most one layer beside the memory map, and on a mesh at most a
 device's experts of one layer: a process reads those that its devices hold and no others. Matrices in e4m3 with scales
-for blocks of 128 x 128 may stay so; other block-scaled weights come dequantised to the dtype asked for.
+for blocks of 128 x 128 may stay so; other block-scaled weights, fp4 and int4 come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tsmla_jax.generate.mesh import (
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size, with_products
+from tsmla_jax.nn.checkpoint import int4_parts
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.quantised import refuse_config, refuse_tensors
 from tsmla_jax.nn.v4.names import stored_names
@@ -188,14 +189,24 @@ class _Reader:
 
 def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
     """The names of a checkpoint's tensors, by the names in transformers' modules."""
-    is_v4 = isinstance(config.attention, tuple)
-    return stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
+    if isinstance(config.attention, tuple):
+        return stored_names(checkpoint)
+    names = set(checkpoint.names())
+    for weight in {name.removesuffix("_packed") for name in names if name.endswith(".weight_packed")}:
+        if checkpoint.is_int4(weight):
+            names = names.difference(int4_parts(weight)) | {weight}
+    if any(name.startswith(_TEXT_MODEL) for name in names):  # beside one of images, as in Kimi-K2.5
+        return {name.removeprefix(_TEXT_MODEL): name for name in names if name.startswith(_TEXT_MODEL)}
+    return {name: name for name in names}
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
     """The tensors of a checkpoint that are parameters of this model, as the checkpoint spells them."""
     names = spelled_names(checkpoint, config)
     return {stored for name, stored in names.items() if not _is_left_out(name, stored, config)}
+
+
+_TEXT_MODEL = "language_model."
 
 
 def _is_left_out(name: str, stored: str, config: ModelConfig) -> bool:

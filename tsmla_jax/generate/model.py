@@ -1,7 +1,7 @@
 """A DeepSeek decoder as pure functions over a pytree of parameters.
 
 Attention is `tsmla_jax.nn`, over paged caches: in V2 and V3 chunks of prompts in the expanded form and decode in the
-absorbed form; in V3.2 and V4 one function of the sparse layers for both. Every function works under `jax.jit`.
+absorbed form; in V3.2, GLM-5 and V4 one function of the sparse layers for both. Every function works under `jax.jit`.
 Layers of one kind are traced once, and compiled once where `run_layers` is not part of a larger program.
 
 Axes: T tokens of a step (ragged, requests packed one after the other), B requests, M pages a request at most, N rows
@@ -60,6 +60,15 @@ class Batch:
     step: Step
     state_slots: jax.Array | None = None
     expert_tokens: jax.Array | None = None
+
+
+class LayerResult(NamedTuple):
+    """What a layer returns: x, its cache, and the positions [T, K] that its attention chose, if layers behind it share
+    them."""
+
+    x: jax.Array
+    cache: Any
+    selected: jax.Array | None
 
 
 class Scales(NamedTuple):
@@ -200,7 +209,8 @@ def decoder_layer(
     scales: Scales,
     options: StepOptions,
     shared: V4Step | None,
-) -> tuple[jax.Array, Any]:
+    selected: jax.Array | None = None,
+) -> LayerResult:
     """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
 
     Args:
@@ -211,16 +221,18 @@ def decoder_layer(
       batch: the step.
       scales: of an fp8 cache and of fp8 queries.
       shared: V4 alone: of `shared_steps`, for this layer's kind.
+      selected: GLM-5 alone: of the layer whose choice this one shares.
 
     Returns:
-      x and the cache, with the new tokens written (in place if it is donated).
+      LayerResult; the cache has the new tokens written (in place if it is donated).
     """
     # Rows of padding are undefined after attention: a NaN in them must not reach the experts' blocks.
     valid = batch.step.owned_tokens(x.shape[0])
 
     def attention(x: jax.Array) -> jax.Array:
-        nonlocal cache
-        attended, cache = _attend(layer["attention"], config, x, cache, batch, scales, options, shared)
+        nonlocal cache, selected
+        found = _attend(layer["attention"], config, x, cache, batch, scales, options, shared, selected)
+        attended, cache, selected = found
         return jnp.where(valid[:, None], attended, 0)
 
     def mlp(x: jax.Array) -> jax.Array:
@@ -245,7 +257,7 @@ def decoder_layer(
         else:
             read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
             x = write_streams(block(read), write, mix, x)
-    return x, cache
+    return LayerResult(x, cache, selected)
 
 
 def _attend(
@@ -257,24 +269,30 @@ def _attend(
     scales: Scales,
     options: StepOptions,
     shared: V4Step | None,
-) -> tuple[jax.Array, Any]:
-    """The attention of one layer of any model: y [T, C] and the cache."""
+    selected: jax.Array | None,
+) -> LayerResult:
+    """The attention of one layer of any model, x being its result [T, C]."""
     attention = config.attention
     common: dict[str, Any] = {"implementation": options.implementation, "context_axis": options.context_axis}
     if isinstance(attention, V4Config):
         assert shared is not None
-        return v4.attend(params, attention, x, cache, shared, **scales._asdict(), **common)
+        return LayerResult(*v4.attend(params, attention, x, cache, shared, **scales._asdict(), **common), None)
     if isinstance(attention, V32Config):
-        return v32.attend(params, attention, x, cache, batch.step, **scales._asdict(), **common)
+        sparse: dict[str, Any] = {**scales._asdict(), **common}
+        if config.shared_behind and attention.has_indexer:
+            return LayerResult(*v32.attend(params, attention, x, cache, batch.step, return_selected=True, **sparse))
+        given = None if attention.has_indexer else selected
+        y, cache = v32.attend(params, attention, x, cache, batch.step, selected=given, **sparse)
+        return LayerResult(y, cache, given if config.shared_behind else None)
     if options.phase == "decode":
         dense = batch.step.cu_seqlens_q is None
         x = x[:, None] if dense else x
         y, cache = functional.decode(params, attention, x, cache, batch.step, **scales._asdict(), **common)
-        return y[:, 0] if dense else y, cache
+        return LayerResult(y[:, 0] if dense else y, cache, None)
     common["kv_scale"] = scales.kv_scale
     if options.phase == "fresh":
-        return _attend_fresh(params, attention, x, cache, batch.step, **common)
-    return functional.prefill_with_context(
+        return LayerResult(*_attend_fresh(params, attention, x, cache, batch.step, **common), None)
+    y, cache = functional.prefill_with_context(
         params,
         attention,
         x,
@@ -284,6 +302,7 @@ def _attend(
         context_passes=options.context_passes,
         **common,
     )
+    return LayerResult(y, cache, None)
 
 
 def _attend_fresh(
@@ -342,10 +361,12 @@ def run_layers(
     Returns:
       x and the caches, with the new tokens written.
     """
-    written = []
+    written: list[Any] = []
+    selected: jax.Array | None = None
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         own = config.layer(index)
-        x, cache = decoder_layer(layer, own, x, cache, batch, scales, options, shared.get(own.kind))
+        step = shared.get(own.kind)
+        x, cache, selected = decoder_layer(layer, own, x, cache, batch, scales, options, step, selected)
         written.append(cache)
     return x, written
 

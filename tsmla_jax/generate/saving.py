@@ -59,6 +59,8 @@ def save_model(
     if len(params["layers"]) != config.num_layers:
         raise ValueError(f"params: has {len(params['layers'])} layers; legal: the config's, {config.num_layers}")
     given = None if base is None else open_checkpoint(base)
+    if packed := next((name for name in (given.names() if given else ()) if name.endswith(".weight_packed")), None):
+        raise ValueError(f"base: tensor {packed!r} is of an int4 weight; legal: a checkpoint that stores none")
     tensors = _stored_tensors(params, config, given, None if dtype is None else jnp.dtype(dtype))
     save_checkpoint(checkpoint_dir, tensors, base=given, max_shard_bytes=max_shard_bytes)
 

@@ -20,7 +20,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 @pytest.mark.parametrize(
     ("model", "name", "value"),
     [
-        ("v3", "model_type", "glm4_moe_lite"),
+        ("v3", "model_type", "longcat_flash"),
         ("v3", "rope_scaling", {**YARN, "apply_yarn_scaling": False}),
         ("v3", "rope_scaling", {**YARN, "attn_factor": 0.87}),
         ("v3", "mla_scale_q_lora", True),
@@ -121,8 +121,8 @@ def test_a_table_of_experts_does_not_wrap_around(tmp_path: Path) -> None:
     ("group", "text"),
     [
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "got 'compressed-tensors' with format 'pack",
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "got 'compressed-tensors' with format 'nvfp4",
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method: got 'modelopt' with quant_algo 'NVFP4'"),
         (

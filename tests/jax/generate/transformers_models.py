@@ -46,8 +46,22 @@ V3 = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "
 
 V3_ONLY = ("intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "first_k_dense_replace")
 
+EXPERTS = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "first_k_dense_replace")
+
 # So many heads that no key is refused by all of them: those all score 0, and torch breaks ties as it likes.
 INDEXER = {"index_n_heads": 16, "index_head_dim": 24}
+
+# Of both models: heads wider than V3's, a value as wide as a key.
+GLM = {
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 
 V4 = {
     "head_dim": 32,
@@ -79,6 +93,14 @@ MODELS = {
         2,
     ),
     "v3.2": ("DeepseekV32", {**V3, **INDEXER, "index_topk": 12, "rope_parameters": YARN}, 1),
+    # GLM-5.2: of its four layers two have an indexer.
+    "glm-5": (
+        "GlmMoeDsa",
+        {**GLM, **INDEXER, "index_topk": 12, "num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+        1,
+    ),
+    "glm-4.7-flash": ("Glm4MoeLite", {**GLM, "mlp_layer_types": ["dense", "sparse", "sparse"]}, 1),
+    "youtu": ("Youtu", {"q_lora_rank": 24, "rope_parameters": YARN, "tie_word_embeddings": True}, 1),
     "v4": ("DeepseekV4", {**V4, **INDEXER, "index_topk": 7}, 1),
 }  # fmt: skip
 
@@ -101,17 +123,30 @@ def randomise(model: Any) -> None:
                 value.copy_(spread * torch.randn_like(value) + key.endswith("scale"))
 
 
-def reference_tokens(name: str, prompts: list[list[int]], new_tokens: int, directory: Path) -> list[list[int]]:
-    """Saves a random model and lets transformers continue the prompts, one by one."""
+def saved_model(name: str, directory: Path) -> Any:
+    """A random model of transformers, saved."""
     kind, extra, seed = MODELS[name]
     torch.manual_seed(seed)
-    sizes = {key: value for key, value in SIZES.items() if kind != "DeepseekV4" or key not in V3_ONLY}
+    without = {"DeepseekV4": V3_ONLY, "Youtu": EXPERTS}.get(kind, ())
+    sizes = {key: value for key, value in SIZES.items() if key not in without}
     config = getattr(transformers, f"{kind}Config")(**{**sizes, **extra})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     randomise(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def reference_logits(name: str, tokens: list[int], directory: Path) -> Any:
+    """Saves a random model, and transformers' logits [T, V] after each of these tokens."""
     with torch.no_grad():
-        model.save_pretrained(directory)
+        return saved_model(name, directory)(torch.tensor([tokens])).logits[0].numpy()
+
+
+def reference_tokens(name: str, prompts: list[list[int]], new_tokens: int, directory: Path) -> list[list[int]]:
+    """Saves a random model and lets transformers continue the prompts, one by one."""
+    model = saved_model(name, directory)
+    with torch.no_grad():
         tokens = []
         for prompt in prompts:
             ids = model.generate(
