@@ -113,7 +113,11 @@ def test_nan_of_unused_keys_is_in_no_derivative_of_logits(packed: bool) -> None:
             arrays = (q, weights, cache, tables, lens)
             return tsmla_jax.indexer_logits(*arrays, cu_seqlens_q=offsets, implementation=name)[0, 0]
 
-        np.testing.assert_allclose(jax.grad(total)(weights), [seen, 0 * seen], rtol=1e-5)
+        if packed and name == "xla":
+            with pytest.raises(NotImplementedError, match="indexer_logits of quantised values has no derivative"):
+                jax.grad(total)(weights)
+        else:
+            np.testing.assert_allclose(jax.grad(total)(weights), [seen, 0 * seen], rtol=1e-5)
     asking = torch.from_numpy(weights).requires_grad_()
     given = (tensor(q), asking, *map(torch.from_numpy, (cache, tables, lens)))
     tsmla_bridge.indexer_logits(*given, cu_seqlens_q=torch.from_numpy(offsets))[0, 0].backward()
