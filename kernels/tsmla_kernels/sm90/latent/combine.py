@@ -38,7 +38,7 @@ class Merge(NamedTuple):
     Attributes:
       partial_out, partial_lse, out, lse: operands.
       sums: scratch in shared memory.
-      entry: the row tile's SplitEntry, in registers. group: the number of this thread group in the CTA.
+      entry: the row tile's SplitEntry, in registers. group: the index of this thread group in the CTA.
       sinks: [H], or None.
     """
 
@@ -53,8 +53,8 @@ class Merge(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A thread group's part of a row tile, which is cut into `slices` slices. The group merges part `member` of the
-    `members` equal parts of slices [index, index + taken)."""
+    """A thread group's part of a row tile. The row tile is cut into `slices` slices. Slices [index, index + taken) are
+    cut into `members` equal parts, of which the group merges the part with index `member`."""
 
     index: Int32
     slices: Int32
@@ -73,8 +73,8 @@ class Octets(NamedTuple):
 
 
 class Team(NamedTuple):
-    """The threads that share an octet: this thread's number in its group, its number among the sharers, and how many
-    share it."""
+    """The threads that share an octet: this thread's index in its group, its index among the sharers, and how many
+    sharers there are."""
 
     thread: Int32
     member: Int32
@@ -101,8 +101,8 @@ class Loaded(NamedTuple):
 
 @cute.jit
 def partial_row(slot: Int32, row: Int32, shape: LatentShape):
-    """The number in partial_out of row `row` of a slot. The number has 64 bits when batch_invariant, because there are
-    many slots then."""
+    """The index of row `row` of slot `slot` among the rows of all slots of partial_out (or of partial_lse, with
+    3 times the slot's index). The index has 64 bits if batch_invariant, because there are many slots then."""
     if const_expr(shape.batch_invariant):
         slot = Int64(slot)
     return slot * shape.tile_rows + row
@@ -137,9 +137,10 @@ class Combine:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the same numbers merge slices of
-        these pieces' row tiles, so neither a search nor a schedule is needed. When batch_invariant a thread group
-        merges a row tile, or a slice of it if there are more groups than tiles.
+        Each cluster of `attend` described its pieces in split_info. Here the CTAs with the indices of that
+        cluster's CTAs merge slices of these pieces' row tiles, so neither a search nor a schedule is needed. If
+        batch_invariant, a thread group merges a row tile, or a slice of one if there are at least twice as many groups
+        as tiles.
         """
         # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
         # CTAs of this kernel end.
@@ -205,7 +206,7 @@ class Combine:
             if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
                     entry[word] = start_entry[word]
-            # If one of the tile's clusters has a second tile, slices are halves: it takes one slice, others take two.
+            # If one of the tile's clusters has a second tile, slices are halves: that cluster takes one, others two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
@@ -237,7 +238,7 @@ class Combine:
         """Merge a Slice of `rows` rows of a row tile, from `first_row` on. The result is the mean of the pieces'
         results, weighted by exp2(their lse).
 
-        A thread has an octet, 8 columns of a row; eight lanes have 128 bytes of a piece. If there are more threads than
+        A thread has an octet, 8 columns of a row; eight lanes have 64 columns. If there are more threads than
         octets, several share an octet and each takes some of the pieces: up to four lanes of a warp, then further
         warps. A running maximum keeps the weights at most 1.
         """
@@ -329,7 +330,8 @@ class Combine:
 
     @cute.jit
     def load_pieces(self, step: Int32, merge: Merge, merged: Merged, loaded: Loaded, team: Team):
-        """Load a thread's pieces from `step` on, for each of its octets. Pieces past the last have weight 0."""
+        """Load, for each of the thread's octets, the thread's pieces among those from piece `step` on. Pieces past the
+        last one get weight 0."""
         first, count = merge.entry[SplitEntry.SLOT], merge.entry[SplitEntry.PIECES]
         rows, columns = merged.rows, merged.columns
         lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
@@ -390,7 +392,7 @@ class Combine:
 
     @cute.jit
     def write_octet(self, v: cutlass.Constexpr[int], counts: cutlass.Boolean, merge: Merge, merged: Merged, team: Team):
-        """Write the thread's octet number v, and its row's log-sum-exp."""
+        """Write the thread's octet with index v. If this is its row's first octet, also write the row's log-sum-exp."""
         out, lse, row_base = merge.out, merge.lse, merge.entry[SplitEntry.ROW]
         acc, weight, rows, columns = merged.acc, merged.weight, merged.rows, merged.columns
         factor = Float32(0.0)
@@ -421,9 +423,9 @@ class Combine:
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
-        """Add up, through shared memory, the sums of the warps that share the eight octets from number `octet` on.
+        """Add up, through shared memory, the sums of the warps that share the eight octets from octet `octet` on.
 
-        Store the result and the row's log-sum-exp.
+        Store the result. If these are the row's first octets, also store the row's log-sum-exp.
         """
         lse, sharers = merge.lse, team.sharers // 4
         lane = kept(cute.arch.lane_idx())  # so that addresses are not computed before the loads
@@ -460,7 +462,7 @@ class Combine:
             first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.partial_is_lane_order):
-                # Of every 32 columns a lane has, in the group of 8 with number lane % 4, the pair number lane // 4 % 4.
+                # Of 32 columns a lane has two: the pair with index lane // 4 % 4 in the group of 8 with index lane % 4.
                 column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):

@@ -80,8 +80,8 @@ class KeySoftmax:
         """Turn S into P, relative to the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
 
         The maxima are updated if a P would exceed 2**RESCALE_BITS, and always in a piece's first block (`first` is 1).
-        With token_rows `first` has a bit for each token: whether the block has the token's first keys. The four warps
-        have different keys of the same rows, so they vote and reduce together.
+        If token_rows is set, `first` has a bit for each token: whether the block has the token's first keys. The four
+        warps have different keys of the same rows, so they vote and reduce together.
         """
         changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
         m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved

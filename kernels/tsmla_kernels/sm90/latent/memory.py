@@ -50,8 +50,8 @@ class ScheduleState(IntEnum):
     """Words in which the scheduling warp keeps the cluster's share of the batch and its place in the share."""
 
     REQUEST = 0
-    TILE = 1  # the row tile's number in its request
-    TILE_START = 2  # where the tile begins on its line; PACKED: the number of its request among the cluster's requests
+    TILE = 1  # the row tile's index among its request's row tiles on the line
+    TILE_START = 2  # where the tile begins on its line; PACKED: the index of its request among the cluster's requests
     BEGIN = 3  # where the share begins on the line
     END = 4
     KIND = 5  # a ScheduleKind
@@ -98,7 +98,8 @@ class Schedule(NamedTuple):
       block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info: operands.
       pieces: the ring of descriptions, [Piece, place].
       state: the words of ScheduleState.
-      num_clusters, cluster_index: the grid's clusters, and this one. rank: this CTA's number in its cluster.
+      num_clusters, cluster_index: how many clusters the grid has, and this cluster's index. rank: this CTA's index in
+        its cluster.
       all_rows: rows of out.
       order: scratch for sorting requests.
       visible_lens: [T] i32, how many keys each token sees; None without such an array.
@@ -120,7 +121,8 @@ class Schedule(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request's size: its keys, its first row of q and out, its query rows, row tiles and key blocks."""
+    """A request's size: how many keys it has, its first row of q and out, and how many query rows, row tiles and key
+    blocks it has."""
 
     keys: Int32
     first_row: Int32
@@ -130,14 +132,15 @@ class Request(NamedTuple):
 
 
 class FixedPieces(NamedTuple):
-    """How row tiles are cut when batch_invariant: the key blocks of a piece, and a tile's slots of partial_out."""
+    """How row tiles are cut if batch_invariant: how many key blocks a piece has, and how many slots of partial_out a
+    tile has."""
 
     blocks: Int32
     slots: Int32
 
 
 class Track(NamedTuple):
-    """A cluster's track: its number, the clusters that share it, and this cluster's position among them."""
+    """A cluster's track: its index, how many clusters share it, and this cluster's position among these clusters."""
 
     index: Int32
     clusters: Int32
@@ -145,13 +148,13 @@ class Track(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A batch's size, and the size of the request that has this lane's number.
+    """A batch's size, and the size of this lane's request, whose index is the lane's number.
 
     Attributes:
       total: length of the line, or of each track. row_tiles: how many row tiles lie on it.
       longest: key blocks of the longest request.
       tracks: how many tracks there are; 1 if all row tiles lie on one line.
-      tiles, blocks: row tiles on the line, and key blocks, of the request that has this lane's number.
+      tiles, blocks: how many row tiles on the line, and how many key blocks, this lane's request has.
     """
 
     total: Int32
@@ -193,7 +196,7 @@ class Shared(NamedTuple):
       rescale: [ROWS, stages], the factors by which O's rows are multiplied before a stage's P V.
       moved: [4, stages], whether O's rows 0 to 15, 16 to 31, ... must be multiplied; only then are their factors
         written and read.
-      inverse: [ROWS, inverses_kept], 1 / row sum of the rows of a piece.
+      inverse: [ROWS, inverses_kept], 1 / row sum of each row; a piece has one column.
       pieces: the ring of descriptions, [Piece, place].
     """
 
@@ -216,7 +219,7 @@ class Running(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A thread of the softmax warpgroup: its number, its warp, its lane, the first of its two query rows."""
+    """A thread of the softmax warpgroup: its index, its warp, its lane, the first of its two query rows."""
 
     thread: Int32
     warp: Int32
@@ -266,7 +269,7 @@ class Scored(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The arrays for a row's 1 / sum and log-sum-exp. out_scale: the factor of the output. rank: this CTA's number in
+    """The arrays for a row's 1 / sum and log-sum-exp. out_scale: the factor of the output. rank: this CTA's index in
     its cluster. sinks: [H], or None."""
 
     inverse: cute.Tensor
@@ -288,6 +291,7 @@ class Ahead(NamedTuple):
 
 @cute.jit
 def two_rows(values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
-    """Read, from column `column` of `values` into `pair`, the values of the lane's two query rows of the v-th eight."""
+    """Read into `pair`, from column `column` of `values`, the values of the lane's two query rows: row
+    8 v + 2 (lane % 4) and the next one."""
     source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)

@@ -34,9 +34,9 @@ class Row(NamedTuple):
     """A thread's row of Q.
 
     Attributes:
-      target: the address to which the row is moved. source: the result of QuerySource.row. number: the row's number in
+      target: the address to which the row is moved. source: the result of QuerySource.row. number: the row's index in
         the tile.
-      first: the thread's number among the threads of the row; also the number of its first group of 16 columns.
+      first: the thread's index among the threads of the row; also the index of its first group of 16 columns.
       valid: -1, or 0 if the row is past the tile's end.
     """
 
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group of 16 columns of a row: the number of its tile of 64 columns, and the group's index (0 to 3) in it."""
+    """A group of 16 columns of a row: the index of its tile of 64 columns, and the group's index there (0 to 3)."""
 
     tile: Int32
     group: Int32
@@ -65,7 +65,7 @@ class QuerySource(Protocol):
         """The address of row `row`, in the pass `kind` over Q."""
 
     def words(self, source: Int32 | Int64, row: Int32, tile: Int32, chunk: Int32, kind: int) -> cute.Tensor:
-        """Four words of a row at `source`: the 16 bytes with number `chunk` in the tile `tile` of 64 columns."""
+        """Four words of the row at `source`: its 16 bytes with index `chunk` in the tile `tile` of 64 columns."""
 
 
 class QueryCopy:
@@ -74,8 +74,8 @@ class QueryCopy:
     Attributes:
       source: the place from which Q is read. q_dtype: the dtype of Q there.
       depth: columns of a row. p_rows: rows in Q's place.
-      natural_from: the groups of 16 columns from this one on are not permuted.
-      as_they_are: whether these groups also keep their dtype.
+      natural_from: the index of the first group of 16 columns that is not permuted; later groups are not either.
+      as_they_are: whether the groups that are not permuted also keep their dtype.
       in_place: whether Q is read from the place to which it is moved.
     """
 
@@ -108,7 +108,7 @@ class QueryCopy:
             big = any_of_warps(Int32(top >= PLAIN_TO))
             enough = any_of_warps(Int32(top >= PLAIN_FROM))
             if big != 0 or enough == 0:
-                # Scale the greatest finite number to between 2^14 and 2^15.
+                # Scale the greatest finite magnitude to [2^14, 2^15).
                 top = self.scaled_rows(target, sources, valid_rows, t, Float32(1.0), FIND)
                 top = cute.arch.warp_redux_sync(top, "max")
                 if t % 32 == 0:
@@ -128,7 +128,7 @@ class QueryCopy:
     @cute.jit
     def move(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32):
         """Move Q to `target`, unscaled. Return, as a pair of f16, the greatest magnitudes of the numbers that the
-        thread has converted to f16; NaN is ignored. For f16 queries both are 0.
+        thread has converted to f16; NaN is ignored. If queries are f16, both are 0.
 
         A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time. If Q is
         moved in place, no barrier separates reading from writing, because one thread alone reads and writes a group, or
@@ -173,12 +173,12 @@ class QueryCopy:
                     cute.autovec_copy(zeros, self.place(row, tile, chunk))
 
     def place(self, row: Row, tile: Int32, chunk: Int32) -> cute.Tensor:
-        """The place for eight columns of a row: number `chunk` in the tile `tile` of 64 columns."""
+        """The place for eight columns of a row, those with index `chunk` in the tile `tile` of 64 columns."""
         return four_words(row.target + tile * (self.p_rows * 128) + ((chunk ^ (row.number & 7)) << 4))
 
     def group(self, row: Row, tile: Int32, n: int) -> Group:
-        """The n-th of the groups that a thread has from the tile `tile` of 64 columns on. In an address the part that
-        depends on n is static, so that addresses share registers."""
+        """The thread's n-th group of 16 columns, counted from 0 at the tile `tile` of 64 columns. The part of its
+        address that depends on n is static, so that groups share the registers of their addresses."""
         threads = 128 // self.p_rows
         if threads <= TILE:
             return Group(tile + n * threads // TILE, row.first + n * threads % TILE)
@@ -193,9 +193,9 @@ class QueryCopy:
         top: Int32,
         natural: cutlass.Constexpr[bool],
     ):
-        """Move the thread's groups of 16 columns with the numbers [numbers[0], numbers[1]), counted from the tile
-        `tile` of 64 columns on (see `group`). Columns are permuted unless `natural`. Return the greatest of `top` and,
-        for bf16 queries, their magnitudes.
+        """Move the thread's groups of 16 columns with the indices [numbers[0], numbers[1]), counted from the tile
+        `tile` of 64 columns on (see `group`). Columns are permuted unless `natural`. Return `top`, or, if queries are
+        bf16, the greatest of `top` and the magnitudes of the moved numbers.
         """
         places = [self.group(row, tile, n) for n in range(*numbers)]
         words = cute.make_rmem_tensor((4, 2, len(places)), Int32)

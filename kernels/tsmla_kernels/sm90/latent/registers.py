@@ -8,7 +8,7 @@ import cutlass.cute as cute
 
 
 class Registers(NamedTuple):
-    """Registers of a thread: at launch, and then in the softmax, the value and the copying warpgroups."""
+    """How many registers a thread has: at launch, and then in the softmax, the value and the copying warpgroups."""
 
     start: int
     scores: int
@@ -16,7 +16,7 @@ class Registers(NamedTuple):
     copies: int
 
     def set(self, count: int) -> None:
-        """Set the registers of the calling warpgroup's threads."""
+        """Give each thread of the calling warpgroup `count` registers."""
         if count > self.start:
             cute.arch.setmaxregister_increase(count)
         else:

@@ -28,18 +28,18 @@ class RingLayout(NamedTuple):
     """The static facts of a ring, whatever its stages hold besides P.
 
     Attributes:
-      stages: how many stages. block: keys of a stage. p_rows: rows of P that the value warpgroups read.
+      stages: how many stages. block: how many keys a stage holds. p_rows: how many rows of P the value warpgroups read.
       dtype, q_dtype, p_dtype: the dtypes of the keys, of Q and of P in shared memory. p_swizzle: the swizzle of P's
         rows.
-      stage_elements: elements from one stage to the next.
+      stage_elements: how many elements lie from one stage's beginning to the next one's.
       p_offset: bytes from the beginning of a stage to its P.
-      pieces_kept: places in the ring of descriptions.
-      inverses_kept: for how many pieces row sums are kept. More than the pieces by which the softmax warpgroup may be
-        ahead of the value warpgroups.
-      releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
-        `moved`, because racecheck tracks only arriving lanes.
-      filling_warps: warps that arrive on `full`.
-      cluster: CTAs that may write a stage.
+      pieces_kept: how many places the ring of descriptions has.
+      inverses_kept: for how many pieces row sums are kept. It must be greater than the number of pieces by which the
+        softmax warpgroup may be ahead of the value warpgroups.
+      releasing_lanes: how many lanes of a value warp arrive on `empty`. Every lane that reads `rescale` or `moved` must
+        arrive, because racecheck tracks only arriving lanes.
+      filling_warps: how many warps arrive on `full`.
+      cluster: how many CTAs may write a stage.
     """
 
     stages: int

@@ -31,7 +31,7 @@ class LatentShape:
     Attributes:
       num_heads: H. max_q_len: S, or the longest query of a ragged batch.
       latent_dim: L. head_dim: D, the width of a key. page_size: Z.
-      block: keys of a stage of the ring.
+      block: how many keys a stage of the ring holds.
       tile_rows: query rows of a row tile, which a cluster handles at once.
       q_rows: query rows that a stage of the ring holds, if Q goes through the ring. p_rows: query rows of P V.
       few_rows: whether a row tile is so small that instructions, not bytes, limit the merging of its pieces.
@@ -47,8 +47,8 @@ class LatentShape:
       visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
       batch_invariant: whether requests are cut at fixed keys, so that a row's bits do not depend on the rest of the
         batch.
-      skips: whether a request with a negative length belongs to another launch, which computes its rows. Requests have
-        max_q_len tokens each, and the last one has the rest.
+      skips: whether a request with a negative length belongs to another launch, which computes its rows. If
+        set, each request has max_q_len tokens, except the last one, which has the remaining tokens.
     """
 
     num_heads: int
@@ -85,7 +85,7 @@ class LatentShape:
 
 
 def invariant_piece_blocks(shape: LatentShape, max_pages: int) -> int:
-    """Key blocks of one piece of a request when batch_invariant. The number depends on the table's width only."""
+    """How many key blocks a piece of a request has if batch_invariant. This depends on the table's width only."""
     blocks = _blocks(shape, max_pages)
     return INVARIANT_MIN_KEYS // shape.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
 
@@ -93,7 +93,7 @@ def invariant_piece_blocks(shape: LatentShape, max_pages: int) -> int:
 def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, Dim]]:
     """The requests [first, stop) of each launch that a call takes. One launch takes all, unless the partial results of
     a large batch_invariant batch exceed INVARIANT_WORKSPACE bytes: then each launch takes as many requests as fit.
-    Their bits depend neither on the batch nor on the launch."""
+    A row's bits depend neither on the batch nor on the launch."""
     if not shape.batch_invariant or not (isinstance(batch, int) and isinstance(max_pages, int)):
         return [(0, batch)]
     row_bytes = shape.latent_dim * ITEMSIZE[shape.partial_dtype] + 3 * ITEMSIZE["float32"]
@@ -119,7 +119,7 @@ def workspace_shapes(
     requests.
 
     A cluster has two slots of `partial_out` and two entries of `split_info`, because it makes at most two pieces of row
-    tiles that other clusters share: the end of one tile and the start of another. When batch_invariant, a row tile has
+    tiles that other clusters share: the end of one tile and the start of another. If batch_invariant, a row tile has
     its own slots and one entry; these entries follow one unused entry for each cluster. The kernel derives the number
     of clusters from the number of entries. `partial_lse` has three numbers for each row of a piece: its base-2
     log-sum-exp, and the factors for the first and the second half of its columns in `partial_out`.
@@ -139,5 +139,5 @@ def workspace_shapes(
 
 
 def _blocks(shape: LatentShape, max_pages: int) -> int:
-    """Key blocks of a full table."""
+    """How many key blocks a full row of the block table has."""
     return -(-max_pages * shape.page_size // shape.block)

@@ -23,11 +23,11 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks must leave no cluster idle
 MIN_SORTED_SHARE = 32  # requests are sorted only if a share has at least this many key blocks
-MAX_SORTED = 128  # most requests that are sorted by length, because their numbers are kept in bytes
-MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds this count and the request's number
+MAX_SORTED = 128  # most requests that are sorted by length, because their indices are kept in bytes
+MAX_SORTED_BLOCKS = 1 << 24  # a sorted request has fewer key blocks: one word holds this count and the request's index
 ALL_KEYS = (1 << 31) - 1  # a length that no request exceeds
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
-# How many words the schedule's state has. The numbers of a cluster's sorted requests, one byte each, begin in the word
+# How many words the schedule's state has. The indices of a cluster's sorted requests, one byte each, begin in the word
 # TRACKS.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
 
@@ -99,7 +99,7 @@ class BatchShare:
 
     @cute.jit
     def request_at(self, r: Int32, schedule: Schedule) -> Request:
-        """The size of request r, whose numbers are read here."""
+        """The size of request r, computed from `self.numbers(r)`."""
         return self.request(r, self.numbers(r, schedule.seq_lens, schedule.cu_seqlens_q), schedule)
 
     @cute.jit
@@ -114,7 +114,7 @@ class BatchShare:
 
     @cute.jit
     def fixed_pieces(self, schedule: Schedule) -> FixedPieces:
-        """How row tiles are cut when batch_invariant; without it (1, 1), which nothing uses."""
+        """How row tiles are cut if batch_invariant; otherwise (1, 1), which nothing uses."""
         blocks, slots = Int32(1), Int32(1)
         if const_expr(self.batch_invariant):
             slots = schedule.partial_lse.shape[0] // (schedule.seq_lens.shape[0] * self.max_tiles)
@@ -145,7 +145,7 @@ class BatchShare:
 
     @cute.jit
     def cluster_requests(self, state: cute.Tensor):
-        """The requests of a cluster when requests are dealt out by length: their numbers, or -1 for no request."""
+        """A cluster's requests if requests are dealt out by length: their indices, or -1 for no request."""
         return cute.make_tensor(
             cute.recast_ptr(state.iterator + ScheduleState.TRACKS, dtype=cutlass.Int8), cute.make_layout(MAX_REQUESTS)
         )
@@ -162,8 +162,8 @@ class BatchShare:
 
     @cute.jit
     def early_numbers(self, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
-        """The `numbers` of the request that has this lane's number. All warps load them early: if only one warp did,
-        the branch would wait for the data."""
+        """The `numbers` of the request whose index is this lane's number. All warps load these early: if only
+        one warp did, its branch would wait for the data."""
         return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 
     @cute.jit
@@ -191,8 +191,8 @@ class BatchShare:
         - LINE: an interval; all clusters' intervals have the same length.
         The other kinds leave fewer pieces to merge. One is chosen if its longest share is at most about a sixteenth
         longer than LINE's:
-        - WHOLE: whole tiles, the same number for each cluster.
-        - CUT: one piece for each cluster; all pieces of a tile but the last have the same length.
+        - WHOLE: whole tiles, equally many for each cluster, but fewer or none for the last ones.
+        - CUT: at most one piece for each cluster; all pieces of a tile but the last have the same length.
         - PACKED: whole requests, sorted by length and dealt out to the clusters forwards, then backwards, and so on. If
           the batch has no more requests than clusters, empty requests pad it to the number of clusters. Then two
           clusters share the i-th longest and the i-th shortest request, and cut the longer one.
@@ -213,7 +213,7 @@ class BatchShare:
 
     @cute.jit
     def measure(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
-        """Measure the batch; on tracks (see `share`) if they fit."""
+        """Measure the batch, laid on tracks (see `share`) if these fit, otherwise on one line."""
         order = schedule.order
         lane = cute.arch.lane_idx()
         batch = schedule.seq_lens.shape[0]
@@ -252,7 +252,7 @@ class BatchShare:
 
     @cute.jit
     def measure_equal(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
-        """Measure a batch of equal requests; on tracks if they fit. One request's size is enough."""
+        """Measure a batch of equal requests as `measure` does, but from the size of one request."""
         batch = schedule.seq_lens.shape[0]
         request = self.request(Int32(0), early, schedule)
         tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
@@ -324,8 +324,8 @@ class BatchShare:
 
     @cute.jit
     def sort(self, batch: Int32, order: cute.Tensor):
-        """Sort the `batch` words of `order` in descending order. They are distinct, so a word's place is the number of
-        greater words."""
+        """Sort the `batch` words of `order` in descending order. The words are distinct, so a word's place is how many
+        words are greater."""
         lane = cute.arch.lane_idx()
         cute.arch.sync_warp()
         mine = cute.make_rmem_tensor((MAX_SORTED // 32,), Int32)
@@ -345,7 +345,7 @@ class BatchShare:
 
     @cute.jit
     def sorted_blocks(self, order: cute.Tensor, i: Int32, batch: Int32):
-        """Key blocks of the i-th longest request; 0 if the batch has fewer requests."""
+        """How many key blocks the i-th longest request has, with i from 0; 0 if the batch has no such request."""
         blocks = Int32(0)
         if i < batch:
             blocks = quotient(order[i], MAX_SORTED)

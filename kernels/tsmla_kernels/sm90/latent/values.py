@@ -1,7 +1,7 @@
 """O^T += V^T P^T with V^T widened to f16 in registers: the walk of the value warpgroups, widening, and the epilogue.
 
-ldmatrix transposes V into registers, where V^T is widened; f16 WGMMA takes it from there. P stays f16, because rounding
-P to fp8 would add much to the output's error.
+ldmatrix transposes V into registers; V^T is widened there, and f16 WGMMA reads V^T from registers. P stays f16, because
+rounding P to fp8 would add much to the output's error.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Held(NamedTuple):
       o: `acc` with the modes (query row of two, latent of two, eight query rows, tile of latents).
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8. Both are None if V^T is not read into registers.
       offset: the offset of the lane's first values in a stage.
-      thread, lane: the thread's number in its warpgroup and in its warp.
-      factors: 1 / row sum of the lane's rows, if they are read before the last stage is released.
+      thread, lane: the thread's index in its warpgroup and in its warp.
+      factors: 1 / row sum of the lane's rows, if the kernel reads these before it releases a piece's last stage;
+        otherwise None.
     """
 
     mma_pv: cute.TiledMma
@@ -75,7 +76,7 @@ class OutRows(NamedTuple):
     Attributes:
       inverse, kept: the rows' factors (1 / row sum) are column `kept` of `inverse`. factors: the same factors in
         registers, or None.
-      first_latent, lane: the lane's first latent, and its number in the warp.
+      first_latent, lane: the lane's first latent, and the lane's index in the warp.
     """
 
     inverse: cute.Tensor
@@ -86,7 +87,7 @@ class OutRows(NamedTuple):
 
 
 class OutArrays(Protocol):
-    """The operands that hold O: out [N, L], and the pieces' results."""
+    """The operands to which O is stored: out [N, L], and partial_out with the pieces' results."""
 
     out: cute.Tensor
     partial_out: cute.Tensor
@@ -122,13 +123,13 @@ class Values(Protocol):
 
     @property
     def lookahead(self) -> int:
-        """A piece is described this many pieces before the value warpgroups reach it."""
+        """How many pieces ahead the scheduling warp describes: after piece n it describes piece n + lookahead."""
 
     def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
         """`wide`, `narrow` and `factors` of Held."""
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
-        """The first tile of 16 latents of a warp of value warpgroup `half`."""
+        """The index of the first tile of 16 latents of warp `warp` of value warpgroup `half`."""
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
         """The offset in a stage of this lane's first values."""
@@ -150,7 +151,7 @@ class Values(Protocol):
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
 
     def look_at(self, piece: Described, held: Held, arrays: OutArrays) -> None:
-        """Look at a piece's O before it is stored."""
+        """Look at a piece's O before the O is stored. A kernel that needs no look does nothing here."""
 
     def wait_for_sums(self, number: Int32) -> None:
         """Wait until piece `number`'s row sums have been written."""
@@ -179,8 +180,9 @@ class ValueWalk:
     ):
         """Run warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue. One of their warps also schedules.
 
-        A warp has a quarter of the half's latents, in tiles of 16 (with fp8, 16 bytes of a key, which ldmatrix takes as
-        one row). A lane has two latents of a tile: rows g and g + 8 of the product, where g is lane // 4.
+        A warp has a quarter of the half's latents, in tiles of 16 (if keys are fp8, a tile is 16 bytes of a key,
+        which ldmatrix takes as one row). A lane has two latents of a tile: rows g and g + 8 of the product, where g is
+        lane // 4.
         """
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -234,7 +236,7 @@ class WideValues:
     """P V with P of f16 and V^T widened in registers.
 
     Attributes:
-      half: latents of a value warpgroup. m_tiles: how many tiles of 64 latents these are.
+      half: how many latents a value warpgroup has. m_tiles: how many tiles of 64 latents these are.
       neighbours: how many neighbouring latents a lane has.
       latent: L. p_rows, p_dtype: as in Ring. out_dtype, partial_dtype: the dtypes of out and of partial_out.
     """

@@ -225,7 +225,7 @@ class PieceWalk:
                     r += 1
                 if const_expr(self.batch.may_sort_requests):
                     if kind == ScheduleKind.PACKED:
-                        r = Int32(0)  # any number that lets the walk go on: `requests` has the request's number
+                        r = Int32(0)  # any index that lets the walk go on: `requests` has the request's index
         if lane == 0:
             if found == 0:
                 pieces[Piece.BLOCK_BEGIN, place] = 0
@@ -298,7 +298,7 @@ class PieceWalk:
 
     @cute.jit
     def note_fixed_cut(self, entry: Int32, rows: TileRows, first_slot: Int32, cuts: Int32, schedule: Schedule):
-        """Write the SplitEntry of a row tile when batch_invariant. It has 0 pieces if the tile is not cut."""
+        """Write the SplitEntry of a row tile if batch_invariant. The entry says 0 pieces if the tile is not cut."""
         split_info = schedule.split_info
         count = cuts
         if cuts == 1:
