@@ -20,7 +20,7 @@ GROUP_THREADS = 256  # threads that merge one row tile together
 GROUPS = 2  # thread groups of a CTA
 COMBINE_THREADS = GROUP_THREADS * GROUPS
 PIECES_AT_ONCE = {32: 2, 16: 8}  # pieces that a thread loads at once, by the bits of partial_out's elements
-# Threads that share an octet when batch_invariant: the order of additions must not depend on the batch.
+# How many threads share an octet if batch_invariant: the order of additions must not depend on the batch.
 INVARIANT_SHARERS = 4
 
 

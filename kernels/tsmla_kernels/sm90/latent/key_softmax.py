@@ -65,7 +65,7 @@ class KeySoftmax:
 
     Attributes:
       p_rows: how many rows P has. p_dtype: the dtype of P. over_keys: reduces over all keys (see OverKeys).
-      token_rows: rows of a token, if rows see different keys; None if all rows see the same keys.
+      token_rows: how many rows a token has, if tokens see different keys; None if all rows see the same keys.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Piece(IntEnum):
     VALID_ROWS = 6  # how many of this CTA's 64 rows exist; may be negative
     SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
-    Q_STAGES = 9  # stages of the ring that Q takes, if Q goes through the ring
+    Q_STAGES = 9  # how many stages of the ring Q takes, if Q goes through the ring
 
 
 class SplitEntry(IntEnum):
@@ -55,7 +55,7 @@ class ScheduleState(IntEnum):
     BEGIN = 3  # where the share begins on the line
     END = 4
     KIND = 5  # a ScheduleKind
-    PIECE_OF_TILE = 6  # the tile's next piece when batch_invariant; -1: its first piece that begins in the share
+    PIECE_OF_TILE = 6  # if batch_invariant, index of the tile's next piece; -1: the first one that begins in the share
     EQUAL_COST = 7  # length of every row tile on the line; 0 if each tile's length follows from its keys
     TRACKS = 8  # how many tracks; in kernels that may sort requests, the first word of the cluster's requests
 

@@ -132,7 +132,8 @@ class BatchShare:
 
     @cute.jit
     def cost_on_line(self, blocks: Int32, piece_blocks: Int32, kind: Int32, equal_cost: Int32, share_length: Int32):
-        """The length on the line of a row tile of `blocks` key blocks. If `equal_cost` is not 0, it is that length."""
+        """The length on the line of a row tile of `blocks` key blocks. If `equal_cost` is not 0, the length is
+        `equal_cost`."""
         length = blocks + OVERHEAD
         if const_expr(self.batch_invariant):
             length = blocks + OVERHEAD * ((blocks + piece_blocks - 1) // piece_blocks)
@@ -152,9 +153,9 @@ class BatchShare:
 
     @cute.jit
     def cut(self, longer: Int32, shorter: Int32):
-        """The key block at which the longer of two requests is cut. One cluster takes the blocks before it; another one
-        takes the rest and the shorter request. If the rest has at most OVERHEAD blocks, there is no cut and the result
-        is `longer`."""
+        """The key block at which the longer of two requests is cut. One cluster takes the blocks before that one, and
+        another cluster the rest and the shorter request. If the rest has at most OVERHEAD blocks, there is no cut and
+        the result is `longer`."""
         cut_at = cutlass.min(quotient(longer + shorter + OVERHEAD + 1, 2), longer)
         if longer - cut_at <= OVERHEAD:
             cut_at = longer
