@@ -1,8 +1,8 @@
 """How TokenSpeed's Blackwell kernels serve a call: static configurations, query tiles, splits and workspaces.
 
-The decisions are those of tokenspeed-mla 2.0, whose functions the docstrings name and tests/kernels/sm100 compares with
-these. They are made here from static shapes, without importing that package, cutlass or torch. A call that the package
-can't run gets the reason here.
+The decisions are those of tokenspeed-mla 2.0. The docstrings here name the package's functions, and
+tests/kernels/sm100 compares their results with those of the functions here. The decisions are made from static shapes,
+without importing that package, cutlass or torch. A call that the package can't run gets the reason here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEY_TILE = 128  # keys of one step of a CTA pair
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_HEADS = 128  # rows of the largest query tile; the heads of one token must fit one
 MAX_Q_LEN = 256  # the kernels' code has one step for each query token
-MAX_ELEMENTS = 1 << 31  # of a result, which the kernels index in 32 bits
+MAX_ELEMENTS = 1 << 31  # a result must have fewer, because the kernels index it in 32 bits
 LEAST_WORKSPACE = 16  # bytes: the operand exists even if no request is split
 
 QK_HEAD_DIM, V_HEAD_DIM = 192, 128
@@ -58,8 +58,9 @@ class DecodeConfig:
     """The static facts that a decode object is compiled for. All else is dynamic.
 
     Attributes:
-      dtype: "float8_e4m3fn", "bfloat16" or "float16", of q and cache; out is bfloat16 for fp8.
-      num_heads: H. max_q_len: S, or the bound on a ragged request's queries. page_size: Z, or half of it.
+      dtype: the dtype of q and cache, "float8_e4m3fn", "bfloat16" or "float16". If it is fp8, out is bfloat16.
+      num_heads: H. max_q_len: S or, if ragged, the bound on a request's queries.
+      page_size: Z, or 64 if Z is 128 and dtype is fp8.
       traced_scales: whether the kernel's loops read the scales from device memory. If not, the launch passes them by
         value. The object serves every value in both cases.
     """
@@ -83,8 +84,8 @@ class QueryTiles:
     Attributes:
       rows: M of a tile. count: tiles of one request.
       stride: query rows in a tile; the rest of the tile is padding.
-      fold: whole query tokens in a tile (the package's fold_sq_factor), 1 when packed.
-      packed: whether a tile may hold a part of a query token's heads (the package's pack_q).
+      fold: how many whole query tokens a tile has (the package's fold_sq_factor); 1 if packed.
+      packed: whether a tile can hold a part of a query token's heads (the package's pack_q).
     """
 
     rows: int
@@ -161,8 +162,8 @@ def split_count(
     minimum: Callable[[Any, Any], Any] = min,
     maximum: Callable[[Any, Any], Any] = max,
 ) -> Dim:
-    """Pieces that every request's keys are cut into (_get_split_kv_and_workspace_size). max_keys is the number of keys
-    in the pages of one row of the block table. For symbolic sizes `minimum` and `maximum` are jax's."""
+    """How many pieces each request's keys are cut into (_get_split_kv_and_workspace_size). max_keys is how many keys
+    the pages of one row of the block table hold. If sizes are symbolic, pass jax's `minimum` and `maximum`."""
     tiles = query_tiles(config, arch)
     ctas = 1 if tiles.rows == 64 else 2
     split = maximum(1, num_sms // batch // (tiles.count * ctas))
@@ -187,7 +188,7 @@ def workspace_shape(
     maximum: Callable[[Any, Any], Any] = max,
 ) -> tuple[Dim, Dim]:
     """The int8 workspace [splits, bytes a split], from whose shape the launcher reads the number of splits. Its size is
-    the package's get_workspace_size, but LEAST_WORKSPACE where that is 0, for a single split."""
+    the package's get_workspace_size or LEAST_WORKSPACE if that is 0, as it is for a single split."""
     tiles = query_tiles(config, arch)
     size = batch * tiles.stride * tiles.count * (LATENT_DIM + 1) * 4
     return splits, maximum(LEAST_WORKSPACE, size * (minimum(splits, 2) - 1))
@@ -198,11 +199,11 @@ def workspace_shape(
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """The static facts that a prefill object is compiled for. All else is dynamic, the number of heads too.
+    """The static facts that a prefill object is compiled for. All else is dynamic, including the number of heads.
 
     Attributes:
-      dtype: "float8_e4m3fn" or "bfloat16", of q, k and v; out is bfloat16.
-      causal: whether query i of n sees only keys j <= i + m - n of its request's m.
+      dtype: the dtype of q, k and v, "float8_e4m3fn" or "bfloat16"; out is bfloat16.
+      causal: whether query i of a request sees only keys j <= i + m - n, if the request has n queries and m keys.
       traced_scales: as in DecodeConfig.
     """
 

@@ -1,10 +1,10 @@
 """Absorbed MLA decode on Blackwell by the kernels of the package tokenspeed-mla: fp8, bf16 and f16.
 
 The device code is the package's. This launcher gives the package's host function the views that it expects, reads the
-number of splits from the workspace's size, and launches one kernel or, if keys are split, two: one object serves every
-batch. `local_visible_lens` tells the package how many keys each query token sees. With it the package masks with -inf
-(without it, with a score of -1e6, which is not below every fp8 score), and a row that sees no key gives 0 and -inf for
-all lengths.
+number of splits from the workspace's shape, and launches one kernel or, if keys are split, two. So one object serves
+every batch. `local_visible_lens` tells the package how many keys each query token sees. With this array the package
+masks with -inf (without it, with a score of -1e6, which is not below every fp8 score), and a row that sees no key gets
+out 0 and lse -inf, whatever the request's length.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class MlaDecode:
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        # A kernel object keeps values derived from its launch's arguments, so each of the two launches has its own.
+        # A kernel object keeps values derived from its launch's arguments, so each of the two launches has
+        # a kernel object of its own.
         self.whole, self.split = (attention(config, target_arch()) for _ in range(2))
 
     @cute.jit
@@ -77,7 +78,7 @@ class MlaDecode:
 
 
 def attention(config: DecodeConfig, arch: str) -> Any:
-    """The package's kernel for `config`, in the configuration that its own wrapper would give it."""
+    """The package's kernel for `config`, with the options that the package's own wrapper would choose."""
     tiles = query_tiles(config, arch)
     options: dict[str, Any] = dict(
         compute_capability=capability(arch),

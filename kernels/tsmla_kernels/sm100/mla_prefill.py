@@ -1,7 +1,7 @@
 """Ragged prefill attention (192 wide keys, 128 wide values) on Blackwell by the package tokenspeed-mla: fp8 and bf16.
 
-The device code is the package's, in the configuration that its own wrapper uses. The longest query, which decides the
-grid, is passed as the size of an operand, so that one object serves every length.
+The device code is the package's, in the configuration that its own wrapper uses. The longest query's length decides the
+grid. It is passed as the size of an operand, so that one object serves every length.
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ class MlaPrefill:
 
 
 def five_axes(tensor: cute.Tensor) -> cute.Tensor:
-    """[T, H, D] as the package's (1, T, heads of k, queries a head, D)."""
+    """A view of [T, H, D] as the package takes it: (1, T, heads of k, query heads for each of these, D)."""
     tokens, heads, width = tensor.shape
     return cute.make_tensor(tensor.iterator, cute.make_layout((1, tokens, heads, 1, width)))

@@ -9,7 +9,8 @@ from tsmla_kernels.sm100 import config as sm100
 
 
 def sm100_decode_operands(config: sm100.DecodeConfig) -> tuple[Operand, ...]:
-    """S and H are read at the launch, although they are known: the package's host code computes with them there."""
+    """The operands of decode. S and H are dynamic sizes, although `config` has them, because the package's host code
+    computes with them at the launch."""
     head_dim = sm100.LATENT_DIM + sm100.ROPE_DIM
     return (
         Operand("q", config.dtype, (None, None, None, head_dim), wide=True),
@@ -27,7 +28,7 @@ def sm100_decode_operands(config: sm100.DecodeConfig) -> tuple[Operand, ...]:
 
 
 def sm100_prefill_operands(config: sm100.PrefillConfig) -> tuple[Operand, ...]:
-    """Everything is packed, as mla_prefill takes it."""
+    """The operands of prefill. The tokens of all requests are packed, as in mla_prefill."""
     return (
         Operand("q", config.dtype, (None, None, sm100.QK_HEAD_DIM)),
         Operand("k", config.dtype, (None, None, sm100.QK_HEAD_DIM)),
@@ -44,7 +45,7 @@ def sm100_prefill_operands(config: sm100.PrefillConfig) -> tuple[Operand, ...]:
 
 
 def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...]:
-    """The outputs, after the array of scales if there is one, else before the operands whose sizes encode them."""
+    """The outputs with the scales: one array before the outputs if traced_scales, else SCALE_OPERANDS behind them."""
     if traced_scales:
         return (Operand("scales", "float32", (2,), align=4), *outputs)
     return (*outputs, *(Operand(name, "int8", (None,), output=True, align=1) for name in sm100.SCALE_OPERANDS))

@@ -57,7 +57,7 @@ class _Float32AtUse(Float32):
 
 
 def _outside_vectorized_loops() -> contextlib.AbstractContextManager[Any]:
-    """The place for operations that can't be vectorized: before the outermost loop that the compiler must vectorize."""
+    """A context that inserts operations before the outermost loop that the compiler must vectorize, if inside one."""
     block: Any = ir.InsertionPoint.current.block
     operation, loop = block.owner, None
     while operation is not None:

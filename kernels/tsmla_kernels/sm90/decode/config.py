@@ -30,7 +30,7 @@ class DecodeConfig:
       dtype: q's dtype: "bfloat16", "float16", or "float8_e4m3fn" if the cache also has it.
       kv_dtype: the cache's dtype: None (q's dtype) or "float8_e4m3fn".
       num_heads: H.
-      max_q_len: S, or the longest query of a ragged batch.
+      max_q_len: S or, if ragged, the bound on the query tokens of a request.
       latent_dim: L. rope_dim: R. page_size: Z.
       ragged: whether query rows are found through cu_seqlens_q.
       causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.

@@ -103,7 +103,7 @@ class Copier:
     @cute.jit
     def request_only_q(self, batch: Int32, copies: Copies) -> Int32:
         """Request Q if the batch has one request. That need not wait for the request's length, because every cluster
-        that gets a piece begins with these rows. Return whether Q has been requested, for `begin`."""
+        that gets a piece begins with the same rows of Q. Return whether Q has been requested, for `begin`."""
         requested = Int32(0)
         if const_expr(self.q_known_early):
             if batch == 1:
@@ -184,7 +184,7 @@ class Copier:
         """Fill the free stage `index` with what comes next: rows of Q, a block of keys, or nothing at the end of the
         work. requested: whether these rows of Q have already been requested.
 
-        The copying warp's state lies in shared memory, because O may take all registers.
+        The copying warp's state lies in shared memory: see CopyState.
         """
         state, pieces, full = copies.state, copies.pieces, copies.full
         lane = cute.arch.lane_idx()

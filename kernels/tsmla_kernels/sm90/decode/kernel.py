@@ -45,8 +45,8 @@ class MlaDecode:
     """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
 
     The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
-    With config.split_q it takes q [N, L], or [H, T, L], and q_rope [N, W] in place of q; with config.visible_lens it
-    takes the array visible_lens [T] after cu_seqlens_q.
+    If config.split_q, it takes q [N, L], or [H, T, L] if config.heads_first, and q_rope [N, W] in place of q [N, D]. If
+    config.visible_lens, it takes the array visible_lens [T] after cu_seqlens_q.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -118,8 +118,8 @@ class MlaDecode:
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
-        """How many clusters share the work. split_info has two entries for each cluster. When batch_invariant, it has
-        one for each cluster and one for each row tile."""
+        """How many clusters share the work. split_info has two entries for each cluster or, if batch_invariant, one
+        for each cluster and max_tiles for each request."""
         if const_expr(self.config.batch_invariant):
             return Int32(split_info.shape[0] - seq_lens.shape[0] * self.config.shape.max_tiles)
         return Int32(split_info.shape[0] // 2)
@@ -216,7 +216,8 @@ class MlaDecode:
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, block_tables: cute.Tensor, warp: Int32):
-        """Prefetch into the L2 cache, in three idle warps, while the schedule's first loads are in flight."""
+        """Prefetch the block table, and q unless heads_first, into the L2 cache. Three idle warps do this while the
+        schedule's first loads are in flight."""
         block_idx, _, _ = cute.arch.block_idx()
         line = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
         prefetch(block_tables, line * 32)

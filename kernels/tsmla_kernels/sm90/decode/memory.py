@@ -9,21 +9,22 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 COPY_STATE_WORDS = 8
-PIECES_KEPT = 8  # places in the ring of descriptions: more than the pieces that are described but not yet finished
+PIECES_KEPT = 8  # size of the ring of descriptions; fewer pieces are described but not yet finished at any time
 LOOKAHEAD = 4  # a piece is described this many pieces before the value warpgroups reach it
 FIRST_PIECES_THREADS = 64  # the scheduling warp and the copying warp
 
 
 class CopyState(IntEnum):
-    """Words of shared memory in which the copying warp keeps its state, because O may take all registers."""
+    """Words of shared memory in which the copying warp keeps its state. In kernels without a warpgroup for
+    copies O takes most of the copying warp's registers."""
 
     BLOCK = 0  # next key block of the current piece
     BLOCK_END = 1
     FIRST_PAGE = 2  # index, in the block table, of the page in pages[0]
     NEXT_PIECE = 3
-    Q_STAGES = 4  # stages of the next piece's Q that have been requested
+    Q_STAGES = 4  # how many stages of the next piece's Q have been requested
     ENDED = 5  # 1 after the last piece
-    FILLED = 6  # stages that `Copier.begin` has requested
+    FILLED = 6  # how many stages `Copier.begin` has requested
 
 
 class Tma(NamedTuple):
@@ -70,7 +71,7 @@ class Copies(NamedTuple):
       keys: the ring's stages of keys. full: the ring's barriers.
       pieces: the ring of descriptions. state: the words of CopyState.
       pages: TABLE_AHEAD pages of the current request.
-      rank: this CTA's number in its cluster.
+      rank: this CTA's index in its cluster.
     """
 
     tma: Tma

@@ -18,7 +18,7 @@ class StagedQuery:
 
     @cute.jit
     def row(self, sources: tuple[Int32, Int32], row: Int32, kind: cutlass.Constexpr[int]):
-        """The address of row `row`; `sources` are the addresses of the one or two stages that hold Q."""
+        """The address of row `row` of Q; `sources` are the addresses of the one or two stages that hold Q."""
         source, source_high = sources
         if row >= self.q_rows:
             source = source_high
@@ -26,5 +26,6 @@ class StagedQuery:
 
     @cute.jit
     def words(self, source: Int32, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
-        """Four words of a row at `source`: the 16 bytes with number `chunk` in the tile `tile` of 64 columns."""
+        """Four words of row `row`, whose address is `source`: the chunk of 16 bytes with index `chunk` in column tile
+        `tile` of 64 columns."""
         return four_words(source + tile * (self.q_rows * 128) + ((chunk ^ (row & 7)) << 4))

@@ -10,7 +10,7 @@ from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_config, decode
 def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
     """The operands, for N = T * H query rows; the workspaces are those of config.workspace_shapes. q_rope [N, W] has
     the rope columns first. The kernel reads no other columns. So W need only be the distance from one row to the next,
-    and the memory may end with the last row's rope columns. With heads_first q is [H, T, L].
+    and the memory may end with the last row's rope columns. If heads_first, q is [H, T, L].
     """
     head_dim = config.latent_dim + config.rope_dim
     # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.

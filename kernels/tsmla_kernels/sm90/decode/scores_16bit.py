@@ -50,7 +50,7 @@ class Scores16bit(Scores):
         self.q_elements = max(ROWS * 16 * self.shared_steps, 8)
 
     def mma(self) -> ScoreMma:
-        """The MMAs of Q K^T of a block: Q from registers, and Q from shared memory."""
+        """Two MMAs for a block's Q K^T: the first takes Q from registers, the second from shared memory."""
         dtype, k_major = self.ring.dtype, OperandMajorMode.K
         shape = (ROWS, self.block)
         return ScoreMma(

@@ -164,7 +164,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Move Q from one or two stages to its place, in f16."""
+        """Copy Q from its one or two stages to its place outside the ring, as f16."""
         t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
         first_index, second_index = index, index
         index, phase = self.ring.advance(index, phase)
@@ -195,7 +195,7 @@ class ScoresMixed(Scores):
         """Do Q K^T, softmax and P for a piece's key blocks."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         place, running = held.place, held.running
-        # Modes: query row of two, key of two, eight query rows.
+        # Modes: one of two query rows, one of two keys, one of the groups of eight query rows.
         s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
         a_shape = mma_qk.get_slice(place.thread).partition_shape_A((self.block, 16))
         steps = self.depth // 16
@@ -262,7 +262,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Read fragment g of this warp's keys into its column of `narrow`. A word has four columns of a key."""
+        """Read fragment g of the warp's keys into column g % KEYS_AHEAD of `narrow`. A word: four columns of a key."""
         fragment = narrow[None, g % KEYS_AHEAD]
         fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(key_fragment(here, g, self.block))
 

@@ -34,12 +34,12 @@ class Softmax:
         self.visible_lens, self.results = config.visible_lens, RowResults(config.shape, inverses_kept)
         if config.fp8_cache:
             # f16 holds P of up to 2**RESCALE_BITS with the same relative error as P of up to 1. With few rows the value
-            # warpgroups wait for the scores, so P is computed before the maximum is known. With 64 rows P is computed
-            # after it, because registers and instructions are scarce.
+            # warpgroups wait for the scores, so P is computed before the maximum is known. With 64 rows the maximum is
+            # found first, because registers and instructions are scarce.
             self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
         else:
-            # Updating the maximum in every block costs 2 % of the time where memory is the limit (up to 64 rows), but
-            # more than 10 % where arithmetic is the limit: see LOG.md.
+            # Updating the maximum in every block costs 2 % of the time if memory is the limit (up to 64 rows), but more
+            # than 10 % if arithmetic is the limit: see LOG.md.
             self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
             self.speculates = self.rescale_bits > 0.0
 
@@ -80,7 +80,7 @@ class Softmax:
 
     @cute.jit
     def visible(self, piece: Described, row: Int32, visible_lens: cute.Tensor):
-        """How many keys a piece's row sees. Rows past the last one see as many as the last token."""
+        """How many keys a piece's row sees. A row past the last token sees as many as that token."""
         token = cutlass.min((piece[Piece.ROW] + row) // self.heads, visible_lens.shape[0] - 1)
         return cutlass.min(piece[Piece.KEYS], visible_lens[token])
 
@@ -89,9 +89,9 @@ class Softmax:
         """Turn S into P, relative to the running maximum m (base 2, scaled). Add the row sums to l.
 
         The running maximum m is updated only if P could exceed 2**rescale_bits, which becomes rare after the first
-        blocks. `moved` then tells the value warps to multiply the same rows of O by `rescale`. With `speculates` P is
-        first computed with the old m. If a sum of P exceeds 2**rescale_bits, m is updated and P is computed again from
-        S, so p and s must not share registers.
+        blocks. `moved` then tells the value warps to multiply this warp's 16 rows of O by `rescale`. If `speculates`, P
+        is first computed with the old m. If a sum of P exceeds 2**rescale_bits, m is updated and P is computed again
+        from S, so p and s must not share registers.
         """
         s, p, m, l = scores.s, scores.p, running.m, running.l
         rescale, moved = shared.rescale, shared.moved
@@ -137,7 +137,7 @@ class Softmax:
 
     @cute.jit
     def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
-        """Compute P of the lane's scores, and its sum in each row."""
+        """Compute P from the lane's scores, and the sum of the lane's P in each row."""
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.block // 4):
                 p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)

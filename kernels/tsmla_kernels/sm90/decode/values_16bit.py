@@ -75,7 +75,8 @@ class Values16bit:
         if warp_idx == self.copier.warp:
             self.copier.fill(copies)
         if warp_idx == SCHEDULE_WARP:
-            # These pieces are described after the first one, so that the first copies do not wait for them.
+            # The first piece has been described before. The next ones follow only here, so that the first copies do not
+            # wait for them.
             for i in cutlass.range(1, LOOKAHEAD, unroll=1):
                 self.walk.next_piece(i, schedule)
             self.copier.meet_for_first_pieces()
@@ -151,7 +152,7 @@ class Values16bit:
         for i in cutlass.range_constexpr(2):
             row = place.row_low + 8 * i
             factor = inverses[i]
-            # A lane has 2 columns of each group of 8. It stores 8 columns at once: its part of four groups.
+            # A lane has 2 columns of each group of 8. It stores 8 columns at once.
             if slot < 0:
                 # The four lanes of a row exchange columns, so that each lane has one whole group of the four.
                 line = cute.make_tensor(

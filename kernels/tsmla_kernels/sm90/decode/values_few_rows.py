@@ -26,7 +26,7 @@ from tsmla_kernels.sm90.warp import uniform
 
 class ValuesFewRows(ValuesFp8):
     """P V with P and V of 16 bits, over 16 or 32 query rows. A warp has 16 latents of each of m_tiles tiles of 64; a
-    lane has latents g and g + 8 of these 16."""
+    lane has latents lane // 4 and lane // 4 + 8 of these 16."""
 
     def __init__(self, config: DecodeConfig, stages: Stages, walk: PieceWalk, copier: Copier) -> None:
         super().__init__(config, stages, walk, copier)
@@ -44,16 +44,16 @@ class ValuesFewRows(ValuesFp8):
         return None, None, cute.make_rmem_tensor((2, self.p_rows // 8), Float32)
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """The offset in a stage of this warpgroup's latents."""
+        """The byte offset at which this warpgroup's latents begin in a stage."""
         return uniform(half * (self.half * self.block * self.ring.itemsize))
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
-        """The first tile of 16 latents of a warp; its next tiles follow at distances of 64 latents."""
+        """The index of a warp's first tile of 16 latents. The warp's next tiles follow at distances of 64 latents."""
         return half * (self.half // 16) + warp
 
     @cute.jit
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Release the stage that held Q. Return the stage after it and its parity."""
+        """Release the stage that held Q. Return the next stage and the parity of that stage."""
         self.ring.release(index, shared.empty)
         return self.ring.advance(index, phase)
 
@@ -64,7 +64,7 @@ class ValuesFewRows(ValuesFp8):
     def add_blocks(
         self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
     ) -> tuple[Int32, Int32]:
-        """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
+        """Add P V of a piece's key blocks to O. Return the next stage and the parity of that stage."""
         mma_pv, lane = held.mma_pv, held.lane
         thr = mma_pv.get_slice(held.thread)
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):

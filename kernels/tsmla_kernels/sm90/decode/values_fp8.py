@@ -58,7 +58,7 @@ class ValuesFp8:
         ValueWalk(self).run(arrays, shared, mma_pv, half, warp_idx, schedule)
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """The offset in a stage of this lane's first values."""
+        """The byte offset in a stage at which this lane's first values begin."""
         return kept(self.first_values(first_tile, lane))
 
     def look_at(self, piece: Described, held: Held, arrays: OutArrays) -> None:
@@ -69,7 +69,7 @@ class ValuesFp8:
         self.ring.wait_for(Barrier.SUMS, number)
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
-        """The first tile of 16 latents of a warp of value warpgroup `half`."""
+        """The index of the first tile of 16 latents that warp `warp` of value warpgroup `half` has."""
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_latent(self, first_tile: Int32) -> Int32:
@@ -89,7 +89,7 @@ class ValuesFp8:
 
     @cute.jit
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Release the stages that held Q. Return the stage after them and its parity."""
+        """Release the stages that held Q. Return the next stage and the parity of that stage."""
         self.ring.wait_for(Barrier.Q_READ, number)
         self.ring.release(index, shared.empty)
         index, phase = self.ring.advance(index, phase)
@@ -104,7 +104,7 @@ class ValuesFp8:
     def add_blocks(
         self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
     ) -> tuple[Int32, Int32]:
-        """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
+        """Add P V of a piece's key blocks to O. Return the next stage and the parity of that stage."""
         mma_pv, lane, narrow, wide, offset = held.mma_pv, held.lane, held.narrow, held.wide, held.offset
         thr = mma_pv.get_slice(held.thread)
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
@@ -181,7 +181,7 @@ class ValuesFp8:
 
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
-        """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
+        """The address of the lane's 16 bytes in tile `tile` of the warp's tiles; `here` is the address for tile 0."""
         # The swizzle permutes four tiles of 16 bytes. If a warp has only two tiles, two warps share such a group of
         # four.
         return here ^ (tile << 4)
@@ -202,7 +202,7 @@ class ValuesFp8:
 
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
+        """Read fragment g of V^T, 32 keys of a tile of latents, into column g % AHEAD of `narrow`."""
         fragment = narrow[None, g % AHEAD]
         address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
         # A word has two neighbouring latents of two keys.
