@@ -53,7 +53,7 @@ class Scores:
     """The base of the classes that compute S = Q K^T, softmax and P, one for each kind of operands.
 
     A subclass defines `mma`, `take_q`, `score_blocks` and `finish_piece`; either `begin` itself, or `kept_q_rows` and
-    `queries`, which `begin` calls; and q_dtype and q_elements, the dtype and the size of Q's place in shared memory.
+    `queries`, which `begin` calls; and q_dtype and q_elements, dtype and element count of Q's place in shared memory.
 
     Attributes:
       sums_later: as in latent.scores.Scores.

@@ -40,7 +40,7 @@ class Scores16bit(Scores):
     Attributes:
       shared_steps: how many of Q's 16-column steps stay in shared memory, because registers are short: the steps of the
         rope columns if L is 512 and O has 64 rows.
-      q_dtype, q_elements: the dtype and the size of Q in shared memory.
+      q_dtype, q_elements: the dtype and the element count of Q's place in shared memory.
     """
 
     def __init__(self, config: DecodeConfig, stages: Stages) -> None:

@@ -32,7 +32,7 @@ class Queries(NamedTuple):
 
 
 class ScoresFp8(Scores):
-    """Q K^T with queries and keys of e4m3. q_dtype, q_elements: the dtype and the size of Q in shared memory."""
+    """Q K^T with queries and keys of e4m3. q_dtype, q_elements: dtype and element count of Q in shared memory."""
 
     def __init__(self, config: DecodeConfig, stages: Stages) -> None:
         super().__init__(config, stages)

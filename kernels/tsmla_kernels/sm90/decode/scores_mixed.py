@@ -93,8 +93,8 @@ class Held(NamedTuple):
 
 
 class ScoresMixed(Scores):
-    """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: the dtype and the size of Q in shared memory,
-    which has p_rows rows."""
+    """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: dtype and element count of Q in shared
+    memory. Q has p_rows rows there."""
 
     def __init__(self, config: DecodeConfig, stages: Stages) -> None:
         super().__init__(config, stages)

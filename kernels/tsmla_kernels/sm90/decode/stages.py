@@ -52,8 +52,8 @@ class Stages:
     Attributes:
       mixed: whether Q has 16 bits and keys are e4m3.
       keys_swizzle, q_swizzle: the swizzles of rows of keys and of Q.
-      q_rows: query rows of a stage. depth: columns of a key. column_tiles: groups of 64 columns.
-      box: keys of one TMA copy; a page may be shorter than a stage.
+      q_rows: how many query rows a stage holds. depth: how many columns a key has. column_tiles: depth / 64.
+      box: keys of one TMA copy, fewer than a stage holds if a page is shorter.
       ring, dtype, q_dtype, stages, block, stage_elements: as in Ring.
     """
 

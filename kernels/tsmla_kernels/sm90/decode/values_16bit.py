@@ -152,7 +152,7 @@ class Values16bit:
         for i in cutlass.range_constexpr(2):
             row = place.row_low + 8 * i
             factor = inverses[i]
-            # A lane has 2 columns of each group of 8. It stores 8 columns at once.
+            # A lane has 2 columns of each group of 8. It stores 8 columns at once, as many as it has of four groups.
             if slot < 0:
                 # The four lanes of a row exchange columns, so that each lane has one whole group of the four.
                 line = cute.make_tensor(
