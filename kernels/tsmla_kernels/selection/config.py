@@ -20,8 +20,8 @@ class SelectionBitsConfig:
     """The static facts that an object of selection_bits is compiled for.
 
     Attributes:
-      lengths: whether a token says how many of its positions count.
-      starts: whether a token says which key its first bit stands for.
+      lengths: whether each token has a length: how many of its positions, from the first on, count.
+      starts: whether each token has a start: the key for which its first bit stands.
     """
 
     lengths: bool = False
@@ -29,7 +29,7 @@ class SelectionBitsConfig:
 
 
 def selection_bits_reasons(spec: SelectionBitsSpec) -> list[str]:
-    """Why the kernel cannot run this call; empty, as it can run every legal one."""
+    """Why the kernel cannot run this call: always empty, because it can run every legal call."""
     del spec
     return []
 

@@ -18,8 +18,8 @@ WORD_BITS = 32
 
 
 class Operands(NamedTuple):
-    """The arrays of a launch: positions [T, k] and selection [T, W] int32, and what the config says that there is:
-    lengths [T] and starts [T] int32."""
+    """The arrays of a launch, all int32: positions [T, k], selection [T, W], lengths [T] if config.lengths, and starts
+    [T] if config.starts."""
 
     positions: cute.Tensor
     selection: cute.Tensor

@@ -9,7 +9,7 @@ from tsmla_kernels.selection.config import SelectionBitsConfig, selection_bits_c
 
 
 def selection_bits_operands(config: SelectionBitsConfig) -> tuple[Operand, ...]:
-    """The positions [T, k], what each token says of them [T], and the words [T, W]."""
+    """The operands: the positions [T, k]; lengths and starts [T], if `config` has them; and the words [T, W]."""
     each = [name for name in ("lengths", "starts") if getattr(config, name)]
     return (
         Operand("positions", "int32", (None, None), align=4),

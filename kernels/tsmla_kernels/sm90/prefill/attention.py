@@ -146,7 +146,8 @@ class Attention:
 
     @cute.jit
     def finish_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
-        """Compute the tile's other blocks. Then start the next tile; without one, return a cursor with 0 blocks."""
+        """Compute the tile's blocks after its first one. Then start the next tile; if there is none, return a cursor
+        with 0 blocks."""
         shared, group = wg.shared, wg.thread.group
         cursor = self.other_blocks(wg, cursor)
         v_keys = cursor.v_keys
@@ -211,8 +212,8 @@ class Attention:
     def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
         """Compute S of the tile's next block while O += P V of the block before runs, and release K.
 
-        fp8 also releases Q after block 0, the tile's last one. It has no turns, so the next tile's scores would
-        otherwise wait for the next Q.
+        With fp8 also release Q after block 0, the tile's last one, so that the next tile's Q can arrive during this
+        block's softmax.
         """
         shared, group = wg.shared, wg.thread.group
         self.gemms.issue(shared, wg.products, cursor.k, cursor.v, group)
@@ -223,7 +224,7 @@ class Attention:
 
     @cute.jit
     def start_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
-        """Issue the next tile's first scores together with this tile's last values, and store this tile."""
+        """Issue the next tile's first Q K^T together with this tile's last P V, and store this tile."""
         traits, shared, thread, products = self.traits, wg.shared, wg.thread, wg.products
         blocks, k = cursor.blocks, cursor.k
         keys, unmasked_keys = self.limits(wg, (cursor.tile + 1) % TILE_SLOTS)
@@ -295,7 +296,7 @@ class Attention:
     @cute.jit
     def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
         """Return (the request's keys, the keys that all rows of this warpgroup see, selected or not), and set
-        `rows.limit`, and with a selection `rows.selected.places`."""
+        `rows.limit`. If the call has a selection, set `rows.selected.places` too."""
         tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
         keys = uniform(tiles[Tile.KEYS, slot])
         unmasked_keys = keys

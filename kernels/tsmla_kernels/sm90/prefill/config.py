@@ -24,18 +24,18 @@ SELECTION_HEAD_DIMS = ((192, 128),)
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """The static half of a prefill call. Numbers of heads, requests and tokens are dynamic.
+    """The static choices of a compiled prefill. The numbers of heads, requests and tokens are dynamic.
 
     Attributes:
       dtype: the dtype of q, k, v and out: "bfloat16" or "float16"; or "float8_e4m3fn" with a bfloat16 out.
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
-      rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share; the
-        operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
+      rope_dim: 0 if k and v are separate arrays. Otherwise R: all heads share the last R columns of k, and the operands
+        are kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees, of m keys, only keys j <= i + m - n.
       groups: compute warpgroups, each with 64 query rows of a tile.
       block: keys of one pipeline stage.
       stages: the number of stages of K, and of V.
-      wide_v: whether the operand v is [Tk, H, W], with v in the first V of W columns.
+      wide_v: whether the operand v is [Tk, H, W], whose first V columns are the values.
       selection: whether a query row sees, of those keys, only the ones that its words of bits select.
     """
 
@@ -52,7 +52,7 @@ class PrefillConfig:
 
     @property
     def tile_rows(self) -> int:
-        """Query rows that a CTA handles at once."""
+        """How many query rows a tile has at most; a CTA handles one tile at a time."""
         return GROUP_ROWS * self.groups
 
 
@@ -87,7 +87,7 @@ def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
 
 
 def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False) -> PrefillConfig:
-    """The configuration that serves `spec`; rope_dim and wide_v as in PrefillConfig."""
+    """The configuration that serves `spec`. For rope_dim and wide_v see PrefillConfig."""
     return PrefillConfig(
         dtype=spec.q_dtype,
         qk_head_dim=spec.qk_head_dim,

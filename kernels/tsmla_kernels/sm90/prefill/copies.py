@@ -26,9 +26,9 @@ from tsmla_kernels.sm90.prefill.memory import (
 from tsmla_kernels.sm90.warp import advance
 
 NO_TILE = 2**31 - 1  # TILES_END for rows past the plan's last row: greater than every tile number
-# A CTA claims its next tile when it copies the block that is this many from the end of its tile. If it claimed earlier,
-# the next tile would wait for a long tile's end while other CTAs have no more work. If it claimed later, the copies
-# would wait for the next tile's descriptor.
+# A CTA claims its next tile when this many blocks of its present tile are left, with the one that it copies then (or at
+# once, if the tile has fewer). If it claimed earlier, the next tile would wait for a long tile's end while other CTAs
+# have no more work. If it claimed later, the copies would wait for the next tile's descriptor.
 CLAIMED_AHEAD = 2
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: Q is read once, K and V often
 
@@ -116,10 +116,10 @@ class Producer:
     def claim(
         self, tile: Int32, base: Int32, slot: Int32, schedule: Schedule, tiles: cute.Tensor, heads: Int32
     ) -> Int32:
-        """Write the descriptor of tile number `tile` to `slot` of the ring. Returns the number of the plan's row that
-        has the tile.
+        """Write the descriptor of the tile with index `tile` to `slot` of the ring. Returns the index of the plan's row
+        that has the tile.
 
-        `base` is the plan's row of the tile claimed before. A number past the last tile gives a descriptor of zeros.
+        `base` is what the claim before returned. If `tile` is past the last tile, the descriptor is all zeros.
         """
         traits, plan = self.traits, schedule.plan
         lane = cute.arch.lane_idx()
@@ -208,7 +208,7 @@ class Producer:
     def copy_box(
         self, copy: TmaCopy, buffers: Buffers, index: Int32, row: Int32, head: Int32, box: cutlass.Constexpr[Box]
     ) -> None:
-        """Copy the box of one head that begins at `row` to the first column tiles of buffer `index`."""
+        """Copy the box of `head` whose first row is `row` to the first column tiles of buffer `index`."""
         traits = self.traits
         smem = cute.make_tensor(
             cute.recast_ptr(buffers.memory, traits.layout_atom().inner, dtype=traits.dtype),

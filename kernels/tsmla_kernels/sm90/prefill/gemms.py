@@ -132,8 +132,8 @@ class Gemms:
 
     @cute.jit
     def wait(self, barrier: cute.Pointer, phase: Int32) -> None:
-        """Wait for a phase of an mbarrier. fp8's blocks take less time, so it tries again at once; mbarrier_wait pauses
-        between two tries."""
+        """Wait for a phase of an mbarrier. With fp8, whose blocks take less time, the loop tries again at once;
+        mbarrier_wait, which 16 bits use, pauses between two tries."""
         if const_expr(self.traits.fp8):
             cute.arch.inline_ptx(
                 "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @p bra DONE;"

@@ -113,7 +113,7 @@ class MlaPrefill:
         return TmaCopy(atom, tensor)
 
     def make_mma(self) -> Mma:
-        """The tiled MMAs. The first step of S has its own, `first`, which does not accumulate."""
+        """The tiled MMAs. The first step of S has an MMA of its own, `first`, which does not accumulate."""
         traits = self.traits
         dtype, k_major, mn_major = traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
         first, qk = (

@@ -66,7 +66,7 @@ class KernelTraits:
 
 
 class PlanWord(IntEnum):
-    """Words of a row of the plan, which describes one request."""
+    """Words of a row of the plan. A row describes one request."""
 
     TILES_END = 0  # tiles of all requests up to and including this one
     FIRST_ROW = 1  # the first row of the request's queries
@@ -75,7 +75,7 @@ class PlanWord(IntEnum):
     KEYS = 4
     HEAD_TILES = 5  # tiles of one head
     SECTION_HEADS = 6  # heads whose tiles follow each other, so that K and V stay in L2
-    REQUEST = 7  # backward pass: the request's number in cu_seqlens
+    REQUEST = 7  # backward pass: the request's index in cu_seqlens
 
 
 class Progress(IntEnum):
@@ -114,13 +114,13 @@ class Barrier(IntEnum):
 
 
 class Operands(NamedTuple):
-    """The arrays of a launch, in the launcher's order.
+    """The arrays of a launch, in the launcher's order, except for `selection`: see `named_operands`.
 
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
     [2] float32, see `Scale`; out [Tq, H, V]; lse [Tq, H] float32 (natural log); and the workspaces of
-    `config.prefill_workspaces`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], with a row's key without its
-    rope columns, then its value; `v` is k_rope [Tk, R], which all heads share. With `wide_v` `v` is [Tk, H, W], with
-    the values in the first V of W columns.
+    `config.prefill_workspaces`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], whose rows have the key without
+    its rope columns, then the value; `v` is k_rope [Tk, R], which all heads share. If `wide_v`, `v` is [Tk, H, W],
+    whose first V columns are the values.
     """
 
     q: cute.Tensor
@@ -138,8 +138,9 @@ class Operands(NamedTuple):
 
 class Selection(NamedTuple):
     """Which keys query rows select, in global memory: `words` [R, W] int32, where bit j of word w stands for key 32 w +
-    j of the row's request, and `rows` [Tq] int32, the row of `words` that each query row has. A query row with a
-    negative number selects all keys. W is a multiple of 4, so that a block's words are one load of 16 bytes."""
+    j of the row's request, and `rows` [Tq] int32, the row of `words` that each query row has. A query row whose entry
+    in `rows` is negative selects all keys. W must be a multiple of 4, so that a block's words are one load of 16
+    bytes."""
 
     words: cute.Tensor
     rows: cute.Tensor
@@ -196,7 +197,7 @@ class Results(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The buffers of one operand in shared memory; each has a `full` and an `empty` mbarrier."""
+    """The buffers of one array in shared memory. Each buffer has a `full` and an `empty` mbarrier."""
 
     memory: cute.Pointer
     full: cute.Pointer
@@ -220,7 +221,8 @@ class Shared(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stage of the ring of K and V, and the parity of its `full` barrier for which a reader waits."""
+    """The index of a stage in a ring of buffers, and the parity for which a warp waits at one of the stage's
+    barriers."""
 
     index: Int32
     phase: Int32
@@ -267,8 +269,8 @@ class Rows(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """The selection's part in a thread's softmax state: its two query rows' rows of `Selection.words` (negative: all
-    keys), and the words [2 rows, 4] of one block of keys."""
+    """The selection's part in a thread's softmax state: for each of its two query rows, the index of that row's words
+    in `Selection.words` (negative: all keys), and the words [2 rows, 4] of one block of keys."""
 
     places: cute.Tensor
     words: cute.Tensor

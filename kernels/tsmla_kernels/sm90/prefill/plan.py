@@ -1,4 +1,4 @@
-"""The planner: a kernel of one CTA that turns the requests' lengths into tiles, the longest requests first."""
+"""The planner: one CTA turns the requests' lengths into tiles, those of the longest requests first."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class PlanWriter:
 
     @cute.jit
     def write_plan(self, requests: Requests, schedule: Schedule, heads: Int32, next_tile: Int32) -> None:
-        """Sort the requests by class of key length. Write their rows of the plan, the number of all tiles, and
-        `next_tile`, the number that the first claim gets."""
+        """Sort the requests by class of key length. Write their rows of the plan, how many tiles there are, and
+        `next_tile`, the index of the tile that the first claim gets."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
         cute.arch.griddepcontrol_launch_dependents()
@@ -85,7 +85,7 @@ class PlanWriter:
 
     @cute.jit
     def request(self, requests: Requests, index: Int32) -> Request:
-        """Request `index`. Numbers `batch` and `batch` + 1 stand for the query rows before the first request and after
+        """Request `index`. Indices `batch` and `batch` + 1 stand for the query rows before the first request and after
         the last.
 
         Offsets are clamped to the operands, so that wrong offsets do not lead to reads or writes outside of them.
@@ -107,7 +107,8 @@ class PlanWriter:
 
     @cute.jit
     def take_position(self, positions: cute.Tensor, keys: Int32) -> Int32:
-        """Add 1 to the entry of the length class of `keys`; returns the entry's old value. Class 0 is the longest."""
+        """Add 1 to the entry of the length class of `keys`; returns the entry's old value. Class 0 has the most
+        keys."""
         length = cute.make_rmem_tensor((1,), Float32)
         length[0] = Float32(keys + 1)
         bits = cute.recast_tensor(length, Int32)[0]
@@ -177,8 +178,8 @@ class Planner(PlanWriter):
     ):  # fmt: skip
         """Write the plan and the counters, in one CTA."""
         requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, schedule.plan.shape[0] - 2)
-        # A CTA's first tile has the CTA's own number. No CTA waits for another CTA's tile, so it does not matter when
-        # the CTA starts.
+        # A CTA's first tile has the CTA's own index. No CTA waits for another CTA's tile, so it does not matter when a
+        # CTA starts.
         self.write_plan(requests, schedule, heads, Int32(schedule.progress.shape[0]))
 
     @cute.jit
@@ -187,7 +188,8 @@ class Planner(PlanWriter):
     ) -> None:
         """Write a request's row of the plan, except for `TILES_END`."""
         traits = self.traits
-        # The bytes of all keys of a head may exceed 32 bits, so the divisors are applied one after the other.
+        # The number of bytes of a head's keys may need more than 32 bits, so the divisors are applied one after the
+        # other.
         l2_keys = L2_BYTES // (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
         together = l2_keys // cutlass.max(request.keys, 1)
         most = cutlass.min(cutlass.min(cutlass.max(together, 1), MAX_SECTION_HEADS), heads)

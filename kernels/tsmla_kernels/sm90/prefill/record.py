@@ -18,8 +18,8 @@ SELECTION = (Operand("selection", "int32", (None, None)), Operand("selection_row
 
 def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
     """The operands q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv takes them. The number of
-    heads is read at the launch. With wide_v, v is [Tk, H, W]. W is only the distance between rows: the last row may be
-    cut off after v's columns."""
+    heads is read at the launch. If config.wide_v, v is [Tk, H, W]. W is only the distance between rows: the memory may
+    end after the first V columns of the last row."""
     workspaces = sm90_prefill.prefill_workspaces(1, 1)
     k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
     v_width = None if config.wide_v else v_dim
@@ -44,8 +44,8 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
 
 
 def _forward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_prefill.PrefillConfig:
-    """The config of mla_prefill, or of mla_prefill_kv with shared_rope. Raises ValueError if the kernel does not
-    serve the call."""
+    """The config of mla_prefill or, if shared_rope, of mla_prefill_kv. Raises ValueError if the kernel does not serve
+    the call."""
     if not shared_rope:
         return sm90_prefill.prefill_config(spec)
     if found := sm90_prefill.shared_rope_reasons(spec, SHARED_ROPE_DIM):
@@ -53,7 +53,7 @@ def _forward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_prefill.Pre
     return sm90_prefill.prefill_config(spec, SHARED_ROPE_DIM)
 
 
-# Each model once for mla_prefill and once for mla_prefill_kv; the layers call mla_prefill_kv.
+# Each model has an object for mla_prefill and one for mla_prefill_kv; the layers call mla_prefill_kv.
 _PRESETS = (*MODELS, *((name, (*options, ("shared_rope", "true"))) for name, options in MODELS))
 
 MLA_PREFILL = Kernel(
@@ -71,9 +71,10 @@ MLA_PREFILL = Kernel(
 
 
 def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
-    """The operands of mla_prefill (with rope_dim: of mla_prefill_kv), its results, their cotangents, the
-    gradients, and the workspaces."""
-    # The leading sizes of workspaces; None is read at the launch. All other workspaces have (None, None).
+    """The operands of mla_prefill or, if config.rope_dim > 0, of mla_prefill_kv; then its results, their cotangents,
+    the gradients, and the workspaces."""
+    # The leading sizes of workspaces; a size of None is read at the launch. The workspaces that are not named here have
+    # (None, None).
     dynamic = {"dq_sum": (None, 2, None), "plan": (None,), "progress": (None,)}
     leading = {
         name: (dynamic.get(name, (None, None)), shape, dtype)
@@ -101,7 +102,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
 
 
 def _backward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_backward.BackwardConfig:
-    """The config of the gradient of mla_prefill, or of mla_prefill_kv with shared_rope."""
+    """The config of the gradient of mla_prefill or, if shared_rope, of mla_prefill_kv."""
     return sm90_backward.backward_config(spec, SHARED_ROPE_DIM if shared_rope else 0)
 
 

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import KernelTraits, Rows, Selected, Selection, ThreadIndex, Tile
 
-ALL_KEYS = -1  # the place of a row that selects all keys
+ALL_KEYS = -1  # in place of the index of a row of words: the query row selects all keys
 WORD_KEYS = 32
 
 
@@ -33,8 +33,8 @@ class SelectedKeys:
     def find_rows(
         self, selection: Selection, selected: Selected, tiles: cute.Tensor, slot: Int32, thread: ThreadIndex
     ) -> None:
-        """Look up the rows of `selection.words` that the thread's rows of a tile have. Numbers past the last row count
-        as the last, so that wrong ones do not lead to reads outside of the array."""
+        """Look up which rows of `selection.words` the thread's two query rows of a tile have. An index past the last
+        row is replaced by the last row's, so that wrong indices do not lead to reads outside of the array."""
         first_row = tiles[Tile.FIRST_ROW, slot] + thread.group * GROUP_ROWS
         group_rows = tiles[Tile.ROWS, slot] - thread.group * GROUP_ROWS
         for i in cutlass.range_constexpr(2):
@@ -46,7 +46,8 @@ class SelectedKeys:
 
     @cute.jit
     def load(self, selection: Selection, selected: Selected, block_index: Int32) -> None:
-        """Load the words of block `block_index`. Keys past the last word are not selected."""
+        """Load the words of block `block_index`. Keys past a row's last word are not selected, unless the row selects
+        all keys."""
         width = Int32(selection.words.shape[1])
         for i in cutlass.range_constexpr(2):
             place, words = selected.places[i], selected.words[i, None]

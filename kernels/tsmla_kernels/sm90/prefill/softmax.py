@@ -172,9 +172,9 @@ class Softmax:
 class LaggingSoftmax:
     """Device code of fp8's softmax without a mask: P is computed with the maximum of the blocks before.
 
-    The sums of P are needed anyway, and each is a bound on the values in it. If a sum of four values exceeds e4m3's
-    range, the warp takes the maximum of this block and computes P again from S. The registers do not have room for all
-    of S and all of P, so a block is done in two halves.
+    The sums of P are needed anyway, and no value of P is greater than a sum in which it is a term. If a sum of four
+    values exceeds e4m3's range, the warp takes the maximum of this block and computes P again from S. The registers do
+    not have room for all of S and all of P, so a block is done in two halves.
     """
 
     def __init__(self, traits: KernelTraits, softmax: Softmax) -> None:
@@ -204,7 +204,7 @@ class LaggingSoftmax:
     def exponentiate(
         self, acc_s: cute.Tensor, rows: Rows, p_words: cute.Tensor, sums: cute.Tensor, steps: range
     ) -> Float32:
-        """Write P's words and the rows' sums for these steps of 32 keys. Returns the greatest sum of four values of
+        """Write P's words and the rows' sums for `steps`, of 32 keys each. Returns the greatest sum of four values of
         P."""
         maximum, totals, max_sum = rows.maximum, [Float32(0.0), Float32(0.0)], Float32(0.0)
         for k in steps:

@@ -15,11 +15,11 @@ EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors of one column's byt
 
 
 class TransposeAddresses(NamedTuple):
-    """Byte addresses in shared memory of one lane of a transpose warp, in the first stage.
+    """Byte addresses in shared memory that one lane of a transpose warp uses for the first stage.
 
-    `half` is the column tile of the landing buffer that the warp transposes. `source` is the row of V whose address the
-    lane first passes to ldmatrix, and `target` the row of transposed V whose address it first passes to stmatrix. All
-    other addresses follow from these two: an exclusive or moves within a row, an addition to other rows.
+    `half` is where the warp's column tile of the landing buffer begins. `source` is the address in V that the lane
+    first passes to ldmatrix, and `target` the address in transposed V that it first passes to stmatrix. All other
+    addresses follow from `source` and `target`: an exclusive or moves within a row, an addition to other rows.
     """
 
     half: Int32

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Q_ROWS = 64  # query rows of one step
 KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compute
 STAGES = 2  # pipeline stages of Q, and of dS
-ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to number h % 16
+ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to sum h % 16
 BLOCK_ROWS = 8  # query rows of a block of dq's sums
 PLAN_WORDS = 8  # int32 words of one row of the plan
 DTYPES = ("bfloat16", "float16")
@@ -32,8 +32,8 @@ class BackwardConfig:
     Attributes:
       dtype: the dtype of q, k, v, out, their gradients and out's cotangent: "bfloat16" or "float16".
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
-      rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share; the
-        operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
+      rope_dim: 0 if k and v are separate arrays. Otherwise R: all heads share the last R columns of k, and the operands
+        are kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees, of m keys, only keys j <= i + m - n.
       deterministic: whether sums over key tiles are added in a fixed order, so that repeated calls give equal bits.
       selection: whether a query row sees, of those keys, only the ones that its words of bits select.
@@ -63,7 +63,7 @@ def backward_reasons(spec: PrefillSpec) -> list[str]:
 
 
 def backward_config(spec: PrefillSpec, rope_dim: int = 0) -> BackwardConfig:
-    """The configuration that serves the gradient of `spec`; rope_dim as in BackwardConfig."""
+    """The configuration that serves the gradient of `spec`. For rope_dim see BackwardConfig."""
     return BackwardConfig(
         dtype=spec.q_dtype,
         qk_head_dim=spec.qk_head_dim,
@@ -84,11 +84,11 @@ def backward_workspaces(
       `sum_position`.
     row_terms: for each head and tile of Q_ROWS queries of one request, -lse in base 2, then the cotangent of lse minus
       rowsum(dout * out).
-    turns: deterministic: how many key tiles have been added to each half of the columns of a tile of dq.
+    turns: if deterministic, how many key tiles have been added to each half of the columns of a tile of dq.
     plan: a row for each request, and two for the keys that belong to no request.
     progress: one word per CTA, because the launch takes the grid's size from its length.
-    rope_sum, rope_turns (with rope_dim): float32 sums of the gradient of k's shared columns; deterministic: how many
-      heads have been added to each half of the rows of a key tile.
+    rope_sum, rope_turns: only if rope_dim > 0. Float32 sums of the gradient of k's shared columns; and, if
+      deterministic, how many heads have been added to each half of the rows of a key tile.
     """
     tiles = total_q_len // Q_ROWS + batch
     blocks = total_q_len // BLOCK_ROWS + batch

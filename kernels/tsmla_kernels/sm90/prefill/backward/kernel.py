@@ -1,8 +1,8 @@
 """The gradient of expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
 
-There are three launches. The first computes rowsum(dout * out) and the plan, the second dk, dv and the float32 sums of
-dq (and of dk_rope), the third dq (and dk_rope) from these sums. A CTA of the second launch takes tiles of 128 keys of
-one head, and for each tile the queries that see it, 64 at a time:
+There are three launches. The first makes the plan and the terms of query rows, and zeroes the sums. The second computes
+dk, dv and the float32 sums of dq (and of dk_rope), the third dq (and dk_rope) from these sums. A CTA of the second
+launch takes tiles of 128 keys of one head, and for each tile the queries that see it, 64 at a time:
 
   warpgroups 0 and 1   each has half of a tile's keys, with their dK and dV in registers (products.py)
   the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ to the
@@ -70,7 +70,7 @@ class MlaPrefillBackward:
         )  # fmt: skip
         saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
         tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
-        # The grid has one index more than there are tiles: its first CTA makes the plan.
+        # The grid has one index more than there are tiles: the first CTA of this last index makes the plan.
         self.prepare(requests, saved, sums, schedule).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
@@ -81,7 +81,7 @@ class MlaPrefillBackward:
             grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
-        # The grid has one index more than there are tiles: its CTAs zero dq of the rows that belong to no request.
+        # The grid has one index more than there are tiles: the CTAs of this last index zero dq of rows of no request.
         self.finish(requests, sums, operands.scales, operands.dq, operands.dv).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )

@@ -36,25 +36,26 @@ class Tile(IntEnum):
     FIRST_TERMS = 6  # the index in row_terms of the first step's tile of queries
     DIAGONAL = 7  # causal: query FIRST_ROW + x sees key j of the tile if x >= j + DIAGONAL
     FIRST_BLOCK = 8  # the index in dq_sum of the first step's first block
-    ORDER = 9  # the tile's number among the request's key tiles: sums for dq are added in this order
+    ORDER = 9  # the tile's index among the request's key tiles: these add to dq's sums in this order
     ROPE_TURN = 10  # the index of the key tile's counters in rope_turns
 
 
 class Term(IntEnum):
-    """The two numbers that row_terms has for a query row and head."""
+    """The two terms that row_terms has for each query row and head."""
 
     LSE = 0  # -lse in base 2; -inf if the row saw no key
     DELTA = 1  # lse's cotangent minus rowsum(dout * out)
 
 
 class Operands(NamedTuple):
-    """The arrays of a launch, in the launcher's order, all dense.
+    """The arrays of a launch, all dense, in the launcher's order, except for `selection`: see `named_operands`.
 
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
     [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log), the forward pass's results; their
     cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last two only
-    with a `rope_dim`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], with a row's key without its rope columns,
-    then its value; `v` is k_rope [Tk, R], which all heads share; `dk` and `dv` are the gradients of kv and k_rope.
+    with a `rope_dim`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], whose rows have the key without its rope
+    columns, then the value; `v` is k_rope [Tk, R], which all heads share; `dk` and `dv` are the gradients of kv and
+    k_rope.
     """
 
     q: cute.Tensor
@@ -130,8 +131,8 @@ class Mma(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of the main kernel. `BUFFERS` gives the number of buffers; row_terms has as many
-    as `q`.
+    """The shared memory of the main kernel. `BUFFERS` says how many buffers each array has; row_terms has as many as
+    `q`.
 
     row_terms arrive with Q, and Q's barriers release them. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `sums` has a
     buffer for each compute warpgroup, with the float32 numbers that a reducer warp adds to the sums in global memory.
@@ -177,7 +178,7 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of a tile: the stage of its queries, the slot of the tile's descriptor, and the number of its queries'
+    """A step of a tile: the stage of its queries, the slot of the tile's descriptor, and the index of the queries'
     tile, counted from the descriptor's first row."""
 
     stage: Stage
@@ -219,8 +220,8 @@ class Traits:
         self.compute_registers, self.producer_registers = 240, 24
 
     def query_tile(self, step: Int32, steps: Int32) -> Int32:
-        """The tile of queries that a step takes. Deterministic: the last queries come first. The key tile that adds
-        to dq before this one starts with the same queries, so this one can follow closely behind it."""
+        """The index of the tile of queries that step `step` takes. If deterministic, the last queries come first: the
+        key tile that adds to dq before this one starts with the same queries, so this one can follow it closely."""
         return steps - 1 - step if self.deterministic else step
 
     def layout_atom(self, block: Block):

@@ -13,7 +13,7 @@ from tsmla_kernels.sm90.prefill.memory import PlanWord, Progress, Schedule
 from tsmla_kernels.sm90.prefill.plan import PlanWriter, Request, Requests
 
 SECTION_HEADS = 16  # heads of a section: the first tiles of all its heads come first, because they are the longest
-SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL without a mask: small enough for all, and the mask's subtraction cannot overflow
+SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL if not causal: all queries see all keys, and int32 does not overflow
 
 
 class BackwardPlanner(PlanWriter):
@@ -36,7 +36,8 @@ class BackwardPlanner(PlanWriter):
     def write_row(
         self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
     ) -> None:
-        """Write a request's row of the plan, except for `TILES_END`. `request.rows` are keys, `keys` are queries."""
+        """Write a request's row of the plan, except for `TILES_END`. `rows` of `request` are keys here, `keys`
+        queries."""
         plan[position, PlanWord.FIRST_ROW] = request.first_key
         plan[position, PlanWord.ROWS] = request.keys
         plan[position, PlanWord.FIRST_KEY] = request.first_row
@@ -48,7 +49,8 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim(self, tile: Int32, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Write the descriptor of tile `tile` into a slot. Returns the plan's row of its request."""
+        """Write the descriptor of tile `tile` to `slot`: NO_HEAD in all words, if `tile` is past the last tile. Returns
+        the index of the plan's row that has the tile."""
         lane = cute.arch.lane_idx()
         plan = schedule.plan
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
@@ -91,8 +93,8 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def search(self, tile: Int32, position: Int32, plan: cute.Tensor):
-        """Find the plan's row that has tile number `tile`. Tiles are claimed in ascending order, so the search starts
-        at `position`, the row of the tile claimed before."""
+        """The index of the plan's row that has tile `tile`. Tiles are claimed in ascending order, so the search starts
+        at `position`, the index of the row that has the tile claimed before."""
         lane = cute.arch.lane_idx()
         searching = Int32(1)
         while searching == 1:
@@ -107,7 +109,8 @@ class BackwardPlanner(PlanWriter):
 
     @cute.jit
     def claim_next(self, position: Int32, tiles: cute.Tensor, slot: Int32, schedule: Schedule, heads: Int32):
-        """Claim the next tile for the slot after `slot`. Returns the plan's row of its request, and that slot."""
+        """Claim the next tile for the slot after `slot`. Returns the index of the tile's row in the plan, and its
+        slot."""
         claimed = Int32(0)
         if cute.arch.lane_idx() == 0:
             claimed = cute.arch.atomic_add(
@@ -120,5 +123,5 @@ class BackwardPlanner(PlanWriter):
 
 def first_index(first: Int32, request: Int32, size: int) -> Int32:
     """The index of a request's first tile in an array of tiles of `size` rows. `first` is the request's first row or
-    key. No two requests share a tile: the array has room for an incomplete tile of each."""
+    key, `request` its index. No two requests share a tile: the array has room for an incomplete tile of each."""
     return first // size + request

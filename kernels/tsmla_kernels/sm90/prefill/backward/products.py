@@ -170,7 +170,8 @@ class Consumer:
         )
 
     def dout_stage(self, stage: Stage) -> Stage:
-        """dO's stage in a step. dO has one buffer: its parity changes with every step, as Q's index does."""
+        """dO's stage in the step whose Q is in `stage`. dO has one buffer, so its parity changes with every step, as
+        the index of Q's stage does."""
         return Stage(Int32(0), stage.index)
 
     def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
@@ -180,7 +181,7 @@ class Consumer:
 
     @cute.jit
     def leave(self, barrier: cute.Pointer):
-        """Arrive once for the calling warp, which has finished reading a buffer or writing its part."""
+        """Arrive once for the calling warp, which has finished reading a buffer or writing its part of one."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
@@ -321,7 +322,7 @@ class Consumer:
 
     @cute.jit
     def mask(self, s: cute.Tensor, diagonal: Int32, keys: Int32, t: ThreadIndex):
-        """Set scores to -inf for queries that do not see a key, and for keys past the request's end."""
+        """Set a score to -inf if its query does not see its key, or if the key is past the request's end."""
         for i in cutlass.range_constexpr(2):
             key = t.group * GROUP_KEYS + t.row + 8 * i
             first_seeing = key + diagonal - (t.lane % 4) * 2
@@ -377,7 +378,7 @@ class Consumer:
     @cute.jit
     def zero_queries(self, shared: Shared, stage: Stage, rows: Int32, t: ThreadIndex):
         """Zero the rows of Q and dO past a request's queries, for the reason given in zero_keys. Both warpgroups write
-        the same zeros, and each waits only for its own."""
+        the same zeros, and each waits only for its own threads."""
         q, dout = self.traits.q, self.traits.dout
         self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
         dout_index = self.dout_stage(stage).index

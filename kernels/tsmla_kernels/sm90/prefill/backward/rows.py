@@ -25,8 +25,8 @@ UNROLL = 4
 
 
 def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
-    """`count` elements of a dense tensor in global memory, from element `offset` on. Their address must be a multiple
-    of 16."""
+    """`count` elements of a dense tensor in global memory, from element `offset` on. The address of the first must be a
+    multiple of 16."""
     address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
     pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(count))
@@ -42,7 +42,7 @@ def count_of(tensor: cute.Tensor) -> Int64:
 
 
 def rounds(count: Int64, first: Int64, step: Int64) -> Int32:
-    """How many of `count` elements a thread has: number `first` (below `step`), and every `step`-th one after it."""
+    """How many of `count` elements a thread has: element `first` (below `step`) and every `step`-th one after it."""
     return Int32((count - first + (step - 1)) // step)
 
 
@@ -104,7 +104,7 @@ class RowKernels:
 
     @cute.jit
     def clamped(self, requests: Requests, e: Int32):
-        """The first query row of request `e`, within the operands."""
+        """The first query row of request `e`, clamped to the operands' rows."""
         return cutlass.min(cutlass.max(requests.cu_seqlens_q[e], 0), requests.total_q)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""The selection of keys by bits in the gradient, whose scores have a row a key: a lane has 2 keys of 16 queries.
+"""The selection of keys by bits in the gradient. A row of scores is a key there: a lane has 2 keys of 16 queries.
 
 All keys of a warp are in one word of a query. A lane loads the words of two of a step's 64 queries, and the lanes
 exchange them when they mask.
@@ -24,7 +24,7 @@ class SelectedQueries:
     @cute.jit
     def load(self, selection: Selection, tiles: cute.Tensor, at: Step, t: ThreadIndex) -> cute.Tensor:
         """Load the words that have the warp's keys: those of queries `lane` and `lane` + 32 of the step. A query that
-        selects all keys, or that is past the request's end, has all bits."""
+        selects all keys, or that is past the request's end, gets words with all bits set."""
         words = cute.make_rmem_tensor((Q_ROWS // WARP_QUERIES,), Int32)
         slot, first_query = at.slot, at.queries * Q_ROWS
         first_key = tiles[Tile.ORDER, slot] * KEY_ROWS + t.group * GROUP_KEYS + (t.thread // 32) * 16
@@ -44,7 +44,7 @@ class SelectedQueries:
 
     @cute.jit
     def mask(self, s: cute.Tensor, loaded: cute.Tensor, t: ThreadIndex) -> None:
-        """Set scores to -inf for queries that do not select a key."""
+        """Set a score to -inf if its query does not select its key."""
         for g in cutlass.range_constexpr(Q_ROWS // 8):
             first = g * 8 % WARP_QUERIES
             for e in cutlass.range_constexpr(2):

@@ -1,7 +1,7 @@
 """The float32 sums in global memory of dq and of the shared rope columns' gradient: which warp adds, in which order.
 
 A compute warp stores 16 rows of its warpgroup's columns to shared memory and goes on. A reducer warp, one for each
-compute warpgroup, adds the numbers of the four warps with one bulk reduction. The numbers have the same order
+compute warpgroup, adds the values of the four warps with one bulk reduction. The values have the same order
 (`sum_position`) in shared and in global memory.
 """
 
@@ -17,7 +17,7 @@ from tsmla_kernels.sm90.prefill.memory import ThreadIndex
 
 
 def sum_position(row: int, column: int, columns: int) -> int:
-    """The index of the sum of (row, column) in rows of `columns` sums.
+    """The index that the sum of (row, column) has in an array with `columns` sums in a row.
 
     In an accumulator lane q of a row has columns 2q, 2q + 1, 2q + 8 and 2q + 9 of each 16. These lie side by side, so
     that the four lanes of a row store 64 bytes. Odd rows swap neighbouring groups of 16 columns, so that the two rows
@@ -28,7 +28,7 @@ def sum_position(row: int, column: int, columns: int) -> int:
 
 
 class SumStaging:
-    """Device code of a compute warp that stores numbers for its reducer warp."""
+    """Device code of a compute warp that stores values for its reducer warp."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
@@ -45,7 +45,8 @@ class SumStaging:
     ) -> None:
         """Store a warp's 16 rows of `columns` of an accumulator [2, columns], once the buffer is free.
 
-        `first_row` need only have the parity of the row's index in global memory: `sum_position` depends on no more.
+        Only the parity of `first_row` counts. It must be that of the first row's index in global memory, because
+        `sum_position` depends on it.
         """
         row_bytes = 4 * len(columns)
         warp = shared.sums.memory.toint() + t.group * self.traits.staging_bytes + t.thread // 32 * (16 * row_bytes)
@@ -68,14 +69,14 @@ class SumStaging:
 
 
 class Reducer:
-    """Device code of a reducer warp: one lane adds the numbers that the warps of compute warpgroup `group` stored."""
+    """Device code of a reducer warp: one lane adds the values that the warps of compute warpgroup `group` stored."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
 
     @cute.jit
     def reduce_tiles(self, sums: Sums, shared: Shared, group: Int32) -> None:
-        """Add the numbers of one tile of keys after another: dq of every step, then the shared rope columns of dk."""
+        """Add the values of one tile of keys after another: dq of every step, then the shared rope columns of dk."""
         block_bytes = BLOCK_ROWS * self.traits.dq_columns * 4
         count, tiles = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
@@ -124,9 +125,9 @@ class Reducer:
     ) -> None:
         """Add `size` bytes of the buffer to the sums at `target`.
 
-        Deterministic: first wait until `order` other tiles have added to these sums. This wait ends, however few CTAs
-        run at a time: the other tiles have lower numbers, and CTAs claim tiles by ascending number. So running CTAs
-        have claimed all of them already, and the unfinished tile with the lowest number waits for no other tile. A
+        If deterministic, first wait until `order` other tiles have added to these sums. This wait ends, however few
+        CTAs run at a time: the other tiles have lower numbers, and CTAs claim tiles by ascending number. So running
+        CTAs have claimed all of them already, and the unfinished tile with the lowest number waits for no other tile. A
         count above `order` also ends the wait: if wrong offsets let requests overlap, the requests share counters.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
