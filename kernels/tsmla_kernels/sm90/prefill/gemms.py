@@ -57,7 +57,8 @@ class Gemms:
 
     @cute.jit
     def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32) -> None:
-        """In this warpgroup's turn, issue S of a block, and O += P V of the block before. Returns when S is done."""
+        """Issue S of a block, and O += P V of the block before: with 16 bits in this warpgroup's turn, with fp8
+        without turns. Returns when S is done."""
         self.wait(shared.k.full + k_stage.index, k_stage.phase)
         self.take_turn(group)
         self.scores(products, shared.k.memory, k_stage.index)

@@ -36,8 +36,8 @@ class BackwardPlanner(PlanWriter):
     def write_row(
         self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
     ) -> None:
-        """Write a request's row of the plan, except for `TILES_END`. `rows` of `request` are keys here, `keys`
-        queries."""
+        """Write a request's row of the plan, except for `TILES_END`. Here `request.rows` are keys, and `request.keys`
+        are queries."""
         plan[position, PlanWord.FIRST_ROW] = request.first_key
         plan[position, PlanWord.ROWS] = request.keys
         plan[position, PlanWord.FIRST_KEY] = request.first_row

@@ -414,7 +414,8 @@ class Consumer:
         slot: Int32,
         t: ThreadIndex,
     ):
-        """Store dK or dV of this warpgroup's keys: the first columns of `acc`, to `columns` of the target."""
+        """Store dK or dV of this warpgroup's keys, times `factor`: the first columns of `acc` go to `columns` of
+        `target`."""
         head, first = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
         keys = tiles[Tile.KEYS, slot]
         heads, width = target.shape[1], target.shape[2]

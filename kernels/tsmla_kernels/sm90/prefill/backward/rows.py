@@ -124,7 +124,7 @@ class RowKernels:
 
     @cute.jit
     def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
-        """Zero the share of the sums and counters that CTA number `cta` of `ctas` has."""
+        """Zero the share that CTA `cta` of `ctas` has of the sums and, if deterministic, of the counters."""
         tidx = cute.arch.thread_idx()[0]
         traits = self.traits
         first, step = Int64(cta) * ROW_THREADS + tidx, Int64(ctas) * ROW_THREADS

@@ -116,7 +116,7 @@ class Reducer:
 
     @cute.jit
     def turn(self, turns: cute.Tensor, line: Int32, tile: Int32, group: Int32) -> Int64:
-        """The address of the counter of this warpgroup's half of tile `tile`."""
+        """The address in `turns` of the counter for half `group` of tile `tile`; `line` is a head or a partial sum."""
         return turns.iterator.toint() + ((Int64(line) * turns.shape[1] + tile) * 2 + group) * 4
 
     @cute.jit
