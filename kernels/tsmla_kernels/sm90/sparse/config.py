@@ -1,7 +1,8 @@
 """Which Hopper kernel of sparse_mla serves a call: the static configuration and its workspaces. Imports no cutlass.
 
-The numbers of tokens, of columns of the indices, of pages and all lengths are dynamic. Query rows are numbered
-token * H + head. For the common parts of the latent attention kernels, a token is a request with one query token.
+How many tokens, columns of the indices and pages there are is dynamic, and so are all lengths. The query row of a head
+has the index token * H + head. The common parts of the latent attention kernels treat a token as a request with one
+query token.
 """
 
 from __future__ import annotations
@@ -45,21 +46,22 @@ class SparseConfig:
       num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
       layout: the layout of the caches' rows: "v32", "v4" or "plain".
       kv_dtype: the caches' dtype. Plain rows have e4m3, "bfloat16" or "float16", packed rows "uint8".
-      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if a slot's number is its row's
-        number and every slot of a page has a row.
+      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if every slot of a page has a
+        row, so that slot i is row i.
       window: leading columns of the indices that select from the first cache; None if there is only one cache.
       compressed_page_size, compressed_page_span: the same for the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
-      tile_rows: heads that one CTA works on at once: 64, or 32 if more CTAs are faster, or if rows have 1,152 bytes and
-        leave no room for 64.
+      tile_rows: query rows that one CTA works on at once: 64, or 32 if more CTAs are faster, or if the cache's rows
+        have 1,152 bytes and leave no room for 64 query rows.
       batch_invariant: whether tokens are cut at fixed columns, so that a row's bits do not depend on the rest of the
         batch.
-      dealt: whether row tiles are dealt out in turn if every CTA gets several.
-      early_q: whether a piece's Q is requested as soon as the products with the previous piece's Q are done.
-      tokens: query tokens of a row tile. With more than one, the indices are the union of their slots, and an operand
-        has a bit for each of the tokens and each slot: see union_config.py.
-      skips: whether a negative length means that another launch computes the row tile.
+      dealt: whether row tiles are dealt out in turn, if there are enough of them: see deal.py.
+      early_q: whether the Q of a piece, from the third on, is requested as soon as the products with the previous Q are
+        done.
+      tokens: query tokens of a row tile. If there are several, the indices are the union of these tokens' slots, and
+        the operand `bits` says which of the tokens select each slot: see union_config.py.
+      skips: whether there may be negative lengths, each of which leaves the row tile to another launch.
     """
 
     dtype: str
@@ -123,7 +125,7 @@ class SparseConfig:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that are copied at once."""
+        """Bytes that one bulk copy takes of a row: all but V4's scales."""
         plain = self.head_dim * (1 if self.kv_dtype == FP8 else 2)
         return {"v32": V32_PACKED.row_bytes, "v4": V4_PACKED.data_row_bytes, "plain": plain}[self.layout]
 
@@ -135,7 +137,7 @@ class SparseConfig:
 
     @property
     def e4m3_columns(self) -> int:
-        """Leading columns of a key that are e4m3; the others have 16 bits."""
+        """How many leading columns of a key are e4m3; the other columns have 16 bits."""
         plain = 0 if self.kv_dtype == FP8 else self.head_dim
         return self.head_dim - {"v32": V32_PACKED.rope_dim, "v4": V4_PACKED.rope_dim, "plain": plain}[self.layout]
 
@@ -146,7 +148,7 @@ class SparseConfig:
 
     @property
     def scale_group(self) -> int:
-        """Columns of e4m3 that share a scale of the row; 0 if rows have no scales."""
+        """How many columns of e4m3 share one scale of the row; 0 if rows have no scales."""
         return {"v32": V32_PACKED.group, "v4": V4_PACKED.group, "plain": 0}[self.layout]
 
     @property
@@ -176,13 +178,14 @@ class SparseConfig:
 
     @property
     def exchanged_words(self) -> int:
-        """Shared-memory words for reducing over keys: for each row, the partials of four warps, its changes and its
-        maximum."""
+        """Shared-memory words for reducing over keys. For each query row they have the partials of four warps, two
+        changes (see Exchange) and the maximum."""
         return 4 * (self.shape.p_rows + PARTIALS_PAD) + self.shape.p_rows * (2 + 1)
 
     @property
     def q_bytes(self) -> int:
-        """Shared memory of Q. Queries of e4m3 are followed by bf16 copies of the columns that keys have in 16 bits."""
+        """Shared memory of Q. If queries are e4m3, they are followed by bf16 copies of those columns that have 16 bits
+        in keys."""
         row = self.head_dim + 2 * (self.head_dim - self.e4m3_columns) if self.fp8_queries else 2 * self.head_dim
         return self.shape.p_rows * row
 
@@ -194,11 +197,11 @@ class SparseConfig:
 
     @property
     def lookahead(self) -> int:
-        """A piece is described this many pieces before the value warpgroups reach it.
+        """How many pieces ahead of the value warpgroups pieces are described.
 
-        After piece n the scheduling warp describes piece n + lookahead. Until then the last piece that it has described
-        is n + lookahead - 1. By then gathering warps may have filled all stages with pieces n + 1 to n + stages of one
-        block each, and read the description of piece n + stages + 1. So stages + 2 is enough.
+        After piece n the scheduling warp describes piece n + lookahead. Before that, the last piece with a description
+        is n + lookahead - 1, but the gathering warps can already have filled all stages with pieces n + 1 to n + stages
+        (if each has one block), and then read the description of piece n + stages + 1. So stages + 2 is enough.
         """
         return max(self.stages, 4) + 2
 
@@ -229,7 +232,8 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
 
 
 def _size_reasons(spec: SparseMLASpec) -> list[str]:
-    """Why the schedule cannot count a token's columns or the call's blocks. Symbolic sizes are not checked."""
+    """Why the schedule cannot count a token's columns or the call's blocks; empty if it can, or if sizes are
+    symbolic."""
     tokens, selected = spec.num_tokens, spec.num_selected
     if not (isinstance(tokens, int) and isinstance(selected, int)):
         return []
@@ -281,12 +285,13 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
 
 
 def _has_many_tiles(spec: SparseMLASpec) -> bool:
-    """Whether the call has at least MANY_TILES row tiles."""
+    """Whether it is known that the call has at least MANY_TILES row tiles."""
     return isinstance(spec.num_tokens, int) and _row_tiles(spec, _tile_rows(spec)) >= MANY_TILES
 
 
 def _tile_rows(spec: SparseMLASpec) -> int:
-    """Rows of a tile. A few tiles of 64 would leave CTAs idle, and code that runs once costs less with 32 rows."""
+    """`tile_rows` of a SparseConfig. A call of few tiles of 64 heads takes tiles of 32 instead, because these keep more
+    CTAs busy and their code that runs once costs less."""
     if spec.num_heads <= FEW_HEADS:
         return ROWS
     if _has_16_bits(spec) and spec.head_dim > LATENT_DIM:
@@ -321,6 +326,6 @@ def launches(config: SparseConfig, num_tokens: Dim, num_selected: Dim) -> list[t
 def workspace_shapes(
     config: SparseConfig, num_sms: int, num_tokens: int, num_selected: int
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the kernel's workspaces for a launch that serves `num_tokens` tokens, in the order of its
-    operands: see latent.shape.workspace_shapes. Unless batch_invariant, tokens and columns don't change them."""
+    """Shapes and dtypes of the kernel's workspaces for a launch that serves `num_tokens` tokens, in the order of the
+    operands: see latent.shape.workspace_shapes. They depend on num_tokens and num_selected only if batch_invariant."""
     return latent_shape.workspace_shapes(config.shape, num_sms, num_tokens, num_selected)

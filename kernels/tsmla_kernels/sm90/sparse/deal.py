@@ -12,7 +12,7 @@ from tsmla_kernels.sm90.latent.share import STATE_WORDS, BatchShare
 from tsmla_kernels.sm90.latent.walk import KeyBlocks, PieceWalk, TileRows
 from tsmla_kernels.sm90.warp import divide, remainder
 
-MIN_ROUNDS = 3  # with fewer tiles for each CTA, shares of one length balance as well
+MIN_ROUNDS = 3  # with fewer tiles for each CTA, sharing out all tiles as in decode balances as well
 # Further words of the schedule's state: how many rounds there are, and how many are done.
 ROUNDS, ROUND = STATE_WORDS, STATE_WORDS + 1
 DEALT_STATE_WORDS = STATE_WORDS + 2
@@ -21,11 +21,11 @@ DEALT_STATE_WORDS = STATE_WORDS + 2
 class DealtWalk:
     """Deals row tiles out in turn, in rounds of one tile for each CTA: forwards, then backwards, and so on. So the
     CTAs' loads balance even if lengths rise from token to token, and neighbouring tokens, which often select the same
-    rows, are worked on at the same time. At least one tile is left after the last round. These tiles are shared out,
-    and cut, as a batch of their own: the rest.
+    rows, are worked on at the same time. At least one tile is left after the last round. The tiles that are left are
+    the rest: they are shared out, and cut if that balances, as a batch of their own, which `of_rest` walks.
 
-    If there are no rounds, or if lengths would leave CTAs too unequal, the rest is the whole batch. `of_rest` walks the
-    rest.
+    If there are too few tiles, or if lengths would leave CTAs too unequal, there are no rounds, and the rest is the
+    whole batch.
     """
 
     def __init__(self, shape: LatentShape, *, pieces_kept: int, equal_lengths: bool) -> None:
@@ -35,7 +35,7 @@ class DealtWalk:
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
-        """Find out how many rounds there are, and this CTA's share of the rest. early: the result of early_numbers."""
+        """Find out how many rounds there are, and this CTA's share of the rest. early: what early_numbers returned."""
         rounds = self.rounds(schedule)
         rest = self.rest(rounds, schedule)
         length, first_token, end_token = early
@@ -68,7 +68,8 @@ class DealtWalk:
 
     @cute.jit
     def balances(self, rounds: Int32, schedule: Schedule):
-        """Whether the busiest CTA's rounds take at most 1/32 or OVERHEAD more than the mean, whichever is greater."""
+        """Whether in these rounds the busiest CTA's load is above the CTAs' mean load by at most 1/32 of the mean or by
+        at most OVERHEAD."""
         lane, ctas = cute.arch.lane_idx(), schedule.num_clusters
         last = schedule.seq_lens.shape[0] - 1
         most, total = Int32(0), Int32(0)
@@ -89,8 +90,8 @@ class DealtWalk:
 
     @cute.jit
     def next_round(self, i: Int32, rounds: Int32, schedule: Schedule):
-        """The first round from `i` on in which this CTA's row tile is of this launch; `rounds` or more if there is no
-        such round. Requests have one row tile each. A lane looks at one round."""
+        """The first round from `i` on whose row tile for this CTA belongs to this launch; `rounds` or more if there is
+        no such round. Each request must have one row tile. The lanes look at 32 rounds at once."""
         lane, found = cute.arch.lane_idx(), Int32(0)
         while found == 0 and i < rounds:
             taken = Int32(0)
@@ -112,8 +113,8 @@ class DealtWalk:
         return (i + odd) * ctas + (cta ^ -odd)
 
     def rest(self, rounds: Int32, schedule: Schedule) -> Schedule:
-        """The schedule of the rest. If only some of a request's tiles are in the rounds, all of its tiles belong to the
-        rest: next_piece skips them in the rounds."""
+        """The schedule of the rest. If only some of a request's tiles are in the rounds, all tiles of this request
+        belong to the rest, and next_piece skips those in the rounds."""
         first = rounds * schedule.num_clusters // self.max_tiles
         lens = schedule.seq_lens
         return schedule._replace(

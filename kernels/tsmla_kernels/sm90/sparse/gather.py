@@ -1,4 +1,4 @@
-"""The warps that fill the sparse kernel's ring: four warps gather the selected rows, with one bulk copy each."""
+"""The warps that fill the sparse kernel's ring: four warps gather the selected rows, each row by one bulk copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsmla_kernels.sm90.warp import element
 
 ALL_ROWS = (1 << GATHER_ROWS) - 1
 LINE = 128  # bytes
-NO_SLOT = (1 << 31) - 1  # no cache has this slot; -1, a column that is not active, becomes it
+NO_SLOT = (1 << 31) - 1  # no cache has this slot; in unions over two caches it replaces -1, an inactive column
 
 
 class Row(NamedTuple):
@@ -37,8 +37,7 @@ class Pages(NamedTuple):
 
 class Gatherer:
     """The copies into the ring. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, which are
-    the keys of softmax warp w. A row without a slot becomes zeros. The other attributes are as in SparseConfig and
-    Ring."""
+    the keys of softmax warp w. A row whose slot does not exist becomes zeros."""
 
     def __init__(self, config: SparseConfig, stages: Stages) -> None:
         self.config, self.ring, self.stages = config, stages.ring, stages
@@ -140,8 +139,8 @@ class Gatherer:
 
     @cute.jit
     def store_bits(self, of_tokens: Int32, index: Int32, warp: Int32, gather: Gather):
-        """Store, for stage `index`, the bits of the tokens that select each of this warp's rows. Return the bits of all
-        tokens that select one."""
+        """Store, for stage `index`, the bits of the tokens that select each of this warp's rows. Return the bits of the
+        tokens that select any of these rows."""
         lane = cute.arch.lane_idx()
         if lane < GATHER_ROWS:
             gather.of_tokens[warp * GATHER_ROWS + lane, index] = cutlass.Uint8(of_tokens)
@@ -150,7 +149,8 @@ class Gatherer:
 
     @cute.jit
     def locate(self, slot: Int32, column: Int32, gather: Gather) -> Row:
-        """The row that column `column` selects. In a union, a slot has a bit that says from which cache."""
+        """The row of `slot`, which stands in column `column` of the indices. If the indices are unions over two caches,
+        the slot's upper bit says whether it is of the second cache."""
         of_second = column >= self.config.window if const_expr(self.config.two_caches) else None
         if const_expr(self.config.two_caches and self.config.tokens > 1):
             of_second = slot < 0
@@ -216,7 +216,8 @@ class Gatherer:
 
     @cute.jit
     def copy_rows(self, row: Row, index: Int32, warp: Int32, gather: Gather):
-        """Copy this warp's rows of a block into the free stage `index`. Return a bit for each row that exists."""
+        """Copy this warp's rows of a block into the free stage `index`. Return a word whose bit r says whether row r
+        exists."""
         lane = cute.arch.lane_idx()
         exist = cute.arch.vote_ballot_sync(row.exists == 1) & ALL_ROWS
         first = gather.ring + (index * self.ring.stage_elements + warp * (GATHER_ROWS * self.pitch))
@@ -229,8 +230,8 @@ class Gatherer:
 
     @cute.jit
     def announce(self, exist: Int32, seen: Int32, index: Int32, warp: Int32, gather: Gather):
-        """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes will arrive. `seen` is
-        this stage's word of `valid`.
+        """Tell the consumers of stage `index` which of this warp's rows exist, and the barrier `full` how many bytes
+        will arrive. `seen` is this warp's word of `valid` for the stage.
 
         The copies may complete before this call, but the stage is not full until this warp has arrived at `full`.
         """
@@ -241,7 +242,8 @@ class Gatherer:
 
     @cute.jit
     def clear_rows(self, first: Int32, exist: Int32):
-        """Zero the rows of this warp that do not exist. P is 0 there, but the stage may hold NaN: 0 * NaN is NaN."""
+        """Zero the rows of this warp that do not exist. Their P is 0, but the stage's old bytes may be NaN, and 0 * NaN
+        is NaN."""
         lane = cute.arch.lane_idx()
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)

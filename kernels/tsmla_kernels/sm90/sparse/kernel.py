@@ -1,7 +1,7 @@
 """sparse_mla for Hopper: launch, shared memory, set-up and the warps' roles.
 
-DESIGN.md in this folder gives the reasons. For the common parts (latent) a query token is a request with one query
-token:
+DESIGN.md in this folder gives the reasons. The common parts (latent) treat a query token as a request with one query
+token. The four warpgroups of a CTA:
 
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
                 takes Q (query.py)
@@ -70,7 +70,7 @@ class SparseMla:
         self.values = of_rows(config, stages, self.walk, self.gatherer)
         self.combine = Combine(config.shape, config.sinks)
         # With tiles of 64 rows value warps need more registers, and leave fewer to gathering warps. V4's gathering
-        # warps get some of them back, because they keep the rows' scales.
+        # warps keep rows' scales, so they get eight more, which the softmax warps give up.
         if config.shape.p_rows < ROWS:
             self.registers = Registers(128, 136, 168, 40)
         elif config.layout == "v4":
@@ -93,7 +93,7 @@ class SparseMla:
 
     @cute.jit
     def launch(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
-        """Launch both kernels."""
+        """Launch the kernel that attends and the one that merges pieces."""
         config = self.config
         atom, tma = self.scores.query.tensor_map(q)
 
@@ -252,7 +252,8 @@ class SparseMla:
 
     @cute.jit
     def works(self, lengths: cute.Tensor):
-        """Whether this launch has any row tile: a length that is not negative. All threads look, and get the answer."""
+        """Whether this launch has any row tile, that is, any length that is not negative. All threads of the CTA must
+        call it, and all get the answer."""
         tidx, _, _ = cute.arch.thread_idx()
         mine = Int32(0)
         for i in cutlass.range(tidx, lengths.shape[0], THREADS, unroll=4):

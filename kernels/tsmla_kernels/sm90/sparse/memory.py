@@ -12,7 +12,7 @@ from tsmla_kernels.sm90.latent.key_softmax import Exchange
 from tsmla_kernels.sm90.latent.memory import Place, Results, Running
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS
 
-PIECES_KEPT = 16  # descriptions in the ring: pieces described ahead, and pieces that the slowest warp still reads
+PIECES_KEPT = 16  # descriptions kept: of pieces described ahead, and of pieces that the slowest warp still reads
 GATHER_WARP = 12  # the first gathering warp, which also finds the first piece
 GATHER_ROWS = 64 // GATHER_WARPS  # rows of a block that a gathering warp copies
 FIRST_PIECES_THREADS = 32 + 32 * GATHER_WARPS  # the scheduling warp and the gathering warps
@@ -27,8 +27,8 @@ class Arrays(NamedTuple):
       sinks: [H] f32, or None. scales: [3] f32.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
-      bits: [T, K], the bits of the tokens that select each slot, if the indices are unions; token_lengths: [all tokens]
-        i32, see UnionArrays. Both are None if a row tile has one token.
+      bits, token_lengths: None if a row tile has one token. If it has several, the indices are unions; bits has, for
+        each slot, a bit for each token of the group, and token_lengths a length for each token: see UnionArrays.
     """
 
     indices: cute.Tensor
@@ -45,8 +45,8 @@ class Arrays(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The copy of Q into shared memory: the TMA atom and tensor, q itself, Q's place, and the barrier on which Q
-    arrives."""
+    """The copy of Q into shared memory: the TMA atom and tensor, the operand q, Q's place in shared memory, and the
+    barrier on which Q arrives."""
 
     atom: cute.CopyAtom
     tma: cute.Tensor
@@ -56,7 +56,8 @@ class Query(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and which keys exist: see Gather."""
+    """Shared memory of the softmax warpgroup: Q, scratch for reducing over keys, and `valid` and `of_tokens` of
+    Gather."""
 
     query: Query
     exchange: cute.Pointer
@@ -69,12 +70,13 @@ class Gather(NamedTuple):
 
     Attributes:
       q, indices: operands. caches: one cache or two.
-      ring: the address of the ring's first stage. full, empty: its barriers.
-      valid: [GATHER_WARPS, stages], a bit for each row that a gathering warp copies to a stage: whether its slot
-        exists. If a row tile has several tokens, a bit for each token: whether it selects one of these rows.
-      pieces: the ring of descriptions.
-      bits: as in Arrays. of_tokens: [keys of a stage, stages], the bits of the tokens that select a row; 0 if its slot
-        does not exist. It is not used if a row tile has one token.
+      ring: the address of the ring's first stage. full, empty: the ring's barriers.
+      valid: [GATHER_WARPS, stages], a word for the rows that a gathering warp copies to a stage. It has a bit for each
+        row, which says whether the row's slot exists; or, if a row tile has several tokens, a bit for each token, which
+        says whether the token selects any of these rows.
+      pieces: the descriptions of pieces.
+      bits: as in Arrays. of_tokens: [keys of a stage, stages], for each row the bits of the tokens that select it, or 0
+        if the row's slot does not exist. None if a row tile has one token.
     """
 
     q: cute.Tensor
@@ -90,8 +92,8 @@ class Gather(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of K Q^T: 16 columns of K. Their fragment; which half of the fragment they are (None: all of it, because
-    the columns have 16 bits); and the number of the group of columns with which they share a scale (None: no scale)."""
+    """A step of K Q^T: 16 columns of K. It has the index of their fragment; which half of the fragment they are (None:
+    all of it, because the columns have 16 bits); and the index of the group that has their scale (None: no scale)."""
 
     fragment: int
     half: int | None
@@ -107,8 +109,8 @@ class QueryTile(NamedTuple):
 
 
 class QueryOperands(NamedTuple):
-    """The MMA of K Q^T and Q as its operand, and the same two for columns of 16 bits, which may be equal to the first
-    two."""
+    """The MMA of K Q^T and Q as its operand, and a second such pair for columns that are multiplied as bf16. If there
+    are no such columns, the second pair is the first."""
 
     mma_qk: cute.TiledMma
     t_q: cute.Tensor
@@ -120,17 +122,16 @@ class Held(NamedTuple):
     """The values that a softmax thread keeps from piece to piece, and views of shared memory.
 
     Attributes:
-      mma_qk: the MMA of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: the copy
-        of Q.
+      mma_qk, t_q, mma_16, t_q_16: as in QueryOperands. query: the copy of Q.
       acc: S^T of a block. part: the part of S^T that a group of columns adds, if queries are e4m3 and rows have scales.
-      narrow: fragments of K in the cache's dtype. wide: the same as f16, if queries have 16 bits.
+      narrow: fragments of K in the cache's dtype. wide: steps of K converted to f16, if queries have 16 bits.
       factors: scales of the lane's two keys.
       k_offset, scales_offset, p_offset: the offsets in a stage of the lane's row of K, its first key's scales, and its
         row of P.
       p_words: P, packed into the words that are stored. exchanged: shared-memory scratch. running: the lane's maxima
         and sums.
-      valid, of_tokens: which keys exist: see Gather. scales: the operand. results: the arrays for finished rows.
-      place: the thread's place. signals: 1 if the lane arrives in Ring.signal.
+      valid, of_tokens: as in Gather. scales: the operand. results: the arrays for finished rows.
+      place: the thread's place. signals: 1 if the lane arrives on `ready` in Ring.signal_if, otherwise 0.
     """
 
     mma_qk: cute.TiledMma

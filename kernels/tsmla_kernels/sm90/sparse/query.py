@@ -23,7 +23,7 @@ class SparseQuery:
 
     Attributes:
       copy: converts Q to f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
-      tiles: groups of 64 columns. depth, p_rows, q_dtype: as in QueryCopy.
+      tiles: how many groups of 64 columns a row has. depth, p_rows, q_dtype: as in QueryCopy.
     """
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
@@ -86,7 +86,7 @@ class SparseQuery:
 
     @cute.jit
     def words(self, source: Int32 | Int64, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
-        """Four words of a row at `source`: the 16 bytes with number `chunk` in the tile `tile` of 64 columns."""
+        """Four words of a row that begins at `source`: the 16 bytes with index `chunk` in tile `tile` of 64 columns."""
         if const_expr(kind == MOVE):
             words = four_words(source + tile * (self.p_rows * 128) + ((chunk ^ (row & 7)) << 4))
         else:
@@ -97,14 +97,14 @@ class SparseQuery:
 
 
 def chunk_64(row, chunk):
-    """The byte offset, in a tile of 64 columns of e4m3 with a swizzle of 64 bytes, of the 16 bytes with number `chunk`
-    of a row."""
+    """The byte offset of a row's 16 bytes with index `chunk` in a tile of 64 columns of e4m3, which has a swizzle of 64
+    bytes."""
     return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
 
 
 class Fp8Query(SparseQuery):
-    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. A bf16 copy of the columns that are multiplied by bf16
-    keys lies after these tiles."""
+    """Q of e4m3, which keeps its dtype, in tiles of 64 columns. After these tiles lies a bf16 copy of those columns of
+    Q that are multiplied by columns of bf16 keys."""
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
         super().__init__(config, ring)
@@ -113,8 +113,8 @@ class Fp8Query(SparseQuery):
 
     @cute.jit
     def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
-        """Zero the rows past the tile's end, and make the bf16 copy of the columns that are multiplied by bf16 keys.
-        Return 1, the factor of the logits. `sources` and `tops` are not used."""
+        """Zero the rows from `valid_rows` on, and make the bf16 copy. Return 1, the factor by which the logits must be
+        multiplied. `sources` and `tops` are not used."""
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         step = 128 // self.p_rows
         quad = cute.make_rmem_tensor((4,), Int32)

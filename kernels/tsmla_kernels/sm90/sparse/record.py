@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 
 PER_COLUMN = ("union_slots", "union_bits")
-"""Workspaces with a row of a number of columns that the call decides."""
+"""Workspaces whose number of columns depends on the call."""
 
 
 def sparse_mla_operands(config: SparseConfig | UnionConfig) -> tuple[Operand, ...]:
-    """The operands, for N = T * H query rows; the workspaces are those of config.workspace_shapes.
+    """The operands, for N = T * H query rows. The workspaces are those of workspaces_of.
 
-    A cache is the array of the call: [P, span, 656] of V3.2 rows, [P, page_bytes] of V4 pages, or a plain [P, span, D].
-    `scales` are softmax_scale * q_scale, kv_scale and compressed_kv_scale; a scale that a call does not have is 1.
+    A cache is passed as the call has it: [P, span, 656] of V3.2 rows, [P, page_bytes] of V4 pages, or plain [P, span,
+    D]. `scales` are softmax_scale * q_scale, kv_scale and compressed_kv_scale; a scale that the call does not have is
+    1.
     """
     alone = config.alone if isinstance(config, UnionConfig) else config
     rows: tuple[int | None, ...] = {
@@ -84,11 +85,11 @@ SPARSE_MLA_UNION = Kernel(
     reasons=union_reasons,
     config_for=union_config,
     flags=("lengths", "sinks"),
-    presets=(),  # of a model SPARSE_MLA says which calls launch this
+    presets=(),  # models name SPARSE_MLA, whose `instead` says which calls launch this kernel
 )
 
 def kernel_of(spec: SparseMLASpec) -> Kernel:
-    """The kernel of a call in the form that it names, or that its sizes choose."""
+    """The kernel for the form that the call names, or else for the form that follows from the call's sizes."""
     return SPARSE_MLA_UNION if sparse_form(spec).name == "union" else SPARSE_MLA
 
 
@@ -114,17 +115,18 @@ class Serving(NamedTuple):
     config: SparseConfig | UnionConfig
 
     def launches(self, num_tokens: Dim, num_selected: Dim) -> list[tuple[Dim, Dim]]:
-        """The tokens [first, stop) of each launch that a call takes."""
+        """For each launch that a call takes, the range [first, stop) of tokens that the launch serves."""
         if isinstance(self.config, UnionConfig):
             return [(0, num_tokens)]
         return launches(self.config, num_tokens, num_selected)
 
 
 def serving(spec: SparseMLASpec, *, lengths: bool, sinks: bool) -> Serving:
-    """The kernel that serves a call in the form that it names, or that its sizes choose.
+    """The kernel that serves a call, and its configuration: see kernel_of.
 
     Raises:
-      NotImplementedError: the named form cannot serve the call, as a part of one on a device with few of its heads.
+      NotImplementedError: the form that the call names cannot serve it, for example on a device that has only a few of
+        a larger call's heads.
     """
     kernel = kernel_of(spec)
     if reasons := kernel.reasons(spec):

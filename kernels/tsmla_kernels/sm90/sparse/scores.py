@@ -1,8 +1,8 @@
 """S^T = K Q^T, softmax and P of the sparse kernel.
 
-K is widened to f16 in registers and multiplied by its scales there. K's bf16 columns in packed rows keep their dtype if
-queries are bf16, and otherwise become f16. The gathering warps say which keys of a block exist; the scores of the other
-keys are replaced by -inf.
+K is widened to f16 in registers and multiplied by its scales there. The bf16 columns of packed rows keep their dtype if
+queries are bf16, and become f16 if queries are f16 (for queries of e4m3 see scores_fp8.py). The gathering warps say
+which keys of a block exist; the scores of the other keys are replaced by -inf.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class SparseScores:
         self.config, self.stages, self.pitch = config, stages, config.pitch
         self.ring = ring = stages.ring
         self.block, self.depth = ring.block, config.head_dim
-        # Pieces may have one stage, so the softmax warps may be too far ahead for the PIECE_BARRIERS barriers of SUMS.
+        # A piece can be as short as one stage, so the softmax warps can be too far ahead for the PIECE_BARRIERS
+        # barriers of SUMS.
         self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
@@ -168,7 +169,7 @@ class SparseScores:
         )
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
-        """Q at `q_place` as the operand of both MMAs."""
+        """The QueryOperands for the Q at `q_place`. The second MMA is for columns that are multiplied as bf16."""
         q = QueryTile(self.k_dtype, self.query.swizzle, self.depth)
         t_q = self.query_operand(mma_qk, q, q_place, t)
         if not self.config.bf16_columns:
@@ -226,7 +227,7 @@ class SparseScores:
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """Compute K Q^T, softmax and P of a piece's blocks."""
         place, running = held.place, held.running
-        # Modes: query row of two, key of two, eight query rows.
+        # Modes: query row of two, key of two, and the index of a group of eight query rows.
         s = cute.make_tensor(held.acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
@@ -289,7 +290,7 @@ class SparseScores:
 
     @cute.jit
     def scale_keys(self, s: cute.Tensor, b: Int32, held: Held):
-        """Multiply the scores of the second cache's keys by its scale divided by the first cache's."""
+        """Multiply the scores of the second cache's keys by the second cache's scale divided by the first cache's."""
         for i in cutlass.range_constexpr(2):
             scale = self.further_scale(i, b, held)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -298,7 +299,7 @@ class SparseScores:
 
     @cute.jit
     def scale_p(self, b: Int32, held: Held):
-        """Multiply the P of the second cache's keys by its scale divided by the first cache's."""
+        """Multiply the P of the second cache's keys by the second cache's scale divided by the first cache's."""
         for i in cutlass.range_constexpr(2):
             scale = self.further_scale(i, b, held)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -393,7 +394,8 @@ class SparseScores:
 
     @cute.jit
     def read_factors(self, address: Int32, group: cutlass.Constexpr[int], factors: cute.Tensor):
-        """Read the scales of the lane's two keys for a group of columns; the first key's are at `address`."""
+        """Read the scales of the lane's two keys for a group of columns. `address` is that of the first key's scale for
+        group 0."""
         dtype = Float32 if self.config.layout == "v32" else cutlass.Uint16
         for i in cutlass.range_constexpr(2):
             if const_expr(self.config.layout == "v32"):
@@ -449,8 +451,8 @@ class SparseScores:
 
     @cute.jit
     def mask_tokens(self, s: cute.Tensor, index: Int32, held: Held):
-        """Set the scores of stage `index` to -inf where a row's token does not select the key. Without branches: each
-        token has such keys in nearly every block."""
+        """Set each score of stage `index` whose row's token does not select the key to -inf. There are no branches,
+        because in nearly every block each token has such keys."""
         numbers = cute.make_tensor(cute.recast_ptr(s.iterator, dtype=Int32), s.layout)
         eights, least = self.config.num_heads // 8, Int32(LEAST_BITS)
         for i in cutlass.range_constexpr(2):
@@ -464,8 +466,8 @@ class SparseScores:
     @cute.jit
     def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
         """Reduce the lanes' `values` of each row over all keys by `combine`: see key_softmax.OverKeys. First reduce
-        within each warp, where an exchange halves the number of values per lane as long as a lane has more than two.
-        Then reduce over the warps."""
+        within each warp; as long as a lane has more than two values, each exchange halves their number. Then reduce
+        over the warps."""
         lane, rows = t % 32, self.p_rows // 8
         mine = cute.make_rmem_tensor((2, rows), Float32)
         for i in cutlass.range_constexpr(2 * rows):

@@ -29,8 +29,8 @@ FRAGMENTS = GROUP // 32  # fragments (16 keys, 32 bytes) of a group, which a war
 
 
 class Columns(NamedTuple):
-    """Columns whose products are issued together: the offsets in a key's row of their fragments, the first step of Q by
-    which they are multiplied, and whether they are bf16."""
+    """Columns whose products are issued together: the offsets of their fragments in a key's row, the index of the first
+    step of Q that they are multiplied by, and whether they are bf16."""
 
     fragments: list[int]
     first_step: int
@@ -50,7 +50,7 @@ class SparseScoresFp8(SparseScores):
 
     Attributes:
       columns: the result of columns_of.
-      scaled: whether rows have scales. Then each entry of `columns` but the last has a sum of its own.
+      scaled: whether rows have scales. If they have, each entry of `columns` but the last has a sum of its own.
       buffers: how many sets of fragments fit into registers. With two, WGMMA reads one set while the other is loaded.
     """
 
@@ -63,10 +63,8 @@ class SparseScoresFp8(SparseScores):
         self.buffers = 1 if self.scaled and ring.p_rows == ROWS else 2  # two would spill with 64 rows and scales
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
-        """The operands of the Q at `q_place`: mma_qk for e4m3 columns and a second MMA for bf16 columns.
-
-        If no column is bf16, the second is mma_qk, too.
-        """
+        """The QueryOperands for the Q at `q_place`: mma_qk for e4m3 columns and a second MMA for bf16 columns. If no
+        column is bf16, the second MMA is mma_qk, too."""
         t_q = self.query_operand(mma_qk, QueryTile(self.k_dtype, self.query.swizzle, self.depth), q_place, t)
         if not self.columns[-1].bf16:
             return QueryOperands(mma_qk, t_q, mma_qk, t_q)

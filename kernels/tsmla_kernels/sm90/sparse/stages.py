@@ -39,7 +39,7 @@ class Stages:
     """Gathered rows in the stages of `ring`, `pitch` bytes apart.
 
     Attributes:
-      pitch: as in SparseConfig. scales_of_group: bytes of a group of columns in V4's table of scales.
+      pitch: as in SparseConfig. scales_of_group: how many bytes of V4's table of scales each group of columns has.
     """
 
     def __init__(self, config: SparseConfig, ring: Ring) -> None:
@@ -53,6 +53,6 @@ class Stages:
     def scale_place(self, key: Int32 | int) -> Int32 | int:
         """The byte offset of a key's scale in a group's part of V4's table of scales.
 
-        The order is [q, eight, key of two], because a value lane has keys 2 q and 2 q + 1 of every eight, and reads
-        several of these pairs at once."""
+        That part has the order [q, eight, key of two]: a value lane has keys 2 q and 2 q + 1 of every eight keys (q is
+        lane % 4), and reads several such pairs at once."""
         return key // 2 % 4 * (self.block // 2) + key // 8 * 4 + key % 2 * 2

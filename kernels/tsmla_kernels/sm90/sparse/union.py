@@ -1,11 +1,11 @@
 """The kernel that makes a group's union: the slots that its tokens select, each once, and a bit for each token.
 
 A CTA has a group, and each thread some columns of every token. First the CTA marks the slots in a bitmap, by their
-hash: how many marks there are says how many slots differ. If the tokens share little, they gather for themselves, and
-no more is done. Otherwise the slots go to a hash table in shared memory, with the bits of the tokens that select them.
-The union has the first token's slots in its order, then those of the second token that the first does not have, and so
-on: an order that does not depend on the order in which threads run. If a token has a slot twice, the group's tokens
-also gather for themselves, because a bit does not say how often.
+hash: the number of marks shows about how many different slots there are. If the tokens share little, they gather for
+themselves, and no more is done. Otherwise the slots go to a hash table in shared memory, with the bits of the tokens
+that select them. The union has the first token's slots, then those of the second token that the first does not have,
+and so on. Their order does not depend on the order in which threads run. If a token has a slot twice, the group's
+tokens also gather for themselves, because a bit does not say how often a token has the slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_SLOT = (1 << 31) - 1  # a cache has fewer slots; with the second cache's bit 
 SECOND_CACHE = -(1 << 31)  # the bit of the second cache's slots
 GOLDEN = 0x9E3779B1 - (1 << 32)  # 2^32 divided by the golden ratio, odd: multiplied by it, slots spread over the table
 MARKS = TABLE * 8  # bits of the bitmap, which lies where the table's bits lie later
-DOUBT = 2  # PARTS by which the count of marks may be wrong
+DOUBT = 2  # the error, in PARTS of the selected slots, that is allowed for in the number of slots found from the marks
 
 
 class Total(IntEnum):
@@ -48,10 +48,10 @@ class UnionArrays(NamedTuple):
 
     Attributes:
       indices: [T, K]. lengths: [T], or None.
-      slots: [G, U], the unions; a slot of the second cache has SECOND_CACHE. bits: [G, U], bit i of a byte is the
-        group's i-th token's.
-      union_lengths: [G], how many slots a union has; -1: the tokens gather for themselves.
-      token_lengths: [T], how many columns a token has; -1 minus that, if its group shares.
+      slots: [G, U], the unions; in a slot of the second cache the bit SECOND_CACHE is set. bits: [G, U], a byte for
+        each slot; bit i says whether token i of the group selects the slot.
+      union_lengths: [G], how many slots a union has; -1 if the group's tokens gather for themselves.
+      token_lengths: [T], n if a token has n active columns; -1 - n instead if the token's group shares.
     """
 
     indices: cute.Tensor
@@ -63,8 +63,8 @@ class UnionArrays(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The hash table in shared memory: slots, and a byte of bits for each, four in a word; the words of Total; and how
-    many slots of the union each warp has among each of its threads' columns: [warp, column]."""
+    """The hash table in shared memory: `slots`; `bits`, a byte for each slot, four in a word; the words of Total; and
+    counts[w, n], how many slots of the union warp w has in the n-th columns of its threads."""
 
     slots: cute.Tensor
     bits: cute.Tensor
@@ -75,7 +75,8 @@ class Table(NamedTuple):
 class UnionMaker:
     """Makes the unions of a call, one CTA for each group.
 
-    Attributes: tokens: of a group. each: columns of a thread, of all tokens. window: as in SparseConfig.
+    Attributes:
+      tokens: tokens of a group. each: columns of a thread, those of all tokens together. window: as in SparseConfig.
     """
 
     def __init__(self, config: UnionConfig) -> None:
@@ -126,7 +127,7 @@ class UnionMaker:
         self.fill(table.slots, EMPTY, thread)
         cute.arch.sync_threads()
         selected, worth = table.totals[Total.SELECTED], Int32(WORTH[self.tokens])
-        # Two slots may have one mark: of n marks n / MARKS have been made when another slot comes.
+        # Different slots can have the same mark: if n marks are set, the next slot meets one with chance n / MARKS.
         marked = Float32(table.totals[Total.MARKED])
         different = marked + marked * marked * (0.5 / MARKS)
         # The host calls this kernel only if all columns have a thread.
@@ -172,8 +173,8 @@ class UnionMaker:
 
     @cute.jit
     def load_keys(self, group: Int32, thread: Int32, arrays: UnionArrays):
-        """Load the slots of a thread's columns, with the bit of the second cache; EMPTY if there is none. The loads are
-        not in branches, so that all are in flight at once."""
+        """Load the slots of a thread's columns, with SECOND_CACHE set in those of the second cache; EMPTY for a column
+        without a slot. The loads are not in branches, so that all are in flight at once."""
         keys = cute.make_rmem_tensor((COLUMNS, self.tokens), Int32)
         columns, tokens = arrays.indices.shape[1], arrays.indices.shape[0]
         for i in cutlass.range_constexpr(self.tokens):
@@ -219,14 +220,14 @@ class UnionMaker:
 
     @cute.jit
     def add(self, which: cutlass.Constexpr[Total], count: Int32, table: Table):
-        """Add the threads' counts to a total."""
+        """Add the counts of a warp's threads to the total `which`."""
         total = cute.arch.warp_redux_sync(count, "add")
         if cute.arch.lane_idx() == 0 and total > 0:
             cute.arch.atomic_add(table.totals.iterator + which, total, sem="relaxed", scope="cta")
 
     @cute.jit
     def enter(self, keys: cute.Tensor, table: Table):
-        """Enter a thread's slots, and replace each in `keys` by its place in the table."""
+        """Enter a thread's slots in the table, and replace each slot in `keys` by its place there."""
         different, twice = Int32(0), Int32(0)
         for n in cutlass.range_constexpr(self.each):
             if keys[n] != EMPTY:
@@ -243,7 +244,7 @@ class UnionMaker:
 
     @cute.jit
     def enter_key(self, key: Int32, table: Table):
-        """The place of a slot, which is entered if the table does not have it; and 1 if it did not."""
+        """Enter slot `key` if the table does not have it. Return its place, and 1 if it was entered, otherwise 0."""
         place = remainder((key * GOLDEN) >> (32 - (TABLE.bit_length() - 1)), TABLE)
         fresh, searching = Int32(0), Int32(1)
         while searching == 1:
@@ -262,7 +263,7 @@ class UnionMaker:
 
     @cute.jit
     def write(self, group: Int32, thread: Int32, places: cute.Tensor, table: Table, arrays: UnionArrays):
-        """Write the union. A slot belongs to the first token that has it. `places`: the result of `enter`."""
+        """Write the union. A slot belongs to the first token that has it. `places`: the `keys` that `enter` changed."""
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(quotient(thread, 32))
         own = Int32(0)  # a bit for each of the thread's columns
         for n in cutlass.range_constexpr(self.each):

@@ -27,15 +27,15 @@ from tsmla_kernels.sm90.sparse.config import (
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
-HEADS = (8, 16, 32)  # a warp's rows of P are of whole tokens, and a token has a bit in a byte
+HEADS = (8, 16, 32)  # eight rows of P are always of one token, and a byte has a bit for each token of a group
 MOST_COLUMNS = 2048  # columns of the indices; each thread of the kernel that makes unions has two of each token
 TABLE = 1 << 14  # slots that the union's hash table has room for: as many as eight tokens select
-FEWEST_TOKENS = 2048  # with fewer tokens, looking for unions takes too much of the time if they share little
+FEWEST_TOKENS = 2048  # with fewer tokens, looking for unions costs too much if the tokens share little
 FEWEST_NEIGHBOURS = 1024  # the same if it is known that neighbouring tokens are of one request, and so may share much
 PARTS = 64
 WORTH = {2: 40, 4: 34, 8: 36}
-"""PARTS of the slots that a group's tokens select, by its tokens: a union of more slots takes longer than they do, as
-LOG.md shows."""
+"""By a group's number of tokens: how many PARTS-ths of the slots that these tokens select a union may have. A larger
+union would take longer than separate gathers (LOG.md has times)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +82,12 @@ class UnionConfig:
 
 
 def group_tokens(num_heads: int, head_dim: int, rows_of_16_bits: bool) -> int:
-    """Tokens of a group: 64 rows, or 32 where rows of 16 bits leave no room for more."""
+    """How many tokens a group has: as many as have 64 query rows, or 32 if rows of 16 bits leave no room for more."""
     return (FEW_HEADS if rows_of_16_bits and head_dim > LATENT_DIM else ROWS) // num_heads
 
 
 def union_columns(tokens: int, num_selected: int) -> int:
-    """The most slots of a union of `tokens` tokens' slots, in whole blocks."""
+    """How many slots the union of a group of `tokens` tokens has at most, rounded up to whole blocks."""
     return -(-(tokens * num_selected * WORTH[tokens] // PARTS) // BLOCK) * BLOCK
 
 
@@ -119,8 +119,8 @@ def sparse_mla_reasons(spec: SparseMLASpec) -> list[str]:
 
 
 def sparse_form(spec: SparseMLASpec) -> Form:
-    """The form of a call, "direct" or "union". It follows from sizes that the host knows; in "union" the device then
-    chooses for each group."""
+    """The form of a call, "direct" or "union": the one that the call names, or else the one that follows from sizes
+    that the host knows. In "union" the device then chooses for each group whether its tokens share."""
     if spec.form != "auto":
         return Form(spec.form, "the call names it")
     tokens, per_request = spec.num_tokens, spec.tokens_per_request
@@ -149,7 +149,8 @@ def union_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = Fa
 
 
 def union_configs(dtype: str, num_heads: int) -> list[UnionConfig]:
-    """A configuration for each number of tokens that a group of such queries may have, by the cache's rows."""
+    """A configuration for each number of tokens that groups of such queries can have: over packed rows, and over rows
+    of 1,152 bytes, if such groups have more than one token."""
     if dtype == FP8 or num_heads not in HEADS:
         return []
     packed = UnionConfig(dtype, num_heads)

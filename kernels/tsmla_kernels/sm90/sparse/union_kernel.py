@@ -1,11 +1,11 @@
-"""sparse_mla for Hopper whose tokens may share gathers: three launches, each with the steps of one class.
+"""sparse_mla for Hopper whose tokens may share gathers: three launches, each by one class.
 
   union.py      makes the unions of groups of tokens, and says which groups share
-  kernel.py     with a group's rows in a row tile: computes the groups that share
-  kernel.py     with a token's rows in a row tile: computes the other tokens
+  kernel.py     computes the groups that share; a row tile has the query rows of a group
+  kernel.py     computes the other tokens; a row tile has query rows of one token
 
-Each of the last two merges its pieces in a second kernel. The third launch comes last, because the second may leave a
-group to it: see SparseValues.look_at.
+The second and the third launch each merge their pieces in a further kernel. The third comes last, because the second
+can leave a group to it: see SparseValues.look_at.
 """
 
 from __future__ import annotations

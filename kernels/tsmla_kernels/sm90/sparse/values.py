@@ -1,4 +1,4 @@
-"""O^T += V^T P^T of the sparse kernel: V^T is widened in registers, and multiplied by its rows' scales."""
+"""O^T += V^T P^T of the sparse kernel: V^T is widened in registers, and multiplied by its keys' scales."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_transposed
 
-LAST_TILE = 3  # the number of a warp's last tile of 16 latents, which is bf16 in V4's upper half
+LAST_TILE = 3  # the index of the last of a warp's tiles of 16 latents, which is bf16 in V4's upper half
 
 
 def last_row(lane: Int32, pitch: int, chunk: Int32, chunks: int) -> Int32:
-    """The byte offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix; the key is one of the first
-    16.
+    """The byte offset, in a stage, of the 16 bytes that a lane passes to ldmatrix. The key is one of the first 16.
 
-    The first eight keys are matrices 0 and 1. Matrix 0 has the 16 bytes with number `chunk` of each key; matrix 1 has
-    those `chunks` further on, or the same ones if `chunks` is 0.
+    Matrices 0 and 1 have the first eight keys, matrices 2 and 3 the next eight. Matrices 0 and 2 have 16 bytes of each
+    key, with index `chunk`; matrices 1 and 3 have the 16 bytes with index chunk + chunks.
     """
     return (lane // 16 * 8 + lane % 8) * pitch + (chunk + lane // 8 % 2 * chunks) * 16
 
@@ -47,7 +46,7 @@ class SparseValues:
     Attributes:
       wide: the part shared with decode's values. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
       pitch: as in SparseConfig. copier: the gathering warps.
-      steps_at_once: steps of 16 keys whose scales are in registers.
+      steps_at_once: for how many steps of 16 keys a lane has scales in registers at once.
     """
 
     def __init__(self, config: SparseConfig, stages: Stages, walk: Walk, gatherer: Gatherer) -> None:
@@ -83,7 +82,7 @@ class SparseValues:
         return half * (self.half // 16) + warp * self.m_tiles
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """The byte offset in a stage of tile `first_tile` of key number `lane`."""
+        """The byte offset in a stage of tile `first_tile` of key `lane`."""
         return lane * self.pitch + first_tile * 16
 
     def first_latent(self, first_tile: Int32) -> Int32:
@@ -106,10 +105,10 @@ class SparseValues:
 
     @cute.jit
     def look_at(self, piece: Described, held: Held, arrays: Arrays):
-        """Let the tokens of a group gather for themselves, in the next launch, if O is not finite.
+        """If O is not finite, let the group's tokens gather for themselves in the next launch.
 
-        A row of the cache that holds NaN or an infinity makes O NaN in all rows, because 0 * NaN is NaN, also in those
-        of tokens that do not select it. The next launch writes these tokens' results anew."""
+        A key with NaN or an infinity makes O NaN for all of the group's tokens, also for those that do not select the
+        key, because 0 * NaN is NaN. The next launch writes these tokens' results anew."""
         if const_expr(self.config.tokens > 1):
             zeros = [Float32(0.0)] * 4  # several sums, because an addition waits for the one before
             for i in cutlass.range_constexpr(cute.size(held.acc)):
@@ -221,12 +220,12 @@ class SparseValues:
             cute.autovec_copy(cute.make_tensor(there, cute.make_layout(2)), factors[None, 0])
 
     def tile_of(self, held: Held) -> Int32:
-        """The first tile of this warp, computed from the offset of its values."""
+        """The index of this warp's first tile, computed from the offset of the lane's values."""
         return (held.offset - held.lane * self.pitch) // 16
 
     @cute.jit
     def widen_scaled(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
-        """Convert step n of V^T, half a fragment, to f16, and multiply it by its keys' scales."""
+        """Convert step n of V^T, half a fragment, to f16, and, if rows have scales, multiply it by its keys' scales."""
         self.wide.widen(n, narrow, wide)
         if const_expr(self.config.scale_group > 0):
             pairs = cute.recast_tensor(wide[None, n % WIDE], Int32)
