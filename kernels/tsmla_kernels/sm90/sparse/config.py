@@ -1,6 +1,6 @@
 """Which Hopper kernel of sparse_mla serves a call: the static configuration and its workspaces. Imports no cutlass.
 
-How many tokens, columns of the indices and pages there are is dynamic, and so are all lengths. The query row of a head
+The counts of tokens, of the indices' columns and of pages are dynamic, and so are all lengths. The query row of a head
 has the index token * H + head. The common parts of the latent attention kernels treat a token as a request with one
 query token.
 """
@@ -60,7 +60,7 @@ class SparseConfig:
       early_q: whether the Q of a piece, from the third on, is requested as soon as the products with the previous Q are
         done.
       tokens: query tokens of a row tile. If there are several, the indices are the union of these tokens' slots, and
-        the operand `bits` says which of the tokens select each slot: see union_config.py.
+        the operand union_bits says which of the tokens select each slot: see union_config.py.
       skips: whether there may be negative lengths, each of which leaves the row tile to another launch.
     """
 

@@ -71,7 +71,7 @@ class Gatherer:
                 self.wait_for_first_pieces()
             piece, b_begin, b_end = self.ring.described(number, gather.pieces)
             if b_begin == b_end:
-                # A piece without blocks is the end. The softmax and value warps read the same description.
+                # A piece without blocks ends the CTA's work. The softmax and value warps read the same description.
                 if number == 0:
                     self.wait_for_first_pieces()
                 cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)

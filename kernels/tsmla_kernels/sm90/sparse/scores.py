@@ -50,7 +50,7 @@ from tsmla_kernels.sm90.warp import kept, load_matrices, remainder, uniform
 
 EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block's P V may begin
 # Fragments of K (16 keys, 32 bytes) that a warp has in registers or is loading, in the cache's dtype. WGMMA reads a
-# row's last four fragments, of bf16, from these registers, so none of the four may overwrite another.
+# packed row's last four fragments, if they stay bf16, from these registers: none of the four must overwrite another.
 KEYS_AHEAD = 4
 KEYS_WIDE = 4  # steps of 16 columns that a warp has in registers as f16
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
