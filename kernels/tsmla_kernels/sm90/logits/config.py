@@ -34,10 +34,10 @@ class LogitsConfig:
       ragged: whether a request's query tokens are found through cu_seqlens_q; otherwise each request has one token.
       writes_rows: whether the launch may have only a chunk of a ragged call's rows (query tokens). The kernel then also
         writes each row's request and how many keys the row sees, for the top-k that follows.
-      tokens: query tokens of an accumulator, a power of two.
-      q_groups: groups of `tokens` tokens that a CTA holds and multiplies with each block of keys, a power of two.
-      groups: math warpgroups, a multiple of q_groups. Each multiplies one group of tokens; warpgroups of the same group
-        take blocks in turn.
+      tokens: how many query tokens an accumulator has, a power of two.
+      q_groups: how many groups of `tokens` tokens a CTA holds and multiplies with each key block, a power of two.
+      groups: how many math warpgroups a CTA has, a multiple of q_groups. Each multiplies one group of tokens;
+        warpgroups of the same group take blocks in turn.
       num_ctas: CTAs that share the work: the number of multiprocessors.
     """
 
@@ -113,7 +113,8 @@ def logits_reasons(spec: IndexerLogitsSpec) -> list[str]:
 def logits_config(spec: IndexerLogitsSpec, num_sms: int = 132) -> LogitsConfig:
     """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors.
 
-    A ragged configuration serves requests of any number of tokens; the mean number decides which one is fastest.
+    A ragged configuration serves requests with any number of tokens. The mean number of tokens of a request picks the
+    configuration, because it decides which is fastest.
     """
     requests, heads = spec.num_requests, spec.num_heads
     most = min(1 << (MAX_COLUMNS // heads).bit_length() - 1, MAX_TOKENS)

@@ -41,7 +41,7 @@ def bulk_copy(target: cute.Pointer, source: Int64, size: Int32, barrier: cute.Po
 
 
 class Producer:
-    """Device functions of the producer warp. box: keys of one TMA copy, fewer than a block's if a page has fewer."""
+    """Device functions of the producer warp. box: how many keys one TMA copy has, a block's or a page's."""
 
     def __init__(self, config: LogitsConfig) -> None:
         self.config, self.line = config, Line(config)
@@ -51,7 +51,7 @@ class Producer:
 
     @cute.jit
     def tensor_maps(self, arrays: Arrays) -> Tma:
-        """The TMA loads: q as (token and head, column), keys as (key of a page, column, page)."""
+        """The TMA loads of q, as a tensor [token and head, column], and of keys, as [key of a page, column, page]."""
         config, load, atom = self.config, cpasync.CopyBulkTensorTileG2SOp(), layout_atom()
         rows = Int32(arrays.q.shape[0]) * config.num_heads
         q = cute.make_tensor(arrays.q.iterator, cute.make_layout((rows, HEAD_DIM), stride=(HEAD_DIM, 1)))
@@ -70,7 +70,7 @@ class Producer:
 
     @cute.jit
     def run(self, tma: Tma, arrays: Arrays, shared: Shared, share: Share) -> None:
-        """Walk the CTA's share."""
+        """Copy the queries and key blocks of all pieces of the CTA's share, then pass on an empty piece: the end."""
         position, request, left = share.position, share.request, share.blocks
         q_stage, stage = Stage(Int32(0), Int32(1)), Stage(Int32(0), Int32(1))
         while left > 0:
@@ -153,14 +153,14 @@ class Producer:
         return Stage(index, phase)
 
     def first_entry(self, b: Int32) -> Int32:
-        """The entry of the block table in which block b begins."""
+        """The index of the block-table entry whose page has the first key of block `b`."""
         return quotient(b * BLOCK, self.config.page_size)
 
     @cute.jit
     def read_table(self, arrays: Arrays, r: Int32, first: Int32, keys: Int32):
-        """Read entry `first` + lane of request r's block table. The result is 0 past the request's last page, where the
-        table may hold anything. A page outside the cache is replaced by the nearest page inside: TMA checks the
-        bounds of keys, but the plain copy of the scales does not."""
+        """Read entry `first` + lane of request r's block table. The result is 0 past the table's end and past the
+        request's last page, where the table can hold anything. A page outside the cache is replaced by the nearest page
+        inside: TMA checks the bounds of keys, but the plain copy of the scales does not."""
         entry = first + cute.arch.lane_idx()
         page = Int32(0)
         if entry < arrays.block_tables.shape[1] and entry * self.config.page_size < keys:
@@ -172,9 +172,9 @@ class Producer:
         self, tma: Tma, arrays: Arrays, shared: Shared, index: Int32, page: Int32,
         b: Int32, h: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
-        """Copy box `h` of block `b`, which lies in `page`, with its scales, into stage `index`."""
+        """Copy box `h` of block `b` from page `page` into stage `index`; if pages are packed, the box's scales too."""
         config, keys = self.config, shared.keys
-        box = quotient(remainder(b * BLOCK, config.page_size), BLOCK)  # the box's number in its page
+        box = quotient(remainder(b * BLOCK, config.page_size), BLOCK)  # the box's index in its page
         smem = cute.make_tensor(
             cute.recast_ptr(keys.memory, layout_atom().inner, dtype=Float8E4M3FN),
             cute.make_layout(

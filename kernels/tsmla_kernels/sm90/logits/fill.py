@@ -1,5 +1,5 @@
 """The three warps next to the producer warp of indexer_logits. They write -inf into the columns that a token does not
-see. With config.writes_rows they also write each row's request and how many keys the row sees."""
+see. If config.writes_rows, they also write each row's request and how many keys the row sees."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fill:
 
     @cute.jit
     def write_rows(self, arrays: Arrays, warp: Int32) -> None:
-        """Write how many keys each row sees, and its request, one row per lane."""
+        """Write each row's request and how many keys the row sees. A lane takes one row at a time."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         rows, before = arrays.logits.shape[0], rows_before(arrays)
@@ -73,8 +73,8 @@ class Fill:
 
     @cute.jit
     def fill(self, logits: cute.Tensor, row: Int32, begin: Int32, end: Int32) -> None:
-        """Write -inf into the columns of a row from begin to end, 16 bytes per lane if possible. Rows begin at
-        multiples of 64 bytes."""
+        """Write -inf into the columns [begin, end) of a row, 16 bytes per lane from the first multiple of 16 bytes on.
+        A row begins at a multiple of 64 bytes, and `end` is a multiple of 4 columns."""
         lane = cute.arch.lane_idx()
         address = logits.iterator.toint() + Int64(row) * Int64(logits.shape[1]) * 4
         aligned = cutlass.min((begin + 3) // 4 * 4, end)
@@ -84,7 +84,7 @@ class Fill:
             self.store(address + Int64(i) * 4, 4)
 
     def store(self, address: Int64, count: int) -> None:
-        """Write -inf into `count` columns."""
+        """Write -inf into `count` columns at `address`, a multiple of 4 * `count` bytes."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
         values = cute.make_rmem_tensor((count,), Float32)
         values.fill(-float("inf"))

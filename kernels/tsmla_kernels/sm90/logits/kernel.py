@@ -25,13 +25,14 @@ from tsmla_kernels.sm90.warp import prefetch
 
 
 class IndexerLogits:
-    """indexer_logits: `config` is static, all sizes but Hi, Di and Z are dynamic.
+    """The launcher of indexer_logits for one `config`. All sizes but Hi, Di and Z are dynamic.
 
-    Operands of the launcher: q [T, Hi, 128] e4m3, weights [T, Hi] f32, k_cache u8 [P, Z, 132] or e4m3 [P, Z, 128],
-    block_tables [B, M] i32, seq_lens [B] i32, cu_seqlens_q [B + 1] i32 (with config.ragged; otherwise B is T), logits
-    [T, M * Z] f32. With config.writes_rows these T rows may be a chunk of a call's rows, whose first row is row `first`
-    of the call. Then row_lens and row_requests [first + T] i32 follow: how many keys each row of the call up to the
-    chunk's last one sees, and its request. The launch writes the entries of the chunk.
+    Operands of the launcher: q [T, Hi, 128] e4m3; weights [T, Hi] f32; k_cache, u8 [P, Z, 132] if config.packed,
+    otherwise e4m3 [P, Z, 128]; block_tables [B, M] i32; seq_lens [B] i32; if config.ragged, cu_seqlens_q [B + 1] i32
+    (otherwise B is T); logits [T, M * Z] f32. If config.writes_rows, the T rows can be a chunk of a call's rows, with
+    `first` rows of the call before the chunk. Then row_lens and row_requests [first + T] i32 follow: for each row of
+    the call up to the chunk's last one, how many keys the row sees, and its request. The launch writes only the
+    chunk's entries.
     """
 
     def __init__(self, config: LogitsConfig) -> None:

@@ -21,7 +21,7 @@ class Piece(IntEnum):
 
 class Arrays(NamedTuple):
     """The arrays of a launch. cu_seqlens_q is None if each request has one token; row_lens and row_requests are None
-    unless config.writes_rows."""
+    if config.writes_rows is False."""
 
     q: cute.Tensor
     weights: cute.Tensor
@@ -66,7 +66,7 @@ class Buffers(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A CTA's shared memory. pieces: [Piece, stage of Q], the description of the piece whose queries the stage has."""
+    """A CTA's shared memory. pieces: a tensor [word of Piece, stage of Q]: each stage's piece."""
 
     q: Buffers
     keys: Buffers
@@ -106,7 +106,7 @@ class Share(NamedTuple):
 
 class Extent(NamedTuple):
     """Facts for the copies of a piece: how many keys its request has, how many blocks the piece has, and a page for
-    each lane: the block table's entries from the piece's first block on."""
+    each lane: lane i has the block table's entry i, counted from that of the piece's first block."""
 
     keys: Int32
     blocks: Int32

@@ -28,10 +28,10 @@ class Lane(NamedTuple):
     """A thread of a math warpgroup.
 
     Attributes:
-      q_group: the group of tokens that the thread's warpgroup multiplies. thread: its number in the warpgroup. lane:
-        its number in the warp.
-      key: the key, of each block, whose logits it writes. token: the first of the tile's tokens whose logits it writes.
-      writes: 1 if it writes logits, else 0.
+      q_group: the group of tokens that the thread's warpgroup multiplies. thread: the thread's index in the
+        warpgroup. lane: the thread's index in the warp.
+      key: the index in a block of the key whose logits the thread writes. token: the index in the tile of the first
+        token whose logits it writes. writes: 1 if the thread writes logits, else 0.
     """
 
     q_group: Int32
@@ -43,7 +43,7 @@ class Lane(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys: its number in the request, its stage, and the parity of the stage's barrier."""
+    """A block of keys: its index in the request, its stage, and the parity of the stage's barrier."""
 
     number: Int32
     stage: Int32
@@ -55,9 +55,9 @@ class Held(NamedTuple):
 
     Attributes:
       q: Q of the warpgroup's tokens. weights: the weights of the lane's columns.
-      target: the address of the lane's first token's logit for the lane's key of block 0. row_bytes: bytes from one
-        token's logits to the next token's.
-      limit: how many keys the lane's first token sees, less the number of the lane's key in a block. tokens: how many
+      target: the address of the logit of the lane's first token and the lane's key in block 0. row_bytes: bytes
+        from one token's logits to the next token's.
+      limit: how many keys the lane's first token sees, minus the index of the lane's key in a block. tokens: how many
         of the piece's tokens remain from the lane's first token on; 0 if the lane writes no logits.
     """
 
@@ -94,8 +94,8 @@ class Math:
 
     @cute.jit
     def run(self, logits: cute.Tensor, shared: Shared, mma: Mma, group: Int32) -> None:
-        """Do the warpgroup's part of all pieces of this CTA: the products of one group of tokens with the blocks whose
-        turn it is, every `turns`-th block."""
+        """Do the warpgroup's part of all pieces of this CTA: the products of one group of tokens with every
+        `turns`-th block."""
         t = cute.arch.thread_idx()[0] % 128
         lane = kept(t % 32)
         writes = Int32(1)
@@ -137,7 +137,7 @@ class Math:
             cute.arch.mbarrier_arrive(barrier)
 
     def next_stage(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """The warpgroup's next stage after `index`."""
+        """The stage of the warpgroup's next block after the one in stage `index`, and the parity to wait for."""
         index += self.turns
         wrapped = index >= self.config.stages
         return cutlass.select_(wrapped, index - self.config.stages, index), phase ^ Int32(wrapped)
@@ -186,7 +186,7 @@ class Math:
         warpgroup.commit_group()
 
     def key_scale(self, shared: Shared, index: Int32, place: Lane) -> Float32:
-        """The scale of the lane's key in stage `index`."""
+        """The scale of the lane's key in stage `index`; 1 if keys have no scales."""
         if not self.config.packed:
             return Float32(1.0)
         return cute.make_tensor(shared.keys.scales + (index * BLOCK + place.key), cute.make_layout(1))[0]
@@ -227,7 +227,8 @@ class Math:
         return sums
 
     def sum_of_quad(self, sums: list[Float32], lane: Int32) -> list[Float32]:
-        """Add up the sums of four lanes. Each lane keeps one key's sums of half of the tokens, or of the only token."""
+        """Add up the sums of the four lanes that have the same keys. Each lane keeps one key's sums of
+        half of the tokens, or of the only token."""
         for bit in range(2):
             offset, upper, half = 1 << bit, ((lane >> bit) & 1) == 1, len(sums) // 2
             if half > 0:

@@ -33,7 +33,7 @@ class Line:
 
     @cute.jit
     def request(self, arrays: Arrays, r: Int32):
-        """Request `r` of this launch; an empty request past the last one."""
+        """Request `r` of this launch, or an empty request if `r` is past the last one."""
         rows, width = arrays.logits.shape[0], arrays.logits.shape[1]
         keys, tokens, row = Int32(0), Int32(0), r
         if r < arrays.seq_lens.shape[0]:
@@ -59,12 +59,12 @@ class Line:
         return quotient(request.keys - tile * self.tile_tokens + (BLOCK - 1), BLOCK)
 
     def rising(self, count: Int32) -> Int32:
-        """The number of blocks of `count` tiles, modulo 2^32, if the first tile sees `tile_tokens` keys and each next
-        one `tile_tokens` more.
+        """How many blocks `count` tiles have together, modulo 2^32, if the first tile sees `tile_tokens` keys and each
+        next one `tile_tokens` more.
 
-        The number may exceed 2^32 (few tokens, millions of keys), but `blocks_before` takes a difference, which is
-        right. The product wraps too: its half has a wrong top bit, which multiplying by `per`, an even number, shifts
-        out.
+        The sum can exceed 2^32 (few tokens, millions of keys), but the difference that `blocks_before` takes is right.
+        `whole * (whole + 1)` can wrap too. Then the top bit of its half is wrong, but multiplying by `per`, which is
+        even, shifts that bit out.
         """
         per = self.tiles_of_block
         whole = quotient(count, per)
@@ -135,7 +135,8 @@ class Line:
 
     @cute.jit
     def next_tile(self, arrays: Arrays, position: Position, request: Request):
-        """Find (position, request) of the first block of the next tile after `position`. The line must have one."""
+        """Find (position, request) of the first block of the next tile after `position`. The line must have one
+        more tile."""
         r, tile = position.request, position.tile + 1
         keys, tokens, row = request.keys, request.tokens, request.row
         if tile >= self.tiles(request):
