@@ -34,7 +34,7 @@ class Candidates:
 
     @cute.jit
     def add(self, span: Span, shared: Shared, value: Float32, element: Int32):
-        """List the column at `element` of the row's vectors."""
+        """List a column as a candidate: `value` is its logit, `element` its index from span.address on."""
         slot = cute.arch.atomic_add(shared.totals.iterator + Total.INSIDE, Int32(1), sem="relaxed", scope="cta")
         shared.candidates[slot] = entry(ordered(value), element - span.lead)
 
@@ -67,8 +67,8 @@ class Candidates:
     @cute.jit
     def share_equals(self, shared: Shared, place: Place, counts: BinCounts):
         """Returns whether all of the cluster's columns in the bin are equal and the k-th greatest is one of them. For
-        that case write how many of its columns in the bin this CTA selects at most (Result.NEEDED), and where its
-        results begin (Total.BASE)."""
+        that case also stores how many columns in the bin this CTA can select at most (Result.NEEDED), and where the
+        CTA's results begin (Total.BASE)."""
         for word, count in ((Total.ABOVE, counts.above), (Total.INSIDE, counts.inside)):
             count = cute.arch.warp_redux_sync(count, "add")
             if place.lane == 0:

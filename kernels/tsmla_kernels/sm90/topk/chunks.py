@@ -24,7 +24,7 @@ ROW_MULTIPLE = 16
 query tokens read a block of keys together. With more than 2,097,152 columns, this many rows exceed WORKSPACE_BYTES."""
 LOGIT_BYTES = 4
 ROW_BYTES = 8
-"""Bytes that the logits kernel writes for each row: how many keys it sees, and its request, both int32."""
+"""Bytes that the logits kernel writes for each row: how many keys the row sees, and the row's request, both int32."""
 
 
 class Chunks(NamedTuple):
@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
     topk: TopkConfig
 
     def starts(self, num_tokens: int) -> list[int]:
-        """The first row of each chunk. The last chunk may share rows with the one before, which it computes again."""
+        """The first row of each chunk. The last chunk computes again the rows that it shares with the chunk before."""
         return [min(start, num_tokens - self.rows) for start in range(0, num_tokens, self.rows)]
 
 
@@ -76,7 +76,7 @@ def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None =
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
     if logits_reasons(spec.logits):
         return Chunks(rows, None, topk)
-    # logits_config gets the spec of the whole call, because it groups query tokens by how many a request has there. In
-    # one chunk most requests may have none.
+    # logits_config gets the spec of the whole call, because it groups query tokens by the mean number of tokens per
+    # request there. In one chunk most requests may have no tokens.
     topk = dataclasses.replace(topk, follows=True)
     return Chunks(rows, dataclasses.replace(logits_config(spec.logits, num_sms), writes_rows=ragged), topk)

@@ -30,10 +30,10 @@ class TopkConfig:
       order: "position", ascending, or "value", descending with ties by position.
       page_size: if not 0, slots are written instead of positions, through a block table of pages of this size.
       row_starts: whether each row begins at a column of its own.
-      row_requests: if page_size is not 0: whether the block table has a row for each request, and an operand says the
-        request of each row of logits. Otherwise the block table has a row for each row of logits.
+      row_requests: whether the block table has a row for each request, and an operand says the request of each row of
+        logits. Otherwise the block table has a row for each row of logits. Only if page_size is not 0.
       scores: whether the selected logits are also written.
-      cluster: CTAs that share a row. warps: warps of a CTA.
+      cluster: how many CTAs share a row. warps: how many warps a CTA has.
       stages, stage_units: each warp's shared memory in ExactSearch: how many copies may be in flight, and how many
         UNITs a copy has. If a warp's part of the row fits, it is copied once; otherwise every walk copies it again.
       held: most chunks of a row in a CTA's shared memory or registers; a chunk has 16 bytes for each thread.
@@ -42,8 +42,8 @@ class TopkConfig:
       depth: chunks that a thread reads at once.
       in_registers: whether RegisterSearch takes the row, which one CTA holds as a whole.
       most_listed: most keys of one bin that are ranked against each other instead of being counted in finer bins.
-      eager: whether copies begin before the row's length is known, so that all columns of the array are copied; for few
-        rows.
+      eager: whether copies begin before the row's length is known, so that all columns of the array are copied. Set
+        only for small arrays.
       follows: whether the previous launch is the kernel of indexer_logits. select_topk then starts before that kernel
         has ended, and waits for its end.
     """
@@ -72,8 +72,8 @@ class TopkConfig:
 
     @property
     def least_ctas(self) -> int:
-        """CTAs that must fit into a multiprocessor's registers. 0 leaves the number to the compiler. If slots are
-        written, by a cluster of 8 or by RegisterSearch, the compiler allows too few registers; then it is 1."""
+        """How many CTAs must fit into a multiprocessor's registers; 0 leaves this to the compiler. The compiler allows
+        too few registers if slots are written by a cluster of 8 or by RegisterSearch; this is 1 then."""
         return 1 if self.page_size and (self.cluster == 8 or self.in_registers) else 0
 
     @property
@@ -83,7 +83,7 @@ class TopkConfig:
 
     @property
     def sorted_entries(self) -> int:
-        """Entries that order="value" sorts: the power of two that holds k."""
+        """How many entries order="value" sorts: the least power of two that is at least k and 64; else 1."""
         return 1 << max(6, (self.k - 1).bit_length()) if self.order == "value" else 1
 
     @property
@@ -97,14 +97,13 @@ class TopkConfig:
 
     @property
     def kept(self) -> int:
-        """Columns that a thread has room to keep: its share of 1.5 k, five standard deviations, and 4
-        more."""
+        """Columns that a thread has room to keep: its share of 1.5 k, five standard deviations, and 4 more."""
         expected = 1.5 * self.k / (self.threads * self.cluster)
         return math.ceil(expected + 5 * math.sqrt(expected)) + 4
 
     @property
     def held_words(self) -> int:
-        """Shared-memory words for the sampled columns; reused for the kept columns or the ring."""
+        """Words of shared memory for the held columns; reused for the kept columns or ExactSearch's ring."""
         kept = self.kept + 1 if self.streams else 0
         return max(self.threads * max(4 * self.held, kept), self.warps * self.stages * self.stage_units * UNIT)
 

@@ -81,8 +81,8 @@ class Located(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Context of emit, which selects all keys above `key`, and equals of `key` up to position `limit`. low, high: the
-    floats of `key` and of the next greater key."""
+    """Context of emit, which selects all keys above `key`, and keys equal to `key` at positions up to `limit`.
+    low, high: the floats of `key` and of the next greater key."""
 
     shared: Shared
     place: Place
@@ -132,7 +132,7 @@ class ExactSearch:
     def enter_all(
         self, row: Row, context: Entries, unit: Int32, values: cute.Tensor, first: Int32, second: Int32
     ):  # fmt: skip
-        """Walk callback: enter every column of a unit."""
+        """Walk callback: write an entry for every column of a unit that lies in the row."""
         for i in cutlass.range_constexpr(4):
             position = self.rows.position(row, unit, i)
             if position >= 0 and position < row.length:
@@ -191,7 +191,7 @@ class ExactSearch:
     def count_floats(
         self, row: Row, context: FloatCounts, unit: Int32, values: cute.Tensor, first: Int32, second: Int32
     ):
-        """Walk callback: count a unit's columns by pair_bins."""
+        """Walk callback: count a unit's columns in the bins that pair_bins gives."""
         base = context.bins.iterator.toint()
         for i in cutlass.range_constexpr(2):
             for at in pair_bins(values[2 * i], values[2 * i + 1]):
@@ -214,7 +214,7 @@ class ExactSearch:
     @cute.jit
     def classify(self, row: Row, shared: Shared, place: Place, keys: KeyRange, copied: Int32):
         """Count the columns above and inside the range `keys`. List the columns inside or, if they are many, find the
-        bounds of their keys. Then wait for the cluster. Returns how many chunks the warp has copied so far."""
+        bounds of their keys. Then wait for the cluster. Returns `copied` for the warp's next walk."""
         for i in cutlass.range(place.thread, self.config.listed, self.config.threads, unroll=1):
             shared.candidate_ranks[i] = Int32(0)
         few = shared.results[Result.INSIDE] <= self.config.listed
@@ -236,7 +236,7 @@ class ExactSearch:
     def classify_unit(
         self, row: Row, context: Classes, unit: Int32, values: cute.Tensor, above: Int32, inside: Int32
     ):  # fmt: skip
-        """Walk callback of classify: returns this lane's counts of columns above and inside the range of keys."""
+        """Walk callback of classify: adds to this lane's counts of columns above and inside the range of keys."""
         shared, few = context.shared, context.few
         maybe = Boolean(False)
         for i in cutlass.range_constexpr(4):
@@ -323,8 +323,8 @@ class ExactSearch:
     @cute.jit
     def share_equals(self, row: Row, shared: Shared, place: Place, key: Uint32, copied: Int32):
         """Share out the columns of a bin whose columns all have the key `key`. Returns (the last position at which the
-        warp selects such a column, the index in the row's results of the warp's first result, how many chunks the warp
-        has copied so far)."""
+        warp selects such a column, the index in the row's results of the warp's first result, `copied` for the warp's
+        next walk)."""
         lane, warp = place.lane, place.warp
         needed = shared.results[Result.NEEDED]
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, lane)
@@ -350,8 +350,9 @@ class ExactSearch:
     def locate(
         self, row: Row, context: Located, unit: Int32, values: cute.Tensor, seen: Int32, second: Int32
     ):  # fmt: skip
-        """Walk callback: the warp has `seen` columns with the key before this unit. If its column number
-        `context.number` with the key is in the unit, store the position in the warp's word of candidate_ranks."""
+        """Walk callback: the warp has `seen` columns with the key before this unit. If the
+        `context.number`-th of the warp's columns with the key is in the unit, store that column's position in the
+        warp's word of candidate_ranks."""
         mask = Int32(0)
         for i in cutlass.range_constexpr(4):
             position = self.rows.position(row, unit, i)

@@ -130,7 +130,7 @@ class FilteredSearch:
 
     @cute.jit
     def count_held(self, span: Span, shared: Shared, place: Place):
-        """Count the held columns by bins."""
+        """Count the held columns in the bins of shared.sample."""
         values = cute.make_rmem_tensor((4,), Float32)
         base = Int32(shared.sample.bins.iterator.toint())
         vector = span.begin + place.thread
@@ -148,7 +148,7 @@ class FilteredSearch:
 
     @cute.jit
     def stream(self, span: Span, shared: Shared, place: Place, low: Float32):
-        """Keep the columns of the share that are at least `low`, and count them by bins."""
+        """Keep the columns of the share that are at least `low`, and count them in the bins of shared.kept."""
         threads, depth = self.config.threads, self.config.depth
         counts = Int32(shared.kept.bins.iterator.toint())
         begin = Int32(shared.columns.iterator.toint()) + place.thread * 4
@@ -270,7 +270,7 @@ class FilteredSearch:
 
     @cute.jit
     def mark(self, span: Span, shared: Shared, element: Int32):
-        """Mark a column as selected."""
+        """Mark the column with the index `element`, counted from span.address, as selected."""
         local = quotient(element, 4) - span.begin
         bit = Int32(1) << ((local & 3) * 8 + (element & 3))
         cute.arch.inline_ptx(
@@ -363,21 +363,21 @@ class FilteredSearch:
 
 
 def mark_of(shared: Shared, vector: Int32) -> Int32:
-    """The address of the word of marks that has the byte of the CTA's vector number `vector`. Words are permuted, so
+    """The address of the word of marks that has the byte of vector `vector` of the CTA. Words are permuted, so
     that threads that each read several neighbouring words use different banks."""
     word = quotient(vector, 4)
     return Int32(shared.marks.iterator.toint()) + (word ^ (quotient(word, 16) & 31)) * 4
 
 
 def marks(shared: Shared, word: Int32) -> Int32:
-    """A word of marks: one byte for each of four vectors, one bit for each column of a vector."""
+    """Word `word` of marks: one byte for each of four neighbouring vectors (see Shared.marks)."""
     return shared.marks[word ^ (quotient(word, 16) & 31)]
 
 
 def keep(kept: Kept, value: Float32, number: Int32, offset: Int32, at: Int32) -> Int32:
-    """If `value`, the thread's column `number`, is at least kept.low: store one word at address `at`, with the column's
-    bin in the upper half and its number in the lower, and count it in the bin at `offset`. Returns the address for the
-    next column."""
+    """If `value` is at least kept.low: store one word at address `at`, with the column's bin in the upper half and
+    `number`, the column's index in the thread, in the lower half; and count the column in the bin at
+    `offset`. Returns the address for the next column."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 t, v; setp.ge.f32 p, {$r0}, {$r1}; mad.lo.s32 v, {$r5}, 65536, {$r3};"
         " @p st.shared.b32 [{$r2}], v; add.s32 t, {$r4}, {$r5}; @p red.relaxed.cta.shared::cta.add.u32 [t], 1;"

@@ -27,12 +27,12 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SelectTopk:
-    """select_topk: `config` is static, rows and columns are dynamic.
+    """The launcher of select_topk for one `config`. Rows and columns are dynamic.
 
-    Operands of the launcher: logits [T, N] f32, seq_lens [T] i32, row_starts [T] i32 (with config.row_starts),
-    block_tables [T, M] i32 (with config.page_size; with config.row_requests [B, M]), row_requests [T] i32 (with
-    config.row_requests), indices [T, k] i32, counts [T] i32 (with config.page_size), scores [T, k] f32 (with
-    config.scores).
+    Operands of the launcher: logits [T, N] f32; seq_lens [T] i32; if config.row_starts, row_starts [T] i32; if
+    config.page_size is not 0, block_tables [T, M] i32, or [B, M] if config.row_requests; if config.row_requests,
+    row_requests [T] i32; indices [T, k] i32; if config.page_size is not 0, counts [T] i32; if config.scores, scores
+    [T, k] f32.
     """
 
     def __init__(self, config: TopkConfig) -> None:

@@ -70,7 +70,7 @@ def bin_floor(index: Int32) -> Uint32:
 
 
 def f16_value(bits: Int32) -> Float32:
-    """The float of an f16's bits."""
+    """The value, as float32, of the f16 with the bits `bits`."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 h; cvt.u16.u32 h, {$r0}; cvt.f32.f16 {$w0}, h; }",
         write_only_types=[Float32],

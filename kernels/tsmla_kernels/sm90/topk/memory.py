@@ -16,7 +16,7 @@ GROUP_BINS = BINS // GROUPS
 
 
 class Result(enum.IntEnum):
-    """Words of shared memory that one thread of a CTA writes for all threads of it.
+    """Words of shared memory that one thread of a CTA writes for all of the CTA's threads.
 
     BIN: the bin that holds the k-th greatest key. NEEDED: how many keys of that bin are selected. INSIDE: how many keys
     it holds. KEY: the k-th greatest key. LIMIT: the last position at which a key equal to KEY is selected.
@@ -32,8 +32,8 @@ class Result(enum.IntEnum):
 class Total(enum.IntEnum):
     """Words of a CTA's shared memory about its own columns. The cluster's other CTAs read all of them but BASE.
 
-    ABOVE: columns above the deciding bin. INSIDE: columns in it. LEAST, GREATEST: bounds of the keys in it. BASE:
-    selected columns of the CTAs before this one.
+    ABOVE: how many columns are above the deciding bin. INSIDE: how many are in it. LEAST, GREATEST: bounds of the keys
+    in it. BASE: how many selected columns the CTAs before this one have.
     """
 
     ABOVE = 0
@@ -44,7 +44,7 @@ class Total(enum.IntEnum):
 
 
 class Histogram(NamedTuple):
-    """Counts of the bins, and their sums over GROUPS groups."""
+    """Counts of the bins, and the counts' sum over each of the GROUPS groups of bins."""
 
     bins: cute.Tensor
     groups: cute.Tensor
@@ -65,8 +65,8 @@ class Shared(NamedTuple):
       warp_above, warp_inside: for each warp, how many of its columns are above the deciding bin and in it.
       candidates: entries of the CTA's columns in the deciding bin. candidate_warps: for each entry, the warp that
         found it.
-      cluster_candidates: the candidates of all CTAs of the cluster. candidate_ranks: for each of them, how many
-        others are greater.
+      cluster_candidates: the candidates of all CTAs of the cluster. candidate_ranks: for each of these, how many
+        others are greater; or, for each warp, the position that ExactSearch.locate found.
       entries: the selected columns as entries, to be sorted.
     """
 
@@ -87,7 +87,7 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A thread's place: its row, its CTA in the cluster, its warp and lane, and its number in the CTA."""
+    """A thread's place: its row, its CTA in the cluster, its warp and lane, and its index in the CTA."""
 
     row: Int32
     rank: Int32
@@ -202,7 +202,7 @@ def global_column(address: Int64, element: Int32) -> Float32:
 
 
 def global_vector(address: Int64, vector: Int32, full: Int32):
-    """Four columns in global memory; NaN for vectors from `full` on."""
+    """The four float32 numbers of vector `vector` of the vectors at `address`; NaN if `vector` is at least `full`."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .f32 a, b, c, d; setp.lt.s32 p, {$r1}, {$r2};"
         " mov.f32 a, 0f7FC00000; mov.f32 b, a; mov.f32 c, a; mov.f32 d, a;"

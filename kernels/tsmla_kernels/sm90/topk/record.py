@@ -12,8 +12,8 @@ from tsmla_kernels.sm90.topk.config import TopkConfig, topk_config, topk_reasons
 
 
 def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
-    """The operands of select_topk. The logits' array begins at a multiple of 16 bytes, its rows at any multiple of 4.
-    Block tables have a row for each row of logits or, with row_requests, for each request."""
+    """The operands of select_topk. The logits' array begins at a multiple of 16 bytes, each row at any multiple
+    of 4. Block tables have a row for each row of logits or, if config.row_requests, for each request."""
     starts = (Operand("row_starts", "int32", (None,), align=4),) if config.row_starts else ()
     tables = (Operand("block_tables", "int32", (None, None), align=4),) if config.page_size else ()
     requests = (Operand("row_requests", "int32", (None,), align=4),) if config.row_requests else ()

@@ -36,7 +36,7 @@ CHUNK_MASK = (1 << VECTOR) - 1
 
 
 class Columns(NamedTuple):
-    """A thread's columns, and masks with a bit for each: those above the deciding bin, and those in it."""
+    """A thread's columns, and two masks: of its columns above the deciding bin, and of those in it."""
 
     values: cute.Tensor
     above: Int32
@@ -62,11 +62,11 @@ class RegisterSearch:
         return values
 
     def vector_of(self, place: Place, chunk: Int32 | int) -> Int32:
-        """The index in the row of the thread's vector of a chunk."""
+        """The index, among the row's vectors, of the thread's vector in chunk `chunk`."""
         return (place.warp * self.config.held + chunk) * 32 + place.lane
 
     def column_of(self, span: Span, place: Place, column: Int32 | int) -> Int32:
-        """The position in the row of one of the thread's columns."""
+        """The position in the row of the thread's column with index `column`."""
         return self.vector_of(place, column // VECTOR) * VECTOR + column % VECTOR - span.lead
 
     @cute.jit
@@ -126,7 +126,7 @@ class RegisterSearch:
     def greatest_inside(
         self, span: Span, columns: Columns, shared: Shared, place: Place, count: Int32, needed: Int32
     ):  # fmt: skip
-        """Bit mask of this thread's selected columns of the bin. The row's `count` columns of the bin are ranked
+        """The mask of this thread's selected columns in the bin. The row's `count` columns of the bin are ranked
         against each other; the `needed` greatest win."""
         values, within = columns.values, columns.inside
         most, chosen = cute.arch.warp_redux_sync(cute.arch.popc(within), "max"), Int32(0)
@@ -167,7 +167,7 @@ class RegisterSearch:
 
     @cute.jit
     def first_inside(self, inside: Int32, shared: Shared, place: Place):
-        """Bit mask of this thread's selected columns of a bin whose columns are all equal: the lowest positions win."""
+        """The mask of this thread's selected columns in a bin whose columns are all equal: the lowest positions win."""
         starts = self.starts(inside, shared, place)
         needed, chosen = shared.results[Result.NEEDED], Int32(0)
         for chunk in cutlass.range_constexpr(self.config.held):
@@ -182,8 +182,8 @@ class RegisterSearch:
 
     @cute.jit
     def starts(self, mask: Int32, shared: Shared, place: Place):
-        """For each of the thread's chunks: how many of the row's columns with a set bit come before the thread's
-        columns of that chunk. A word has one byte for a warp's count in each chunk, which is at most 128."""
+        """A tensor with a count for each chunk: how many of the row's columns with a set bit come before the thread's
+        columns of the chunk. A word has a byte for each chunk, for the warp's count there, which is at most 128."""
         held = self.config.held
         own = Int32(0)
         for chunk in cutlass.range_constexpr(held):
@@ -229,14 +229,14 @@ class RegisterSearch:
 
 
 def lowest(mask: Int32) -> Int32:
-    """The number of the lowest bit that is set; -1 if no bit is."""
+    """The index of the lowest bit that is set; -1 if no bit is."""
     return 31 - Int32(cute.arch.clz(mask & -mask))
 
 
 @cute.jit
 def value_at(values: cute.Tensor, index: Int32):
-    """Element `index` of `values`, which has a power of two of elements. Selections find it, because an array with a
-    dynamic index would not stay in registers."""
+    """Element `index` of `values`, whose size must be a power of two. Selections find the element, because an array
+    with a dynamic index would not stay in registers."""
     left = [values[i] for i in range(cute.size(values))]
     for step in cutlass.range_constexpr(cute.size(values).bit_length() - 1):
         left = [select(index, step, left[i], left[i + 1]) for i in range(0, len(left), 2)]
@@ -245,7 +245,7 @@ def value_at(values: cute.Tensor, index: Int32):
 
 @cute.jit
 def select(index: Int32, bit: cutlass.Constexpr[int], zero: Float32, one: Float32):
-    """`one` if bit number `bit` of the index is set, else `zero`."""
+    """`one` if bit `bit` of `index` is set, else `zero`."""
     value = zero
     if (index >> bit) & 1 == 1:
         value = one

@@ -29,7 +29,7 @@ class Row(NamedTuple):
       address: the address of the first 16 bytes that hold a column of the row.
       lead: columns in those bytes before the row's first. length: how many columns the row has.
       units: how many units the row has. begin, end: the warp's first unit, and the one behind its last.
-      full: how many vectors of 16 bytes are copied: those that lie wholly in the array.
+      full: how many of the row's vectors of 16 bytes are copied: those that lie wholly in the array.
       chunks: how many copies the warp's units take.
       ring: the warp's stages. barriers: one for each stage.
     """
@@ -51,7 +51,7 @@ Context = TypeVar("Context", bound=tuple, contravariant=True)  # a NamedTuple
 
 class Visit(Protocol[Context]):
     """A callback of RowWalker.walk for one unit. `values` are the lane's four columns; columns outside of the row are
-    NaN. It returns the pair (first, second) for the next unit."""
+    NaN. The callback returns the pair (first, second) for the next unit."""
 
     def __call__(
         self, row: Row, context: Context, unit: Int32, values: cute.Tensor, first: Int32, second: Int32
@@ -143,8 +143,8 @@ class RowWalker:
         first: Int32,
         second: Int32,
     ):
-        """Visit each of the warp's units in order, and return the last visit's pair. `copied` is the number of chunks
-        that the warp's earlier walks copied."""
+        """Visit each of the warp's units in order, and return the last visit's pair. `copied` must be 0 in the warp's
+        first walk of the row, and row.chunks more in each later walk."""
         config = self.config
         streams = row.chunks > config.stages
         base = Int32(0)

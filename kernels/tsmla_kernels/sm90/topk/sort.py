@@ -75,7 +75,7 @@ class EntrySort:
 
 
 def shuffled(value: Uint64, distance: Int32) -> Uint64:
-    """The value of the lane whose number differs in the bit `distance`."""
+    """The value of the lane whose index differs from this lane's in the bit with the value `distance`."""
     low, high = (
         cute.arch.shuffle_sync_bfly(Uint32(half), offset=distance)
         for half in (value & Uint64(0xFFFFFFFF), value >> Uint64(32))

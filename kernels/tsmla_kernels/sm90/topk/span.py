@@ -24,8 +24,8 @@ class Span(NamedTuple):
     Attributes:
       address: the address of the row's first vector. lead: columns of that vector before the row's first. behind: the
         element at which the row's columns end, counted from `address`.
-      begin: the CTA's first vector. full: how many vectors lie wholly in the array.
-      chunks: chunks of each CTA. held: how many of these are in shared memory. stride: the distance in chunks from one
+      begin: the CTA's first vector. full: how many of the row's vectors lie wholly in the array.
+      chunks: how many chunks each CTA has. held: how many of these it holds. stride: the distance in chunks from one
         held chunk to the next.
     """
 
@@ -95,5 +95,5 @@ def sample_target(k: int, span: Span) -> Int32:
 
 
 def float_bits(value: float) -> str:
-    """A float as PTX writes it."""
+    """The PTX literal of a float32."""
     return "0f" + struct.pack(">f", value).hex().upper()

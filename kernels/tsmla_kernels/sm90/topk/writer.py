@@ -43,7 +43,7 @@ class Writer:
         self.write(output, row, index, value, score)
 
     def put_none(self, output: Output, row: Int32, index: Int32) -> None:
-        """Write an index that selects no position."""
+        """Write NOWHERE, and the score -inf, as result `index` of the row."""
         self.write(output, row, index, Int32(NOWHERE), Float32(-float("inf")))
 
     def write(self, output: Output, row: Int32, index: Int32, value: Int32, score: Float32 | None) -> None:
@@ -55,7 +55,7 @@ class Writer:
 
     @cute.jit
     def put_all(self, length: Int32, place: Place, output: Output):
-        """Write every position of a row of at most k columns."""
+        """Write every position of a row of at most k columns, and NOWHERE as the results behind them."""
         cute.arch.inline_ptx("cp.async.wait_all;")
         step = self.cluster.size * self.config.threads
         first = place.rank * self.config.threads + place.thread
@@ -74,7 +74,7 @@ class Writer:
 
     @cute.jit
     def enter(self, entries: cute.Tensor, index: Int32, value: Uint64):
-        """Write one entry into the shared memory of the cluster's first CTA."""
+        """Write one entry, with the index `index`, into the shared memory of the cluster's first CTA."""
         if const_expr(self.cluster.size == 1):
             entries[index] = value
         else:
