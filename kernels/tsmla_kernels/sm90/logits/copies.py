@@ -41,7 +41,7 @@ def bulk_copy(target: cute.Pointer, source: Int64, size: Int32, barrier: cute.Po
 
 
 class Producer:
-    """Device functions of the producer warp. box: how many keys one TMA copy has, a block's or a page's."""
+    """Device functions of the producer warp. box: how many keys one TMA copy has, min(BLOCK, page size)."""
 
     def __init__(self, config: LogitsConfig) -> None:
         self.config, self.line = config, Line(config)
