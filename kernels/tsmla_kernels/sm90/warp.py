@@ -17,13 +17,13 @@ DTYPES = {
 
 
 def quotient(value: Int32, divisor: int) -> Int32:
-    """value // divisor for a power of 2, by a shift, which also rounds down. The compiler, which does not know the
-    sign, would take six instructions. In code that runs only once, each of them must first be fetched."""
+    """value // divisor, if divisor is a power of 2, by a shift, which also rounds down. The compiler does not know the
+    value's sign and would take six instructions. In code that runs only once, each must first be fetched."""
     return value >> (divisor.bit_length() - 1)
 
 
 def remainder(value: Int32, divisor: int) -> Int32:
-    """value % divisor for a power of 2."""
+    """value % divisor, if divisor is a power of 2."""
     return value & (divisor - 1)
 
 
@@ -68,7 +68,7 @@ def uniform(value: Int32):
 def kept(value: Int32):
     """Pass a value through a shuffle, which hides from the compiler how it was computed.
 
-    So the compiler keeps the value in a register. Otherwise it computes it again at every use, from the thread's index.
+    So the compiler keeps the value in a register. Otherwise it may compute the value again at every use.
     """
     return cute.arch.shuffle_sync_bfly(value, offset=0)
 

@@ -20,19 +20,19 @@ from tsmla_kernels.sm90.products.memory import Mma, Shared, layout_atom
 from tsmla_kernels.sm90.warp import DTYPES, quotient, uniform
 
 EARLY_TOKENS = 64
-"""Most tokens whose scales are read while the product runs. Other tokens' scales are read after it."""
+"""The scales of at most this many tokens are read while the product runs, those of the other tokens after it."""
 AHEAD = 2
-"""Steps of 16 terms whose weights a lane holds as e4m3."""
+"""For this many steps of 16 terms a lane holds the weights as e4m3."""
 WIDE = 4
-"""Steps of 16 terms whose weights a lane holds in 16 bits; as many steps are in flight."""
+"""For this many steps of 16 terms a lane holds the weights in 16 bits; as many steps are in flight."""
 
 
 class Held(NamedTuple):
     """A lane's registers for weights that it widens, kept from block to block.
 
     Attributes:
-      narrow: [4, AHEAD], pairs of e4m3 of a step of 16 terms.
-      wide: [4, WIDE], pairs of 16 bits of a step.
+      narrow: [4, AHEAD], four pairs of e4m3 for each step of 16 terms.
+      wide: [4, WIDE], four pairs of 16-bit numbers for each step.
     """
 
     narrow: cute.Tensor
@@ -43,9 +43,9 @@ class Part(NamedTuple):
     """A thread's part of a product of a block.
 
     Attributes:
-      group: its math warpgroup.
-      wave: the product's number among the warpgroup's config.waves products of the block.
-      thread: its number in the warpgroup.
+      group: the thread's math warpgroup.
+      wave: the product's index among the warpgroup's config.waves products of the block.
+      thread: the thread's index in the warpgroup.
     """
 
     group: Int32
@@ -84,8 +84,8 @@ class Quantized:
 
 class WeightBlocks:
     """Device functions for products whose M are weight rows, so that few tokens cost little. wave_scales: bytes from a
-    wave's scales to the next wave's. halves: how many scales a token has: if gated, one for each half of the weight,
-    whose rows are a lane's first and second row."""
+    wave's scales to the next wave's. halves: how many scales a token has: two if gated, one for each half of the
+    weight; a lane's first row is then of the first half, and its second row of the second half."""
 
     wave_scales = 0
 
@@ -95,7 +95,7 @@ class WeightBlocks:
         self.halves = 1 + config.gated
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
-        """The byte offset, in a stage's scales, of the lane's scales, which are those of two tokens of every eight."""
+        """The byte offset, in a stage's scales, of the lane's first scale. A lane has two tokens of every eight."""
         block = scale_block(self.config, column, group)
         return block * (self.config.block_scales * 4) + thread % 4 * 8
 
@@ -124,7 +124,7 @@ class WeightBlocks:
         release(empty)
 
     def of_halves(self, scales: Int32, tokens: range) -> list[cute.Tensor]:
-        """`factors` for each half of the weight, or for the whole weight."""
+        """A list of `factors`: if gated, one for each half of the weight; otherwise one for the whole weight."""
         pitch = 4 * self.config.block_scales
         return [self.factors(scales + half * pitch, tokens) for half in range(self.halves)]
 
@@ -147,8 +147,8 @@ class WeightBlocks:
 
 class TokenBlocks:
     """Device functions for products whose M are tokens, so that a lane has two scales. wave_scales: bytes from a wave's
-    scales to the next wave's. If gated, eight columns are of the weight's first half and the next eight of its second
-    half, and a lane has two scales for each half."""
+    scales to the next wave's. If gated, eight columns of the weight's first half and eight of its second half
+    alternate, and a lane has two scales for each half."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config, self.products = config, Quantized(config)
@@ -156,8 +156,8 @@ class TokenBlocks:
         self.wave_scales = 0 if config.gated else config.block_scales * 4
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
-        """The byte offset, in a stage's scales, of the scale of the lane's first token. The lane's second token is
-        eight further."""
+        """The byte offset, in a stage's scales, of the scale of the lane's first token. The scale of
+        the lane's second token, which is eight tokens further, lies 32 bytes further."""
         return (group * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4) * 4
 
     @cute.jit
@@ -182,7 +182,7 @@ class TokenBlocks:
 
 
 class WideBlocks:
-    """Device functions for x of 16 bits: weights are WGMMA's operand in registers, widened there. wave_scales: bytes
+    """Device functions for x of 16 bits: weights are the operand in registers, widened there. wave_scales: bytes
     from a wave's scale to the next wave's. If gated, a lane's first row is of the weight's first half, and its second
     row of the second half."""
 
@@ -270,8 +270,8 @@ def release(barrier: cute.Pointer | None) -> None:
 
 
 def scale_block(config: ProductConfig, column: Int32, group: Int32) -> Int32:
-    """The number, among tile `column`'s blocks of 128 weight rows, of the block that holds warpgroup `group`'s rows, if
-    gated, its rows of the weight's first half."""
+    """The index, among tile `column`'s blocks of 128 weight rows, of the block that holds warpgroup `group`'s rows; if
+    gated, of the block that holds its rows of the weight's first half."""
     if config.gated:
         return Int32(0)
     first = column * config.rows

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 
 BLOCK = 128
-"""A scale belongs to this many terms of this many weight rows. Also the terms that are loaded at once."""
+"""A scale belongs to this many terms of this many weight rows. Also how many terms are loaded at once."""
 GROUP_ROWS = 64
 """M of a WGMMA: weight rows or, with tokens_first, tokens."""
 PAIR_BYTES = 115_712
-"""Shared memory of each CTA, in bytes, if a multiprocessor holds two."""
+"""Shared memory of each CTA, in bytes, if a multiprocessor holds two CTAs."""
 FIXED_BLOCKS = 4
 """A tile's start and end take as long as this many blocks of terms."""
 LEAST_CTAS, LEAST_WIDE_CTAS = 48, 100
 """Fewest CTAs that read weights as fast as memory allows, for x of e4m3 and for x of 16 bits. If there are fewer tiles,
-each tile's sum is split among CTAs."""
+each tile's sum may be split among CTAs."""
 LARGE_MEAN = 128
 """If groups have this many rows on average and their sizes are random, a tile of 192 rows holds nearly every group.
-Also taken for an unknown mean."""
+An unknown mean is taken to be this."""
 _TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
 """Measured times of a block of terms of a tile, relative to (2, 1), by (groups, waves)."""
 X_DTYPES = (FP8, "bfloat16", "float16")
@@ -40,22 +40,22 @@ class ProductConfig:
     """The static choices of a compiled block_scaled_matmul or grouped_block_scaled_matmul. Everything else is dynamic.
 
     Attributes:
-      out_dtype: the dtype of the result; e4m3, which only gated products have, comes with scales for 128 columns.
+      out_dtype: the dtype of the result. e4m3, which only gated products have, comes with a scale per 128 columns.
       x_dtype: the dtype of the activations: e4m3 with scales, or bfloat16 or float16 without scales.
       grouped: whether rows of x belong to groups, each with a weight of its own.
-      gated: whether the weight's first half and its second make silu(x first) * (x second). A tile has as many rows of
-        both halves.
+      gated: whether the result is silu(x first^T) * (x second^T), where `first` and `second` are the halves of the
+        weight. A tile then has as many rows of the first half as of the second.
       picked: whether an index says which row of x each row of the result is made of.
-      limit: the first half's product is at most this, and the second half's between its negative and it; None for no
-        limit.
-      tokens: rows of x of a tile, a multiple of 8.
-      groups: math warpgroups.
+      limit: if gated, the first half's product is limited to at most this, and the second half's to a magnitude of at
+        most this; None for no limit.
+      tokens: how many rows of x a tile has, a multiple of 8.
+      groups: how many math warpgroups a CTA has.
       waves: how many products of a block of terms each math warpgroup computes, one after the other.
       tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows; otherwise M are 64 of
         the tile's weight rows, and N are all of its tokens.
-      splits: CTAs of a cluster that each sum a part of the terms of one tile; the first CTA adds up their sums.
-      ctas: CTAs that a multiprocessor holds at a time.
-      num_sms: multiprocessors of the GPU.
+      splits: how many CTAs a cluster has; each sums a part of the terms of one tile, and the first adds these up.
+      ctas: how many CTAs a multiprocessor holds at a time.
+      num_sms: how many multiprocessors the GPU has.
     """
 
     out_dtype: str = "bfloat16"
@@ -109,30 +109,30 @@ class ProductConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread of a math warpgroup, and of the other warps: in all no more than the CTA starts with,
-        or it would wait for registers without end."""
+        """How many registers a thread of a math warpgroup has, and how many a thread of the other warps. In all they
+        must be no more than the CTA starts with; otherwise it would wait for registers forever."""
         if self.groups == 3:
             return 160, 32
         if self.ctas == 2:
             return 96, 40
-        # With results of e4m3 the warps that find the parts of a split sum would spill 40.
+        # If results are e4m3 and sums are split, 40 registers are too few for the other warps: they would spill.
         return (216, 72) if self.quantized and self.splits > 1 else (232, 40)
 
     @property
     def scale_blocks(self) -> int:
-        """Blocks of 128 weight rows, with scales of their own, that a tile may reach into: if gated, one of each half
-        of the weight."""
+        """How many blocks of 128 weight rows, each with scales of its own, a tile may reach into; if gated, one of each
+        half of the weight."""
         return 2 if self.gated else -(-self.rows // BLOCK)
 
     @property
     def block_scales(self) -> int:
-        """Scales in a stage for each such block of weight rows: one for each token, or a single one if x has 16
-        bits."""
+        """How many scales a stage has for each block of 128 weight rows: one for each token, or a single one if x has
+        16 bits."""
         return 1 if self.wide else self.tokens
 
     @property
     def scale_words(self) -> int:
-        """Words for the scales of a stage, rounded up to whole 16 bytes."""
+        """How many words a stage has for scales, rounded up to a multiple of 4."""
         return -(-self.scale_blocks * self.block_scales // 4) * 4
 
     @property
@@ -147,12 +147,12 @@ class ProductConfig:
 
     @property
     def pass_columns(self) -> int:
-        """Columns that a warp stages at a time, for 16 tokens, if tokens_first; of gated results half as many."""
+        """How many columns of 16-bit results a warp stages at a time, for 16 tokens, if tokens_first."""
         return 64 // (self.groups - 1)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that a warp stages at a time, for 16 columns, unless tokens_first; if gated, for 8 columns."""
+        """How many tokens a warp stages at a time, for 16 columns of 16-bit results, unless tokens_first or gated."""
         return min(max(self.tokens, 16), 64 // (self.groups - 1))
 
     @property
@@ -162,8 +162,8 @@ class ProductConfig:
 
     @property
     def amax_words(self) -> int:
-        """Words of shared memory for the greatest magnitudes of each token's results, one for each math warp, and for
-        their scales. With tokens_first a warp has all 128 columns that share a scale."""
+        """How many words of shared memory hold, for each token, the greatest magnitude of each math warp's results and
+        their scale. With tokens_first none are needed: a warp has all 128 columns that share a scale."""
         return self.tokens * (self.threads // 32 + 1) if self.quantized and not self.tokens_first else 0
 
     @property
@@ -178,7 +178,7 @@ class ProductConfig:
 
     @property
     def stages(self) -> int:
-        """Blocks of terms in shared memory."""
+        """How many blocks of terms shared memory holds, at most 12."""
         left = (SMEM_BYTES if self.ctas == 1 else PAIR_BYTES) - _FIXED_BYTES
         left -= self.threads // 32 * self.staging_bytes + 4 * self.amax_words
         return min(left // (self.stage_bytes + 4 * self.scale_words), 12)
@@ -190,8 +190,8 @@ class QuantizeConfig:
 
     Attributes:
       in_dtype: the dtype of the activations. power_of_two: whether scales are rounded up to powers of two.
-      num_ctas: most CTAs of a launch. A CTA takes 16 blocks at a time. If there are more blocks than all CTAs take at
-        once, each CTA takes further blocks in turn.
+      num_ctas: how many CTAs a launch has at most. A CTA takes 16 blocks at a time. If there are more blocks than all
+      CTAs take at once, each CTA takes further blocks in turn.
     """
 
     in_dtype: str
@@ -266,7 +266,7 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
 
 
 def _whole_blocks(config: ProductConfig) -> ProductConfig:
-    """The configuration, or, for results of e4m3, the one like it whose tile has all 128 columns that share a scale."""
+    """`config`; if results are e4m3, it is changed so that a tile has all 128 columns that share a scale."""
     return replace(config, waves=2, groups=2, ctas=1) if config.quantized else config
 
 

@@ -19,7 +19,8 @@ EVICT_FIRST, EVICT_NORMAL, EVICT_LAST = 0x12F0000000000000, 0x1000000000000000, 
 
 
 class Copies:
-    """Device functions of these warps. scales_of_lane: how many of x's scales of a block a lane loads."""
+    """Device functions of the warps that fill the stages. scales_of_lane: how many of x's scales of a block a lane
+    loads."""
 
     def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
         self.config, self.tiles = config, tiles
@@ -52,8 +53,8 @@ class Copies:
     def weight_rows(self, arrays: Arrays, pitch: Int64, groups: tuple[Int32, Int64]) -> cute.Tensor:
         """The weights as (row, term, group), or, if gated, as (row of eight, half, eight rows, term, group): a tile has
         eight rows of the first half, the same eight of the second half, the next eight of the first, and so on. So a
-        lane of the math warps has a row of the first half and the same row of the second. groups: their number, and
-        their stride."""
+        lane of the math warps has a row of the first half and the same row of the second. groups: how many there are,
+        and the stride from one group's weight to the next."""
         (count, stride), terms = groups, arrays.x.shape[1]
         width = arrays.out.shape[1]
         layout = cute.make_layout((width, terms, count), stride=(pitch, 1, stride))
@@ -67,7 +68,7 @@ class Copies:
         return (8, 2, self.config.rows // 16) if self.config.gated else (self.config.rows,)
 
     def weight_box_layout(self) -> cute.ComposedLayout:
-        """The layout of a stage's weights in shared memory, in those modes."""
+        """The layout of a stage's weights in shared memory, in the modes of `weight_rows`."""
         if not self.config.gated:
             return self.box_layout(Float8E4M3FN, (self.config.rows, BLOCK))
         rows = cute.make_layout((*self.box_rows(), BLOCK), stride=(BLOCK, 8 * BLOCK, 16 * BLOCK, 1))
@@ -196,7 +197,8 @@ class Copies:
     @cute.jit
     def load_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor, rows: cute.Tensor) -> None:
         """Load a lane's scales of block `b` into `values`: first the scales of every 32nd token, then a scale for each
-        block of 128 weight rows of the tile. Rows of x that belong to other groups get 0. rows: of `PickedRows`."""
+        block of 128 weight rows of the tile. Rows of x that belong to other groups get 0. rows: as
+        `PickedRows.numbers` finds them."""
         config = self.config
         lane = cute.arch.lane_idx()
         for i in cutlass.range_constexpr(self.scales_of_lane):

@@ -16,15 +16,15 @@ from tsmla_kernels.sm90.warp import remainder
 LOG2_E = 1.4426950408889634
 INFINITY_BITS, NAN_BITS, MAGNITUDE = 0x7F800000, 0x7FC00000, 0x7FFFFFFF
 AMAX_BARRIER = 1
-"""The named barrier at which the math warps meet for the greatest magnitudes."""
+"""The named barrier of the math warps that exchange greatest magnitudes and scales."""
 
 
 class Gate:
     """Device functions that make gated results of sums.
 
-    A lane has a column of the gate and the same column of up. With tokens_first they are four values apart, and a
-    wave's results have the order of sums of half as many columns. Otherwise they are two values apart, and a wave's
-    results are [token of two, eight tokens].
+    A lane has a column of the gate and the same column of up. With tokens_first these two are four values apart, and
+    a wave's results have the order of sums of half as many columns. Otherwise the two are two values apart, and a
+    wave's results are [token of two, eight tokens].
     """
 
     def __init__(self, config: ProductConfig) -> None:
@@ -44,7 +44,7 @@ class Gate:
 
     @cute.jit
     def gated(self, gate: Float32, up: Float32) -> Float32:
-        """silu(gate) * up, of values that are limited first if config.limit says so; what is no number stays so."""
+        """silu(gate) * up. If config.limit is not None, gate and up are limited first; NaN stays NaN."""
         if const_expr(self.config.limit is not None):
             limit = Float32(self.config.limit)
             gate, up = least(gate, limit), greatest(least(up, limit), -limit)
@@ -148,22 +148,21 @@ class Gate:
 
 
 def least(a: Float32, b: Float32) -> Float32:
-    """The lesser number; NaN if one is."""
+    """The lesser of two numbers; NaN if either is NaN."""
     return cute.arch.inline_ptx(
         "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )  # fmt: skip
 
 
 def greatest(a: Float32, b: Float32) -> Float32:
-    """The greater number; NaN if one is."""
+    """The greater of two numbers; NaN if either is NaN."""
     return cute.arch.inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )  # fmt: skip
 
 
 def magnitude(value: Float32) -> Uint32:
-    """The bits of |value|. Compared as integers, those of a greater magnitude are greater, and those of NaN above
-    all."""
+    """The bits of |value|. Compared as integers, they order values by magnitude, with NaN above all numbers."""
     return value.bitcast(Uint32) & MAGNITUDE
 
 
@@ -187,8 +186,8 @@ def inverse_of(scale: Float32) -> Float32:
 
 
 def quotient(value: Float32, scale: Float32, inverse: Float32) -> Float32:
-    """value / scale, of magnitude 448 at most, rounded to nearest. div.rn would test for special cases, and takes a
-    hundred cycles for 0, which rows past the group have."""
+    """value / scale, rounded to nearest, if its magnitude is at most 448. inverse: 1 / scale. div.rn would test for
+    special cases, and takes a hundred cycles for 0, which rows past the group have."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 q, n, e; mul.rn.f32 q, {$r0}, {$r2}; neg.f32 n, q; fma.rn.f32 e, n, {$r1}, {$r0};"
         " fma.rn.f32 {$w0}, e, {$r2}, q; }",
@@ -207,5 +206,5 @@ def narrow_pair(a: Float32, b: Float32) -> Int32:
 
 
 def stage_byte(address: Int32, byte: Int32) -> None:
-    """Store the low byte in shared memory."""
+    """Store the low byte of `byte` in shared memory."""
     cute.arch.inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[address, byte])

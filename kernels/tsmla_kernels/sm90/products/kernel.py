@@ -4,7 +4,7 @@ DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, wh
 with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:
 
   0 to groups - 1   math: products (blocks.py), their float32 sums every 128 terms, and the results (sums.py)
-  the last          first warp: TMA copies of weights and x; the others: their scales (copies.py)
+  the last          first warp: TMA copies of weights and x; other warps: scales, picked rows of x (copies.py)
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 class BlockScaledMatmul:
     """block_scaled_matmul, or grouped_block_scaled_matmul: `config` is static, all sizes are dynamic.
 
-    Operands of the launcher: x [R, K] in config.x_dtype, weight [N, K] or [E, N, K] e4m3, x_scales [R, K / 128] f32 (if
-    x is e4m3), weight_scales [N / 128, K / 128] or [E, N / 128, K / 128] f32, cu_rows [E + 1] i32 (with
-    config.grouped), out [R, N] or, with config.gated, [R, N / 2], and out_scales [R, N / 256] f32 (if out is e4m3).
+    Operands of the launcher: x [R, K], or [T, K] if config.picked, in config.x_dtype; weight [N, K], or [E, N, K] if
+    config.grouped, e4m3; x_scales [R or T, K / 128] f32, if x is e4m3; weight_scales [N / 128, K / 128] or
+    [E, N / 128, K / 128] f32; cu_rows [E + 1] i32, if config.grouped; rows [R] i32, if config.picked; out [R, N], or
+    [R, N / 2] if config.gated; out_scales [R, N / 256] f32, if out is e4m3. K / 128 and N / 128 are rounded up.
     """
 
     def __init__(self, config: ProductConfig) -> None:

@@ -16,11 +16,11 @@ from tsmla_kernels.sm90.warp import DTYPES
 
 
 class Arrays(NamedTuple):
-    """The arrays of a launch, in its order.
+    """The arrays of a launch, in the order of its operands.
 
     Attributes:
-      x: [R, K], or [T, K] with rows. weight: [N, K] or [E, N, K] of e4m3.
-      x_scales: [R, K / 128], or [T, K / 128] with rows, float32; None if x has 16 bits.
+      x: [R, K], or [T, K] if there are `rows`. weight: [N, K] or [E, N, K] of e4m3.
+      x_scales: [R, K / 128], or [T, K / 128] if there are `rows`, rounded up, float32; None if x has 16 bits.
       weight_scales: [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32.
       cu_rows: [E + 1] int32; None without groups.
       rows: [R] int32; None if x's rows come in order.
@@ -61,7 +61,7 @@ class Mma(NamedTuple):
 
 class Shared(NamedTuple):
     """A CTA's shared memory: stages of weights, x and their scales with a `full` and an `empty` barrier each, the
-    results that the warps are about to store, and, where Amax has them, greatest magnitudes (None elsewhere)."""
+    results that the warps are about to store, and the greatest magnitudes, or None if config.amax_words is 0."""
 
     weight: cute.Pointer
     x: cute.Pointer
@@ -73,7 +73,7 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A CTA's place: its cluster's number, its rank in the cluster, and the number of clusters."""
+    """A CTA's place: its cluster's index, its rank in the cluster, and how many clusters there are."""
 
     cluster: Int32
     rank: Int32
@@ -86,7 +86,7 @@ class Tile(NamedTuple):
     Attributes:
       group: the group whose rows of x and weight the tile multiplies. -1: there are no more tiles.
       row: the tile's first row of x. rows: how many rows the group has from that row on.
-      column: the tile's number along the weight's rows.
+      column: the tile's index along the weight's rows.
       begin, end: blocks of terms that this CTA sums.
     """
 
@@ -99,7 +99,7 @@ class Tile(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A thread's place: its math warpgroup, its warp there, and its lane there."""
+    """A thread's place: its math warpgroup, its warp in that warpgroup, and its lane in that warp."""
 
     group: Int32
     warp: Int32
@@ -107,8 +107,8 @@ class Lane(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How far a warp has searched the groups, 32 at a time: the first of the current 32, and how many tiles the groups
-    before it have."""
+    """How far a warp has searched the groups, 32 at a time: the first group of the current 32, and how many tiles the
+    groups before that group have."""
 
     group: Int32
     tiles: Int32

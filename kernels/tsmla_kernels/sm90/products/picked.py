@@ -20,7 +20,8 @@ ROW_CHUNKS = BLOCK // CHUNK
 class PickedRows:
     """Device functions of a scale warp that copy a block of the tile's rows of x into a stage.
 
-    Lane i holds the numbers of the tile's rows i, i + 32, and so on. Eight lanes copy 128 bytes of a row.
+    Lane i holds the indices of the rows of x for rows i, i + 32 and so on of the tile. Eight
+    lanes copy 128 bytes of a row.
     """
 
     def __init__(self, config: ProductConfig) -> None:
@@ -30,8 +31,8 @@ class PickedRows:
 
     @cute.jit
     def numbers(self, arrays: Arrays, tile: Tile, found: cute.Tensor) -> None:
-        """Find a lane's rows. Of rows that x does not have the nearest is taken; for a place past the group, x's first
-        row."""
+        """Find the indices of a lane's rows of x. An index that x does not have becomes the nearest that it has; the
+        index for a place past the group is 0."""
         lane, last = cute.arch.lane_idx(), Int32(arrays.x.shape[0]) - 1
         for i in cutlass.range_constexpr(cute.size(found)):
             row = Int32(0)
@@ -68,7 +69,7 @@ class PickedRows:
 
 
 def copy_chunk(target: Int32, source: Int64, count: Int32) -> None:
-    """Start the copy of 16 bytes to shared memory, of which those from `count` on become 0."""
+    """Start the copy of 16 bytes to shared memory. Bytes from number `count` on are not read, and become 0."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, count]
     )

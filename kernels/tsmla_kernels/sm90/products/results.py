@@ -1,5 +1,5 @@
-"""Stores a tile's sums. Results of 16 bits go through the warp's part of shared memory, so that a lane writes 16 bytes
-of a row; results of 32 bits do not."""
+"""Device functions that store a tile's sums. Results of 16 bits go through the warp's part of shared memory, so that a
+lane writes 16 bytes of a row; results of 32 bits do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsmla_kernels.sm90.warp import DTYPES, store_matrices, store_transposed
 
 
 class Rows(NamedTuple):
-    """A warp's rows if tokens are first: the number of its first row among the tile's tokens, the address of the warp's
+    """A warp's rows if tokens are first: the index of its first row among the tile's tokens, the address of the warp's
     part of shared memory, and the lane."""
 
     first: Int32
@@ -37,7 +37,7 @@ class Results:
 
     @cute.jit
     def store(self, arrays: Arrays, shared: Shared, sums: cute.Tensor, tile: Tile, place: Lane) -> None:
-        """Store the tile's sums, or what is gated of them."""
+        """Store the tile's sums or, if gated, the results that are made of them."""
         config = self.config
         staging = shared.staging.toint() + (place.group * 4 + place.warp) * config.staging_bytes
         if const_expr(not config.gated):
@@ -125,9 +125,9 @@ class Results:
 
     @cute.jit
     def packed(self, sums: cute.Tensor, first: cutlass.Constexpr[int]) -> cute.Tensor:
-        """The lane's next eight values from value `first` on, as words of two tokens: [row of two, eight tokens] of 16
-        tokens, or [eight tokens] of 32 for gated results, of which a lane has one row. Values that the lane does not
-        have are 0."""
+        """The lane's eight values from value `first` on, as four words. A word has two columns of a product (see Sums).
+        The words are [row of two, eight columns] of 16 columns or, if gated with weights first, [eight columns] of 32,
+        because a lane then has one row. Values that the lane does not have are 0."""
         halves = cute.make_rmem_tensor((8,), self.out_dtype)
         for i in cutlass.range_constexpr(8):
             value = Float32(0.0)

@@ -7,7 +7,8 @@ from cutlass import Int32
 
 
 def chunk_place(row: Int32, chunk: Int32, chunks: int) -> Int32:
-    """The byte offset of a row's chunk of 16 bytes. Chunks of the same number of eight rows lie in different banks."""
+    """The byte offset of a row's chunk of 16 bytes. In eight rows that follow one another, the chunks `chunk` lie in
+    different banks."""
     return (row * chunks + (chunk ^ (row // (8 // chunks) % chunks))) * 16
 
 
@@ -20,7 +21,7 @@ def take(address: Int32) -> cute.Tensor:
 
 
 def stage_pair(address: Int32, pair: Int32) -> None:
-    """Store the low two bytes in shared memory."""
+    """Store the low two bytes of `pair` in shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.shared.b16 [{$r0}], h; }", read_only_args=[address, pair]
     )

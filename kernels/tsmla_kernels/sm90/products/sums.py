@@ -72,8 +72,8 @@ class Sums:
 
     @cute.jit
     def meet(self, shared: Shared, sums: cute.Tensor, place: Place, thread: Int32) -> None:
-        """Hand this CTA's sums to the cluster's first CTA, which adds the sums in the order of the CTAs. They take the
-        place of that CTA's stages, once no CTA of the cluster needs its stages."""
+        """Hand this CTA's sums to the cluster's first CTA, which adds the sums in the order of the CTAs. The sums
+        take the place of the first CTA's stages, once no CTA of the cluster needs its own stages any more."""
         config = self.config
         partial = shared.weight.toint() + thread * 16
         meet_cluster()

@@ -13,17 +13,17 @@ from tsmla_kernels.sm90.products.memory import Arrays, Place, Tile, Walk
 from tsmla_kernels.sm90.warp import divide, quotient
 
 SECTION = 16
-"""Tiles of rows in a section. The tiles in flight at a time are a section's tiles of rows times some tiles of columns.
-They read about as many bytes of x as of the weights, and both stay in L2."""
+"""How many tiles of rows a section has. The tiles in flight at a time are a section's tiles of rows times some tiles of
+columns. They read about as many bytes of x as of the weights, and both stay in L2."""
 
 
 class Found(NamedTuple):
     """The group that holds a tile.
 
     Attributes:
-      group: its number. -1: there are no more tiles.
-      index: the tile's number within the group.
-      row: the group's first row of x. rows: how many it has.
+      group: the group's index. -1: there are no more tiles.
+      index: the tile's index within the group.
+      row: the group's first row of x. rows: how many rows the group has.
     """
 
     group: Int32
@@ -75,7 +75,7 @@ class Tiles:
 
     @cute.jit
     def within(self, tile: Tile, index: Int32, columns: Int32, blocks: Int32, place: Place) -> Tile:
-        """Tile number `index` of the group whose rows are `tile`'s."""
+        """Tile number `index` of the group that `tile` gives by its group, row and rows."""
         config = self.config
         section = divide(index, columns * SECTION)
         rest = index - section * (columns * SECTION)

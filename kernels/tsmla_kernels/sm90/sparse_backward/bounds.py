@@ -2,8 +2,9 @@
 bits in any order.
 
 What a token's tile of heads adds to a number of a key's gradient is at most the sum over heads of P times the row's
-weights (`Weight`), with |dS| bounded by the lengths of dO and of the key's value. The greatest of these bounds times
-their number bounds the sum and all its parts. A key's factor is the power of 2 that brings this below 2^30.
+weights (`Weight`), with |dS| bounded by the lengths of dO and of the key's value. The greatest of these bounds,
+times how many there are, bounds the sum and all its parts. A key's factor is the power of 2 that brings this below
+2^30.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-LIMIT_BITS = 30  # of a sum as an integer
+LIMIT_BITS = 30  # the magnitude of a sum, as an integer, stays below 2 to this power
 MANTISSA_BITS, BIAS = 23, 127
 GREATEST_EXPONENT = 254  # of a finite float32, as its bits have it
 INFINITE, NOT_A_NUMBER = 0x7F800000, 0x7FC00000  # bits of float32
@@ -26,14 +27,14 @@ def magnitude(x: Float32):
 
 @cute.jit
 def greatest(a: Float32, b: Float32):
-    """The greater of two numbers that are not negative; NaN if one is."""
+    """The greater of two numbers that are not negative; NaN if either is NaN."""
     return cutlass.max(a.bitcast(Int32), b.bitcast(Int32)).bitcast(Float32)
 
 
 @cute.jit
 def factor_of(bound: Int32, count: Int32):
-    """The power of 2 by which a key's numbers are multiplied, from the bits of the greatest bound on what is added at
-    once and how often something is added; NaN if the bound is not finite."""
+    """The power of 2 by which a key's numbers are multiplied. bound: the bits of the greatest bound on what is added at
+    once. count: how often something is added. The factor is NaN if bound times count is not finite."""
     total = bound.bitcast(Float32) * Float32(count)
     bits = total.bitcast(Int32)
     exponent = BIAS + BIAS + LIMIT_BITS - 1 - (bits >> MANTISSA_BITS)

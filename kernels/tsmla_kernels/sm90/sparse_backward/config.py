@@ -18,7 +18,7 @@ HEAD_DIMS = (512, 576)
 DTYPES = ("bfloat16", "float16")
 TILE_HEADS = 64  # heads of one token that a CTA works on
 BLOCK = 32  # keys of one step
-NUM_SCALES = 3  # the operand `scales`, as sparse_mla's kernel takes it; only the first may differ from 1
+NUM_SCALES = 3  # size of the operand `scales`, as for sparse_mla's kernel; only the first may differ from 1
 MAX_SLOTS = 1 << 31  # rows of both caches together must stay below this
 
 
@@ -29,8 +29,8 @@ class SparseBackwardConfig:
     Attributes:
       dtype: the dtype of q, the caches, out, out's cotangent and the gradients: "bfloat16" or "float16".
       head_dim: D, the width of a key. Values are its first 512 columns.
-      page_size, page_span: rows of a page that are in use, and rows from one page to the next. (0, 0) if all rows are.
-      window: leading columns of the indices that select from the first cache; None if there is only one cache.
+      page_size, page_span: rows of a page that are in use, and rows from one page to the next; (0, 0) if all are used.
+      window: how many leading columns of the indices select from the first cache; None if there is only one cache.
       compressed_page_size, compressed_page_span: the same for the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
@@ -94,7 +94,7 @@ def sparse_backward_config(spec: SparseMLASpec, *, lengths: bool = False, sinks:
 
 
 def _pages(cache: CacheSpec) -> tuple[int, int]:
-    """(page_size, page_span) of a config."""
+    """page_size and page_span for `cache`, as the config has them."""
     return (0, 0) if cache.page_size == cache.span else (cache.page_size, cache.span)
 
 
@@ -107,10 +107,10 @@ def backward_workspaces(
     kv_sum: sums of the caches' gradients, a row for each row of the caches: float32, or deterministic int32.
     row_terms: for each query row (token * H + head): -lse in base 2; the weight share that the sink leaves; lse's
       cotangent minus share * rowsum(d_out * out).
-    row_weights (deterministic): for each query row, by how much a weight of 1 can change a number of a key's gradient:
-      at once, and for each unit of its value's length.
+    row_weights (deterministic): for each query row, how much a weight of 1 can add to a number of a key's gradient:
+      whatever the key is, and, on top, for each unit of length of the key's value.
     key_norms, key_bounds, key_counts (deterministic): for each row of the caches, the length of its value; the bits of
-      the greatest bound that a token and tile of heads has on what it adds; how many such tokens and tiles there are.
+      the greatest of the bounds on what a tile of a token's heads adds at once; how many such bounds there are.
     """
     shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
         "kv_sum": ((num_slots, config.head_dim), "int32" if config.deterministic else "float32"),

@@ -54,7 +54,7 @@ class Gatherer:
 
     @cute.jit
     def copy_q(self, copies: Copies, shared: Shared, item: Item):
-        """Copy Q of the CTA's heads alone."""
+        """Copy Q of the CTA's heads, without dO."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(shared.queries_full, self.traits.bytes_of(self.traits.q))
         self.copy_rows(copies.q, shared.q, self.traits.q, shared.queries_full, item)

@@ -1,8 +1,9 @@
 """The gradient of sparse_mla over plain caches of 16 bits, for Hopper.
 
-There are three launches. The first computes the terms of query rows and zeroes the sums; the second dq and the float32
-sums of the caches' gradients; the third rounds these sums. A CTA of the second launch takes up to 64 heads of one token
-and the keys that the token selected, 32 at a time:
+There are three main launches: `prepare` computes the terms of query rows and zeroes the sums; `differentiate` computes
+dq and the sums of the caches' gradients; `finish` rounds these sums. If deterministic, `weigh` runs before
+`differentiate`, to find bounds that make the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one
+token and the keys that the token selected, 32 at a time:
 
   warpgroups 0 and 1   all products (products.py)
   warps 8 and 9        each adds the keys' gradients of one warpgroup to the sums in global memory (sums.py)
@@ -60,7 +61,7 @@ class SparseMlaBackward:
         self.weigher = Weigher(self.traits, self.consumer)
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
-        """The operands by name. One that the config does not have stands for another, which nothing reads."""
+        """The operands by name. For an operand that the config does not have another stands, which nothing reads."""
         config, rest = self.config, list(tensors)
         caches = 1 + config.two_caches
         q = rest.pop(0)
@@ -142,7 +143,7 @@ class SparseMlaBackward:
         tiles: Int32,
         heads: Int32,
     ):
-        """Run one CTA, deterministic: bound what a token's tile of heads adds to its keys' gradients."""
+        """Run one CTA, only if deterministic: bound what a token's tile of heads adds to its keys' gradients."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         storage = utils.SmemAllocator().allocate(self.weigher.storage)

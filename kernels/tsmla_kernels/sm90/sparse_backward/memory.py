@@ -22,7 +22,7 @@ GATHER_WARP = REDUCER_WARP + GROUPS  # the first of the warps that gather keys
 GATHER_WARPS = 2
 GATHER_ROWS = BLOCK // GATHER_WARPS
 THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
-SLOTS_KEPT = 4  # blocks whose rows' numbers are kept: a reducer is at most two blocks behind the gathering warps
+SLOTS_KEPT = 4  # how many blocks' row indices are kept: a reducer is at most two blocks behind the gathering warps
 COLUMN_TILE = 64
 CHUNK_TILES = 2  # column tiles of a row's gradient that go through shared memory at once
 SUM_PITCH = CHUNK_TILES * COLUMN_TILE + 4  # float32 words from one key's sums to the next: banks differ
@@ -30,11 +30,11 @@ COMPUTE_REGISTERS, OTHER_REGISTERS = 232, 40
 
 
 class Barrier(IntEnum):
-    """Named barriers of the 256 compute threads. Id 0 is `sync_threads`."""
+    """Named barriers of the compute threads, 256 in the main kernel. Id 0 is `sync_threads`."""
 
     EXCHANGED = 1  # S and dP lie in `exchange`
     WRITTEN = 2  # P and dS lie in shared memory
-    BOUNDED = 3  # the kernel of bounds: 128 threads, the bounds of four warps lie in shared memory
+    BOUNDED = 3  # in `weigh`, with 128 threads: the partial sums of four warps lie in shared memory
 
 
 class Term(IntEnum):
@@ -49,7 +49,7 @@ class Weight(IntEnum):
     """The two numbers that row_weights has for a query row."""
 
     ALONE = 0  # the most that a weight of 1 adds to a number of a key's gradient, whatever the key is
-    BY_LENGTH = 1  # and for each unit of the length of the key's value
+    BY_LENGTH = 1  # the most that it adds besides, for each unit of the length of the key's value
 
 
 class Operands(NamedTuple):
@@ -86,7 +86,7 @@ class Copies(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of the forward pass, their cotangents, and the sinks."""
+    """The results of the forward pass, their cotangents, the sinks and the scales."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -105,7 +105,7 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The workspaces: see `backward_workspaces`. Unless deterministic, the last four stand for others."""
+    """The workspaces: see `backward_workspaces`. Unless deterministic, others stand for the last four."""
 
     kv_sum: cute.Tensor
     row_terms: cute.Tensor
@@ -126,7 +126,7 @@ class Mma(NamedTuple):
 
 
 class Item(NamedTuple):
-    """The work of a CTA: a token, its first head, and how many blocks of keys it has."""
+    """The work of a CTA: a token, the first of its heads, and how many blocks of keys it has."""
 
     token: Int32
     first_head: Int32
@@ -143,8 +143,8 @@ class ThreadIndex(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Numbers that a warpgroup hands over: how many it handed over before, and the place of their block among those
-    kept."""
+    """Numbers that a warpgroup hands over: how many chunks it handed over before, and the index of their block among
+    the SLOTS_KEPT blocks whose rows are kept."""
 
     count: Int32
     place: Int32
@@ -168,9 +168,9 @@ class Shared(NamedTuple):
 
     `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `exchange` has the scores that
     warpgroups give each other, `sums` the float32 numbers of each warpgroup that its reducer warp adds to the sums in
-    global memory. `rows` [key, slot] has the row in kv_sum of each key of the last blocks, or -1, and `valid` [warp,
-    slot] a bit for each row of a gathering warp that exists. Deterministic: `factors` [key, slot] has what a key's
-    numbers are multiplied by before they are rounded to integers.
+    global memory. `rows` [key, block % SLOTS_KEPT] has the row in kv_sum of each key, or -1 if it does not exist, and
+    `valid` [warp, block % SLOTS_KEPT] a bit for each of a gathering warp's rows, set if the row exists. Deterministic:
+    `factors`, indexed as `rows`, has what a key's numbers are multiplied by before they are rounded to integers.
     """
 
     queries_full: cute.Pointer
@@ -249,7 +249,7 @@ def make_storage(traits: Traits) -> Any:
 
 
 def weigh_storage(traits: Traits) -> Any:
-    """The struct of the shared memory of the deterministic mode's first pass, with the same names."""
+    """The struct of the shared memory of the deterministic mode's first pass, with the names of `make_storage`."""
 
     def operand(block: Block) -> Any:
         return cute.struct.Align[cute.struct.MemRange[traits.dtype, block.elements], 1024]

@@ -3,8 +3,9 @@
     S = Q K^T    P = exp2(S scale - lse)    dP = dO V^T    dS = scale P (share dP + shift)
     dQ += dS K   dKV^T = Q^T dS + dO^T (share P)
 
-Warpgroup 0 computes S and warpgroup 1 dP. They give each other half of the keys, so that each computes P and dS of one
-half. Then each has half of dQ's columns, in registers for all blocks, and half of dKV's, which go to the sums.
+Warpgroup 0 computes S and warpgroup 1 dP. Each gives the other its scores of half of the keys, so that each computes P
+and dS of one half. Then each has half of dQ's columns, in registers for all blocks, and half of dKV's, which go to the
+sums.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Consumer:
         block: Block,
         t: ThreadIndex,
     ):
-        """Compute S = Q K^T or dP = dO V^T: as many columns of the keys as `block`, the queries' one, has."""
+        """Compute S = Q K^T or dP = dO V^T: over as many columns of the keys as `block`, of Q or dO, has."""
         thr = mma.scores.get_slice(t.thread)
         of_keys = self.traits.keys._replace(columns=block.columns)
         a = mma.scores.make_fragment_A(thr.partition_A(self.operand(queries, Int32(0), block)))
@@ -170,7 +171,7 @@ class Consumer:
 
     @cute.jit
     def exchange(self, acc: cute.Tensor, shared: Shared, t: ThreadIndex):
-        """Give the other warpgroup its half of the keys' scores, and take this one's. Returns S and dP."""
+        """Give the other warpgroup its half of the keys' scores, and take this one's half from it. Returns S and dP."""
         first = t.group == 0
         part = shared.exchange.toint() + t.thread * 16
         mine, other = part + t.group * (128 * HALF * 4), part + (1 - t.group) * (128 * HALF * 4)
@@ -253,8 +254,9 @@ class Consumer:
         releases: cutlass.Constexpr[bool],
         t: ThreadIndex,
     ):
-        """Compute column tiles `first` and on of the keys' gradient, and hand them to the reducer warp. A single tile
-        has rope columns, which are no values. `releases`: release the keys when the products before these are done."""
+        """Compute `tiles` column tiles, from `first` on, of the keys' gradient, and hand them to the reducer warp. A
+        single tile has rope columns, which are no values. `releases`: release the keys when the products before these
+        are done."""
         shape = mma.dkv.get_slice(t.thread).partition_shape_C((COLUMN_TILE, BLOCK))
         accumulators = [cute.make_rmem_tensor(shape, Float32) for _ in range(tiles)]
         for i in cutlass.range_constexpr(tiles):

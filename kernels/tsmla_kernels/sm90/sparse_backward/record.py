@@ -16,7 +16,7 @@ from tsmla_kernels.sm90.sparse_backward.config import (
 
 def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...]:
     """The operands of sparse_mla over plain caches [P, span, D], its results and their cotangents, the gradients of q
-    and of the caches, `sink_terms` (with sinks), and the workspaces of `backward_workspaces`.
+    and of the caches, `sink_terms` (if there are sinks), and the workspaces of `backward_workspaces`.
 
     sink_terms [T, H] are the tokens' shares of the gradient of the sinks, which is their sum over T.
     """

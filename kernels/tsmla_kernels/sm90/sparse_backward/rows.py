@@ -83,7 +83,7 @@ class RowKernels:
 
     @cute.jit
     def weigh_row(self, saved: Saved, q: cute.Tensor, sums: Sums, row: Int32):
-        """Compute, in one warp, the weights of one query row, from its terms, which this warp has stored."""
+        """Compute, in one warp, one query row's two `Weight`s, from the row's terms, which this warp has stored."""
         lane, head_dim = cute.arch.lane_idx(), self.traits.head_dim
         longest, square, widest = Float32(0.0), Float32(0.0), Float32(0.0)
         for part in cutlass.range_constexpr(LATENT_DIM // (32 * VECTOR)):

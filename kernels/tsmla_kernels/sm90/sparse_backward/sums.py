@@ -1,5 +1,5 @@
-"""The float32 sums of the caches' gradients in global memory: how a compute warpgroup hands over its numbers, and the
-reducer warps that add them.
+"""The sums of the caches' gradients in global memory (float32; int32 if deterministic): how a compute warpgroup hands
+over its numbers, and the reducer warps that add them.
 
 A compute warpgroup has the gradient of a block transposed, [columns, keys]. It stores up to CHUNK_TILES column tiles of
 all keys to shared memory, a row for each key, and goes on. Its reducer warp adds each key's row to that key's sums, by
@@ -40,10 +40,10 @@ class SumStaging:
 
     @cute.jit
     def put(self, shared: Shared, tiles: list[cute.Tensor], count: Int32, place: Int32, t: ThreadIndex):
-        """Store the warpgroup's accumulators of column tiles [COLUMN_TILE, BLOCK], once the buffer is free. `count` is
-        the number of earlier calls, `place` that of the block among those kept. Deterministic: as integers.
+        """Store the warpgroup's accumulators of column tiles [COLUMN_TILE, BLOCK], once the buffer is free. `count`:
+        how many calls came before. `place`: the block's index among those kept. Deterministic: store integers.
 
-        In an accumulator a lane has, for each 8 keys, 2 keys of 2 columns that are 8 apart.
+        In an accumulator a lane has, of every 8 keys, 2 keys in each of 2 columns that are 8 apart.
         """
         base = shared.sums.toint() + t.group * (BLOCK * PITCH_BYTES)
         base += (t.lane % 4 * 2) * PITCH_BYTES + (t.thread // 32 * 16 + t.lane // 4) * 4

@@ -41,8 +41,8 @@ class Weigher:
         self.storage = weigh_storage(traits)
 
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
-        """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. For a buffer
-        that this pass does not have another one stands, which nothing reads."""
+        """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. In place
+        of a buffer that this pass does not have stands `q`, which nothing reads as that buffer."""
         strides = {"rows": BLOCK, "valid": GATHER_WARPS, "factors": BLOCK}
         tensors = {
             name: getattr(storage, name).get_tensor(cute.make_layout((size, SLOTS_KEPT), stride=(1, size)))
@@ -71,7 +71,7 @@ class Weigher:
         mma: Mma,
         item: Item,
     ):
-        """Run the warpgroup that computes, for tokens of `count` heads."""
+        """Run the compute warpgroup. `count`: how many heads a token has."""
         thread = cute.arch.thread_idx()[0]
         lane, warp = thread % 32, thread // 32
         t = ThreadIndex(Int32(0), thread, lane, warp * 16 + lane // 4)
@@ -122,7 +122,7 @@ class Weigher:
 
     @cute.jit
     def put_bounds(self, sums: Sums, partial: cute.Tensor, row: Int32, parity: Int32):
-        """Keep the greatest bound on the key of this lane, and count it."""
+        """For this lane's key, raise key_bounds to this tile's bound if that is greater, and add 1 to key_counts."""
         lane = cute.arch.lane_idx()
         if row >= 0:
             alone, by_length = Float32(0.0), Float32(0.0)
