@@ -2,7 +2,7 @@
 
 The bytes are a host object with the cubin inside, in the form that the DSL runtime's custom call takes as `module`. The
 sizes that an operand leaves open are read at the launch, so one object serves every batch, page count and length.
-cutlass is imported inside the function, because a process with a warm cache doesn't need it.
+cutlass is imported inside compile_kernel, because a process with a warm cache doesn't need it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CompiledObject:
     """A kernel compiled for one config and architecture.
 
     Attributes:
-      kernel: its name in the catalog. config: its config as JSON. arch: e.g. "sm_90a".
+      kernel: the kernel's name in the catalog. config: the kernel's config as JSON. arch: e.g. "sm_90a".
       module: the bytes that the runtime loads.
       dsl: the version of the CuTe DSL that compiled it.
       seconds: the time that compiling took.
@@ -56,12 +56,12 @@ class CompiledObject:
 
 
 def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
-    """Compile `kernel` for `config` and `arch`. Takes seconds, on one core, and no GPU.
+    """Compile `kernel` for `config` and `arch`. This takes seconds on one core, and needs no GPU.
 
     Raises:
       ValueError: the kernel isn't written for `arch`.
       ModuleNotFoundError: the CuTe DSL (nvidia-cutlass-dsl), or a package that the kernel is made of, isn't installed.
-      RuntimeError: it doesn't compile; the message carries the compiler's output.
+      RuntimeError: the kernel doesn't compile; the message carries the compiler's output.
     """
     check_arch(kernel, arch)
     host_target = _HOST_TARGETS.get(platform.machine())

@@ -44,9 +44,9 @@ def entry(
 
 
 def forget_source_lines() -> None:
-    """Has the DSL trace without looking up the source line of every operation, which takes a quarter of a compilation.
-    It looks them up for the sake of diagnostics as soon as it reports the assembler's remarks, and the objects are the
-    same bytes without. A version of the DSL that keeps the setting elsewhere goes on looking them up."""
+    """Make the DSL trace without looking up the source line of every operation, which takes a quarter of a compilation.
+    By default the DSL looks the lines up for diagnostics if it reports the assembler's remarks; the objects have the
+    same bytes without them. A version of the DSL that keeps the setting elsewhere goes on looking them up."""
     setting = getattr(op, "_set_enable_frame_filtering", None)
     if setting is not None:
         setting(False)

@@ -26,10 +26,10 @@ ITEMSIZE = {
 """Bytes of an element, by the dtype's name."""
 
 GREATEST_SIZE = 2**31 - 1
-"""Of an axis that a kernel reads."""
+"""The greatest size of an operand's axis."""
 
 V32_MODEL = "deepseek-v3.2"
-"""The preset of the kernels that a layer of DeepSeek-V3.2 launches over packed caches."""
+"""The name of the preset of the kernels that a layer of DeepSeek-V3.2 launches over packed caches."""
 
 MODELS = (
     ("deepseek-v2", (("num_heads", "128"),)),
@@ -64,7 +64,8 @@ class Operand:
     alias: str | None = None
 
     def check(self, shape: tuple[Any, ...], dtype: str) -> None:
-        """ValueError unless an array of this shape and dtype may be passed; symbolic sizes pass for dynamic ones."""
+        """ValueError unless an array of this shape and dtype may be passed; a symbolic size passes only for a dynamic
+        one."""
         fits = len(shape) == len(self.shape) and all(
             want is None or want == got for want, got in zip(self.shape, shape, strict=True)
         )
@@ -74,14 +75,14 @@ class Operand:
             raise ValueError(f"{self.name}: got {dtype}[{got}]; the kernel takes {self.dtype}[{legal}]")
 
     def check_sizes(self, shape: tuple[Any, ...]) -> None:
-        """ValueError if an axis is longer than a kernel can know: it has sizes as int32. Symbolic ones pass."""
+        """ValueError if an axis is longer than GREATEST_SIZE: kernels hold sizes as int32. Symbolic sizes pass."""
         if any(isinstance(size, int) and size > GREATEST_SIZE for size in shape):
             raise ValueError(f"{self.name}: got [{', '.join(map(str, shape))}]; legal: axes of up to {GREATEST_SIZE}")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package of others that kernels take their device code from.
+    """A package by other authors, from which kernels take their device code.
 
     Attributes:
       module: the name that it is imported by.
@@ -119,9 +120,9 @@ class Kernel:
       spec_from_options: the spec of the call that options of the command line describe; ValueError if there is none.
       reasons: why the kernel cannot run the call of a spec, beside the GPU; empty if it can.
       config_for: the config that serves a spec that there are no reasons against.
-      flags: options, true or false, that say of a call what its spec does not: parameters of `config_for`.
+      flags: names of boolean options that are not in a call's spec; they are parameters of `config_for`.
       presets: options by the name of a model; a name comes again for another operation of the same kernel.
-      compiler_options: for the DSL, beside those that every kernel is compiled with.
+      compiler_options: options for the DSL, in addition to those that every kernel is compiled with.
       package: the package that the device code is from, None if it is this one's.
       instead: of a spec, the kernel that its call launches in place of this one, if that depends on sizes; it takes the
         same options.
@@ -143,14 +144,14 @@ class Kernel:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """This one, as a Chain has several."""
+        """This kernel alone. A Chain has the same property, with several kernels."""
         return (self,)
 
     def from_options(self, given: Mapping[str, str]) -> Config:
         """The config of the call that options of the command line describe, as the call itself gets it.
 
         Raises:
-          ValueError: an option is not legal, or no config serves the call: for which reasons.
+          ValueError: an option is not legal, or no config serves the call; the message gives the reasons.
         """
         spec = self.spec_from_options({name: value for name, value in given.items() if name not in self.flags})
         if found := self.reasons(spec):
@@ -158,7 +159,7 @@ class Kernel:
         return self.config_for(spec, **{name: options.flag(given, name) for name in self.flags})
 
     def objects_for(self, given: Mapping[str, str]) -> tuple[tuple[Kernel, Config], ...]:
-        """This kernel, or the one that the call launches instead, with `from_options`: what the call loads."""
+        """What the call of these options loads: this kernel, or the one launched in its place, with the config."""
         kernel = self
         if self.instead is not None:
             kernel = self.instead(self.spec_from_options({k: v for k, v in given.items() if k not in self.flags}))
@@ -189,11 +190,11 @@ class Chain:
     """An operation that launches several kernels in turn, whose configs depend on each other.
 
     Attributes:
-      name: the operation's, unique among kernels and chains.
-      kernels: in the order of the launches, all for the same architectures.
-      spec_from_options, reasons: as those of Kernel, of the operation's call.
-      configs_for: of each kernel, the config that serves a spec that there are no reasons against.
-      presets: as those of Kernel.
+      name: the operation's name, unique among kernels and chains.
+      kernels: the kernels in the order of the launches, all for the same architectures.
+      spec_from_options, reasons: as in Kernel, for the operation's call.
+      configs_for: the configs, one for each kernel, that serve a spec that there are no reasons against.
+      presets: as in Kernel.
     """
 
     name: str

@@ -25,13 +25,13 @@ LIBRARY = "libcute_dsl_runtime.so"
 
 
 Run = Callable[[ctypes.c_void_p, ctypes.c_size_t], int]
-"""(address of the entry's arguments, their number) -> 0, or the runtime's error."""
+"""(address of the entry's arguments, how many they are) -> 0, or the runtime's error."""
 
 
 Launch = Callable[[int, Sequence[int]], None]
 """A launch on arrays of fixed sizes. It takes the stream, a cudaStream_t of the current device, and the addresses of
-the arrays, and returns at once. Any number of threads may call one at the same time. It raises ValueError if an address
-isn't aligned as its operand needs it, and RuntimeError if CUDA refuses the launch."""
+the arrays, and returns at once. Any number of threads may call the same launch at once. It raises ValueError if an
+address isn't aligned as its operand must be, and RuntimeError if CUDA refuses the launch."""
 
 
 class ArrayView(NamedTuple):
@@ -44,10 +44,10 @@ class ArrayView(NamedTuple):
 
 def runtime_library(prefer: str | None = None) -> Path | None:
     """The DSL's runtime library: the one that CUTE_DSL_LIBS names, or one inside nvidia_cutlass_dsl, which may have it
-    for CUDA 12 ("cu12") and 13 ("cu13"). None if it isn't installed.
+    for CUDA 12 ("cu12") and 13 ("cu13"). None if the library isn't installed.
 
-    prefer: which of the two, if both are there; None: that of the torch that this process has imported, else cu13. A
-    driver that serves a torch for CUDA 12 may be too old for CUDA 13."""
+    prefer: the CUDA version to take ("cu12" or "cu13"), if both are there. None means that of the torch that this
+    process has imported, else cu13. A driver that serves a torch for CUDA 12 may be too old for CUDA 13."""
     if prefer is None:
         prefer = _cuda_of_torch()
     for named in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep):
@@ -132,8 +132,8 @@ def launch_of(
     check: Callable[[int], None],
 ) -> Launch:
     """A launch of the kernel `name` on arrays of these shapes. `run` starts it; `check` raises the error that `run`
-    returns, unless that is 0. Everything that can be is computed here, and a call looks nothing up on an object, so a
-    call costs little more than CUDA's part of it."""
+    returns, unless that is 0. Everything that depends on neither stream nor addresses is computed here, and a call
+    looks nothing up on an object, so a call costs little more than CUDA's part of it."""
     address_words = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
     # The bits that must be 0 in the addresses, with all words read as one number: alignments are powers of two.
     misaligned = sum(

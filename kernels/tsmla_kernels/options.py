@@ -222,7 +222,7 @@ def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
 
 
 def _indexer_rotation(values: Mapping[str, str]) -> Rotation | None:
-    """Rope on rope_dim columns from rope_offset on, as halves; None where rope_dim is 0."""
+    """Rope on rope_dim columns from rope_offset on, as halves; None if rope_dim is 0."""
     width, offset = (_parsed(values, name, int) for name in ("rope_dim", "rope_offset"))
     return Rotation(width, offset, "halves") if width else None
 
@@ -253,7 +253,7 @@ def _logits_spec(values: Mapping[str, str]) -> IndexerLogitsSpec:
 
 def product_spec(options: Mapping[str, str]) -> ProductSpec:
     """The spec of block_scaled_matmul: num_tokens rows times a weight [out_features, in_features]. `dtype` is that of
-    the rows, and of the result; the result is bfloat16 where that is fp8, or e4m3 with `quantized`. gated and limit are
+    the rows, and of the result; the result is bfloat16 if `dtype` is fp8, or e4m3 with `quantized`. gated and limit are
     the call's own; with `picked` an index picks the rows."""
     return _product_spec(options, grouped=False)
 
@@ -282,7 +282,7 @@ def _product_spec(options: Mapping[str, str], *, grouped: bool) -> ProductSpec:
 
 
 def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:
-    """The spec of quantize_blocks: num_tokens rows of in_features, of `dtype`, or bfloat16 where that is fp8."""
+    """The spec of quantize_blocks: num_tokens rows of in_features, of `dtype`, or bfloat16 if `dtype` is fp8."""
     values = _filled_in(options, _PRODUCT)
     shape = tuple(_parsed(values, name, int) for name in ("num_tokens", "in_features"))
     in_dtype = contract.attention_out_dtype(values["dtype"])
@@ -290,7 +290,7 @@ def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:
 
 
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
-    """The spec of sparse_mla: caches of one layout, "v32", "v4" or "plain"; `window` is given where there are two.
+    """The spec of sparse_mla: caches of one layout, "v32", "v4" or "plain"; `window` is given if there are two.
 
     tensor_parallel is the number of devices that share the heads. head_dim is the width of a plain cache's keys,
     kv_dtype their dtype. A page_span that is not given is the page size.
@@ -323,7 +323,7 @@ def _sparse_cache(values: Mapping[str, str], which: str) -> CacheSpec:
 
 
 def flag(options: Mapping[str, str], name: str) -> bool:
-    """An option that is true or false, and false where it isn't given."""
+    """An option that is true or false, and false if it isn't given."""
     return bool(_parsed({name: "false", **options}, name, bool))
 
 

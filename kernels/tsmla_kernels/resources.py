@@ -24,8 +24,8 @@ _SERIALISED = re.compile(r"\(C75\d\d\) .*?wgmma.*?(?= ptxas (?:info|warning)|$)"
 
 @dataclass(frozen=True)
 class KernelResources:
-    """One device function. stack_bytes is the local memory of a thread, for spilled registers and for arrays indexed at
-    run time: 0 in a kernel that keeps everything in registers."""
+    """The resources of one device function. stack_bytes is the local memory of a thread, for spilled registers and for
+    arrays indexed at run time: 0 in a kernel that keeps everything in registers."""
 
     name: str
     registers: int

@@ -261,8 +261,8 @@ class RopeWriteKvCache:
         return address, token, slot
 
     def load_pairs(self, address, pair):
-        """The first and the second members, in float32, of a thread's pairs. The rope vector is at `address`, and the
-        thread's first pair has the number `pair`."""
+        """The first and the second members, in float32, of a thread's pairs. The rope vector is at `address`, and
+        `pair` is the index of the thread's first pair."""
         count, size = self.pairs, self.in_dtype.width // 8
         if self.config.rope_interleave:
             both = load(self.in_dtype, address + Int64(pair * (2 * size)), 2 * count)
@@ -290,8 +290,9 @@ class RopeWriteKvCache:
         stores: Sequence[cute.Tensor],
         factors: tuple[Float32, Float32],
     ):
-        """Write values of a row of the grid into q or into the cache's slot, multiplied by the factor of q or of the
-        cache. The first of `stores` is written at `column`, the second, if any, half a rope vector further on."""
+        """Multiply values of a row of the grid by the factor of q or of the cache, and write them into q or into the
+        row's slot in the cache. The first group of `stores` is written at `column`, the second, if any, half a rope
+        vector further on."""
         q_rows = arrays.q.shape[0]
         if row < q_rows:
             for i in cutlass.range_constexpr(len(stores)):
@@ -317,7 +318,7 @@ class GatherKvCache:
         self.config = config
         self.tiling = config.tiling
         self.kv_dtype, self.out_dtype = DTYPES[config.kv_dtype], DTYPES[config.out_dtype]
-        # The number of requests whose lengths are added up at once: a power of two, for the search.
+        # How many requests' lengths are added up at once: a power of two, for the search.
         self.segment = 1 << (min(self.tiling.threads, 256).bit_length() - 1)
 
     @cute.jit

@@ -1,7 +1,7 @@
 """The arguments and results of every operation, in one place for both front ends: specs, rules and error texts.
 
 One function for each operation (`decode_spec`, ...) takes its arguments as `Array(shape, dtype)` and returns a frozen
-spec, so a wrong argument reads the same from jax and from torch. Imports neither of them.
+spec, so the error for a wrong argument reads the same from jax and from torch. Imports neither jax nor torch.
 """
 
 # ruff: noqa: F401  (these imports are what the package offers)

@@ -79,8 +79,8 @@ class DecodeSpec(ResultDtypes):
         return self.latent_dim + self.rope_dim
 
     def without_sizes(self) -> "DecodeSpec":
-        """The static facts alone: what calls on a part of the requests or heads, or on several calls', have in
-        common."""
+        """The spec without sizes: calls on a part of the requests or heads have the same, and so has one call on the
+        requests or heads of several calls."""
         max_q_len = self.max_q_len if self.ragged else 0
         return replace(
             self, batch=0, total_q_len=0, max_q_len=max_q_len, num_heads=0, num_pages=0, max_pages=0
@@ -89,7 +89,7 @@ class DecodeSpec(ResultDtypes):
     def with_sizes_of(
         self, q: tuple[Dim, ...], kv_cache: tuple[Dim, ...], block_tables: tuple[Dim, ...]
     ) -> "DecodeSpec":
-        """The spec of such a call on arrays of these shapes."""
+        """The spec with the same static facts, and with the sizes of arrays of these shapes."""
         batch, max_pages = block_tables
         total_q_len, max_q_len = (q[0], self.max_q_len) if self.ragged else (q[0] * q[1], q[1])
         return replace(
@@ -123,11 +123,12 @@ class PrefillSpec(ResultDtypes):
     selection: bool = False
 
     def without_sizes(self) -> "PrefillSpec":
-        """The static facts alone: what calls on a part of the heads, or on several calls', have in common."""
+        """The spec without sizes: calls on a part of the heads have the same, and so has one call on the heads of
+        several calls."""
         return replace(self, batch=0, total_q_len=0, total_kv_len=0, num_heads=0)
 
     def with_sizes_of(self, q: tuple[Dim, ...], k: tuple[Dim, ...], cu_seqlens_q: tuple[Dim, ...]) -> "PrefillSpec":
-        """The spec of such a call on arrays of these shapes."""
+        """The spec with the same static facts, and with the sizes of arrays of these shapes."""
         return replace(
             self, batch=cu_seqlens_q[0] - 1, total_q_len=q[0], total_kv_len=k[0], num_heads=q[1]
         )
@@ -302,8 +303,8 @@ def prefill_spec(
 def _check_selection(
     selection: Array | None, selection_rows: Array | None, total_q_len: Dim, max_kv_len: int
 ) -> None:
-    """ValueError unless both are None, or words of bits for max_kv_len keys and, where it is given, a row number for
-    each query token."""
+    """ValueError unless both are None, or selection has words of bits for max_kv_len keys and selection_rows, if given,
+    has a row index for each query token."""
     if selection is None:
         if selection_rows is not None:
             raise ValueError("selection_rows: got an array without selection, whose rows it numbers; legal: None")
@@ -324,8 +325,8 @@ def _check_selection(
 
 
 def keys_or_queries(cu_seqlens_q: Any, max_q_len: int, cu_seqlens_kv: Any, max_kv_len: int | None) -> tuple[Any, int]:
-    """The keys' offsets and bound: the queries' where the call gives none, as in self-attention. TypeError for offsets
-    of keys without their bound."""
+    """The keys' offsets and bound, or the queries' if the call gives none, as in self-attention. TypeError if the keys'
+    offsets are given without the bound."""
     if cu_seqlens_kv is not None and max_kv_len is None:
         raise TypeError("max_kv_len: got None; legal: a static int >= 0 where cu_seqlens_kv is given")
     return (

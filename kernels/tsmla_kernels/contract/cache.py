@@ -40,7 +40,7 @@ ROPE_LAYOUTS = ("interleaved", "halves")
 
 @dataclass(frozen=True)
 class CacheWriteSpec:
-    """One call of write_kv_cache: rows in in_dtype into a cache in kv_dtype, at slots in slot_dtype."""
+    """One call of write_kv_cache, which writes rows of in_dtype into a cache of kv_dtype, at slots of slot_dtype."""
 
     num_tokens: Dim
     latent_dim: int
@@ -59,7 +59,7 @@ class CacheWriteSpec:
 
 @dataclass(frozen=True)
 class CacheGatherSpec:
-    """One call of gather_kv_cache; total_len is the static number of rows of the result."""
+    """One call of gather_kv_cache; total_len: how many rows the result has, which is static."""
 
     batch: Dim
     total_len: Dim
@@ -73,8 +73,8 @@ class CacheGatherSpec:
 
 @dataclass(frozen=True)
 class RopeWriteSpec:
-    """One call of rope_write_kv_cache: `write` for the cache, the rest for the query. All four inputs have
-    write.in_dtype."""
+    """One call of rope_write_kv_cache: `write` describes the cache's write, the other fields the query. All four inputs
+    have write.in_dtype."""
 
     write: CacheWriteSpec
     num_heads: Dim
@@ -92,8 +92,8 @@ def cache_write_spec(
     kv_scale: Scale = None,
     slot_dtypes: Sequence[str] = INDICES,
 ) -> CacheWriteSpec:
-    """The spec of write_kv_cache, or ValueError / TypeError naming the argument that is not legal. slot_dtypes: those
-    of slot_mapping that the front end takes."""
+    """The spec of write_kv_cache, or ValueError / TypeError naming the argument that is not legal. slot_dtypes: the
+    dtypes of slot_mapping that the front end takes."""
     num_pages, page_size, head_dim = cache_shape(kv_cache)
     check_dtype("latent", latent, FLOATS)
     check_rank("latent", latent, "T L")
@@ -189,7 +189,7 @@ def rope_write_spec(
 ) -> RopeWriteSpec:
     """The spec of rope_write_kv_cache, or ValueError / TypeError naming the argument that is not legal.
 
-    q_dtype None means float8_e4m3fn where there is a q_scale, and q_nope's dtype where there is none."""
+    q_dtype None means float8_e4m3fn if there is a q_scale, else q_nope's dtype."""
     write = cache_write_spec(
         kv_cache=kv_cache, latent=latent, k_rope=k_rope, slot_mapping=slot_mapping, kv_scale=kv_scale
     )

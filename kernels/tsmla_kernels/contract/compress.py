@@ -22,10 +22,10 @@ class CompressWriteSpec:
     """The static facts of one compress_write_kv_cache call.
 
     Attributes:
-      compress: of the pooling.
+      compress: the spec of the pooling.
       cache: "v4" (packed pages), "indexer" (packed keys), or the dtype of a plain cache.
-      num_pages, page_size: of the cache.
-      weight_dtype: of the norm's weights. rope_dim: R. eps: of the norm.
+      num_pages, page_size: P and Z of the cache.
+      weight_dtype: the dtype of the norm's weights. rope_dim: R. eps: the norm's epsilon.
     """
 
     compress: CompressSpec

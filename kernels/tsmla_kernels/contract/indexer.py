@@ -63,9 +63,9 @@ def indexer_selected_logits_spec(
 class IndexerLossSpec:
     """The static facts of one indexer_loss call; its result is [T].
 
-    index: the logits' part. Its num_selected is the number of keys that a token may have: K, or M * Z where all keys of
-    a text count. cache: the attention's keys. paged: whether block tables say which keys there are. ragged: whether
-    they have a row a request. num_requests: rows of the block tables.
+    index: the logits' part. Its num_selected says how many keys a token can have: K, or M * Z if all keys of a text
+    count. cache: the attention's keys. paged: whether block tables say which keys there are. ragged: whether the block
+    tables have one row per request. num_requests: rows of the block tables.
     """
 
     index: SelectedLogitsSpec
@@ -89,7 +89,7 @@ class IndexerLossSpec:
 
     @property
     def all_logits(self) -> IndexerLogitsSpec:
-        """The indexer_logits call whose keys count where block tables say which."""
+        """The indexer_logits call whose keys count, if block tables say which keys there are."""
         index = self.index
         return IndexerLogitsSpec(
             num_tokens=index.num_tokens,
@@ -214,6 +214,6 @@ def _check_selection(num_tokens: int, indices: Array, lengths: Array | None, q_n
 
 
 def _refuse_quantised(name: str, array: Array) -> None:
-    """ValueError for values of 8 bits: an indexer is trained on plain ones."""
+    """ValueError if the values have 8 bits: an indexer is trained on values that are not quantised."""
     if array.dtype.startswith("float8") or array.dtype == "uint8":
         raise ValueError(f"{name}: got {array.dtype}, {QUANTISED}; legal: {', '.join(FLOATS)}")

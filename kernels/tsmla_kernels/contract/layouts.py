@@ -12,7 +12,7 @@ from tsmla_kernels.contract.rules import FP8, VALUES, Array, check_dtype, check_
 
 @dataclass(frozen=True)
 class IndexerLayout:
-    """The V3.2 indexer's key page: all the e4m3 keys of the page, then one f32 scale a key."""
+    """The V3.2 indexer's key page: all the e4m3 keys of the page, then one f32 scale per key."""
 
     head_dim: int = 128
     scale_bytes: int = 4
@@ -26,7 +26,7 @@ class IndexerLayout:
 
 @dataclass(frozen=True)
 class V32Layout:
-    """The V3.2 packed row: `latent_dim` e4m3, one f32 scale a group of 128, then the rope part in bf16."""
+    """The V3.2 packed row: `latent_dim` e4m3, one f32 scale per group of 128, then the rope part in bf16."""
 
     latent_dim: int = 512
     rope_dim: int = 64
@@ -44,7 +44,7 @@ class V32Layout:
 
 @dataclass(frozen=True)
 class V4Layout:
-    """The V4 packed page: rows of 448 e4m3 | 64 bf16, then 8 bytes of UE8M0 scales a row; the page padded to rows.
+    """The V4 packed page: rows of 448 e4m3 | 64 bf16, then 8 bytes of UE8M0 scales per row; padded to whole rows.
 
     Seven of the eight scale bytes are used (one a group of 64 channels); the last is zero.
     """

@@ -112,7 +112,7 @@ def packed_write_spec(
 
 
 def check_packed_rows(latent: Array, k_rope: Array) -> None:
-    """ValueError unless [*N, 512] and [*N, 64], of floats."""
+    """ValueError unless latent is [*N, 512] and k_rope [*N, 64], both of floats."""
     for name, array, width in (("latent", latent, V32_PACKED.latent_dim), ("k_rope", k_rope, V32_PACKED.rope_dim)):
         check_dtype(name, array, FLOATS)
         check_width(name, array, width)
@@ -170,7 +170,7 @@ def indexer_quantize_spec(
 def _rotation(
     cos: Array | None, sin: Array | None, tokens: Dim, head_dim: int, offset: int, layout: str
 ) -> Rotation | None:
-    """The rotation that the angles ask for; None without angles."""
+    """The rotation by cos and sin; None if these are not given."""
     _check_layout(layout)
     offset = static_int("rope_offset", offset)
     half = _angle_width(cos, sin, tokens, None)
@@ -185,7 +185,7 @@ def _rotation(
 
 
 def _angle_width(cos: Array | None, sin: Array | None, tokens: Dim, half: int | None) -> int | None:
-    """R / 2 of cos and sin [T, R / 2], which must be `half` where that is given; None where neither is given."""
+    """R / 2 of cos and sin [T, R / 2], which must be `half` if that is given; None if neither cos nor sin is given."""
     if cos is None or sin is None:
         if cos is not sin:
             missing = "cos" if cos is None else "sin"

@@ -41,9 +41,9 @@ class ProductSpec:
     result.
 
     Attributes:
-      num_rows: the result's rows. num_columns: the weight's rows.
+      num_rows: how many rows the result has. num_columns: how many rows the weight has.
       num_groups: None without groups.
-      num_picked: x's rows, if `rows` picks the result's of them; else None.
+      num_picked: how many rows x has, if `rows` picks the result's rows from them; else None.
       gated, limit: as the public functions document them.
     """
 
@@ -73,7 +73,7 @@ class QuantizeBlocksSpec:
 
 
 def blocks_of(size: Dim) -> Dim:
-    """Blocks that hold so many terms or rows, the last of which may be a part."""
+    """How many blocks hold `size` terms or rows; the last block may be incomplete."""
     return -(-size // BLOCK)
 
 

@@ -149,7 +149,7 @@ def cache_shape(kv_cache: Array) -> tuple[Dim, int, int]:
 
 
 def least_latent_dim(head_dim: int) -> int:
-    """The least L of rows of D = L + R columns. No model has a rope part wider than its latent; one that is shows that
+    """The least L of rows of D = L + R columns. No model has a rope part wider than its latent; a wider one shows that
     the two were swapped."""
     return -(-head_dim // 2)
 
@@ -214,14 +214,14 @@ def check_at_least_one(name: str, shape: tuple[Dim, ...], axis: int, letter: str
 
 
 def check_scales(**scales: Scale) -> None:
-    """`check_scale` of each. The softmax's must be given; the others may be None, which means 1."""
+    """Apply `check_scale` to each. The softmax's must be given; the others may be None, which means 1."""
     for name, scale in scales.items():
         check_scale(name, scale, optional=name != "softmax_scale")
 
 
 def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
     """ValueError / TypeError unless a number from LEAST_SCALE to GREATEST_SCALE or a float32 scalar array (float64
-    under x64), or None where optional. The value of an array is not known here."""
+    under x64), or None if `optional`. The value of an array is not known here."""
     legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
     if scale is None and optional:
         return

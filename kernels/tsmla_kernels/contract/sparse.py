@@ -71,7 +71,8 @@ class SparseMLASpec(ResultDtypes):
         return (self.cache,) if self.compressed is None else (self.cache, self.compressed)
 
     def without_sizes(self) -> SparseMLASpec:
-        """The static facts alone: what calls on a part of the tokens or heads, or on several calls', have in common."""
+        """The spec without sizes: calls on a part of the tokens or heads have the same, and so has one call on the
+        tokens or heads of several calls."""
         cache, *others = (replace(cache, num_pages=0) for cache in self.caches)
         window = self.window if others else 0
         compressed = others[0] if others else None
@@ -82,7 +83,7 @@ class SparseMLASpec(ResultDtypes):
     def with_sizes_of(
         self, q: tuple[Dim, ...], caches: Sequence[tuple[Dim, ...]], indices: tuple[Dim, ...]
     ) -> SparseMLASpec:
-        """The spec of such a call on arrays of these shapes."""
+        """The spec with the same static facts, and with the sizes of arrays of these shapes."""
         cache, *others = (replace(of, num_pages=shape[0]) for of, shape in zip(self.caches, caches, strict=True))
         return replace(
             self,
@@ -189,7 +190,7 @@ def sparse_mla_spec(
 
 
 def _form(form: str, tokens_per_request: int | None) -> dict[str, Any]:
-    """The fields of a SparseMLASpec by these arguments."""
+    """The fields of a SparseMLASpec that these arguments give."""
     if form not in SPARSE_FORMS:
         raise ValueError(f"form: got {form!r}; legal: {listed([repr(name) for name in SPARSE_FORMS])}")
     if tokens_per_request is not None:
@@ -300,9 +301,9 @@ def indexer_logits_spec(
 
 @dataclass(frozen=True)
 class TopKSpec:
-    """The static facts of one select_topk call. `dtype` is that of the logits. page_size: of the block table through
-    which positions become slots; 0 where positions are written. row_starts: whether rows begin at columns of their own.
-    """
+    """The static facts of one select_topk call. `dtype` is that of the logits. page_size: the page size of the block
+    table through which positions become slots; 0 if positions are written. row_starts: whether rows begin at columns of
+    their own."""
 
     num_tokens: int
     num_columns: int

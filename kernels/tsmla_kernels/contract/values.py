@@ -56,7 +56,7 @@ def decode(
 
 
 def prefill_selection(num_rows: int, selection_rows: np.ndarray) -> None:
-    """selection_rows: each -1 or the number of one of selection's rows."""
+    """selection_rows: each is -1 or the index of one of selection's rows."""
     wrong = np.flatnonzero((selection_rows < -1) | (selection_rows >= num_rows))
     if wrong.size:
         token = int(wrong[0])
@@ -170,7 +170,7 @@ def selected(columns: int, num_slots: int, indices: np.ndarray, lengths: np.ndar
 
 
 def topk_lens(capacity: int, seq_lens: np.ndarray) -> None:
-    """Lengths of the rows of logits: 0 to the number of columns."""
+    """The lengths of rows of logits are 0 to `capacity`, the number of columns."""
     _check_counts("seq_lens: token {} has {} logits", seq_lens, capacity)
 
 

@@ -128,8 +128,8 @@ class CompressWriteKvCache:
 
     @cute.jit
     def owner(self, cu_seqlens_q: cute.Tensor, num_requests: Int32, block: Int32, lane: Int32):
-        """Find the CTA's request, and the CTA's number in it. A request has one CTA, and one more for every `ratio`
-        tokens. All lanes of a warp call this function."""
+        """Find the request of a CTA (of a cluster if the window is long), and the CTA's index in it. A request has one
+        CTA, and one more for every `ratio` tokens. All lanes of a warp call this function."""
         count = Int32(0)
         for i in cutlass.range(cute.ceil_div(num_requests, 32), unroll=1):
             request = i * 32 + lane

@@ -19,7 +19,7 @@ WARPS = 4
 LANE_VALUES = 8
 """How many values of an indexer row a lane has; half a warp has all 128."""
 FEW_ROWS = 1 << 14
-"""Up to this many rows of queries, the time of a launch hardly depends on their number."""
+"""Up to this many rows of queries, the time of a launch hardly depends on how many there are."""
 FEW_ROWS_WARPS = 16
 """Warps of a CTA for at most FEW_ROWS rows: fewer, larger CTAs take less time to start."""
 ROW_LANES = INDEXER.head_dim // LANE_VALUES

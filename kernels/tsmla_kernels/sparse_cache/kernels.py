@@ -39,7 +39,7 @@ class WritePackedKvCache:
 
     Operands of the launcher: kv_cache [P, Z, 656] u8, which is not read; latent [T, 512] and k_rope [T, 64], or wider
     rows that begin with these columns, every row at a multiple of 16 bytes; slot_mapping [T] of config.slot_dtype;
-    with config.rotates cos and sin [T, 32] f32; new_kv_cache, the same memory as kv_cache.
+    cos and sin [T, 32] f32, only if config.rotates; new_kv_cache, the same memory as kv_cache.
     """
 
     def __init__(self, config: PackedWriteConfig) -> None:
@@ -164,8 +164,8 @@ class WriteIndexerCache(IndexerRows):
     """write_indexer_cache into packed pages: `config` is static, tokens, pages and the page size are dynamic.
 
     Operands of the launcher: k_cache [P, Z, 132] u8, which is not read; k [T, 128], or wider rows that begin with these
-    columns, every row at a multiple of 16 bytes; slot_mapping [T] of config.slot_dtype; with config.rope_dim cos and
-    sin [T, R / 2] f32; new_k_cache, the same memory as k_cache.
+    columns, every row at a multiple of 16 bytes; slot_mapping [T] of config.slot_dtype; cos and sin [T, R / 2] f32,
+    only if config.rope_dim > 0; new_k_cache, the same memory as k_cache.
     """
 
     @cute.jit
@@ -216,8 +216,8 @@ class IndexerQuantize(IndexerRows):
     """indexer_quantize: `config` is static, the number of tokens is dynamic.
 
     Operands of the launcher: q [T * Hi, 128], or wider rows that begin with these columns, every row at a multiple of
-    16 bytes; weights [T * Hi]; with config.rope_dim cos and sin [T, R / 2] f32; q8 [T * Hi, 128] e4m3; folded_weights
-    [T * Hi] f32.
+    16 bytes; weights [T * Hi]; cos and sin [T, R / 2] f32, only if config.rope_dim > 0; q8 [T * Hi, 128] e4m3;
+    folded_weights [T * Hi] f32.
     """
 
     @cute.jit

@@ -115,7 +115,7 @@ class RowRotation:
 
     @cute.jit
     def rotate(self, values: cute.Tensor, angles: list[cute.Tensor], lane: Int32):
-        """Rotate the lane's float32 values in place; `lane` is the lane's number in the row."""
+        """Rotate the lane's float32 values in place; `lane` is its index among the row's 16 lanes."""
         cos, sin = angles
         if self.inside(lane):
             for i in cutlass.range_constexpr(LANE_VALUES // 2):
