@@ -50,7 +50,7 @@ class Operand:
       shape: the sizes compiled in, None where the size is read from the array at the launch.
       output: whether the kernel writes it; outputs follow the inputs.
       wide: keep the first axis' stride a 64-bit run-time value even if it is known when compiling: the product of a
-        page number and a static stride is computed in 32 bits and wraps beyond 2^31 elements.
+        page index and a static stride is computed in 32 bits and wraps beyond 2^31 elements.
       align: bytes; the array's address is a multiple of them.
       alias: the input that this output is written over, in the same memory.
     """
@@ -64,8 +64,8 @@ class Operand:
     alias: str | None = None
 
     def check(self, shape: tuple[Any, ...], dtype: str) -> None:
-        """ValueError unless an array of this shape and dtype may be passed; a symbolic size passes only for a dynamic
-        one."""
+        """ValueError unless an array of this shape and dtype may be passed; a symbolic size passes only where
+        `self.shape` has None."""
         fits = len(shape) == len(self.shape) and all(
             want is None or want == got for want, got in zip(self.shape, shape, strict=True)
         )
@@ -88,8 +88,8 @@ class Package:
       module: the name that it is imported by.
       distribution: the name that it is installed by.
       install: the command that installs it.
-      checked: the version that the kernels were checked with; objects are taken to be of it where the package isn't
-        installed.
+      checked: the version that the kernels were checked with; taken as the objects' version if the package
+        isn't installed.
     """
 
     module: str
@@ -118,14 +118,14 @@ class Kernel:
       config: the config's dataclass.
       operands: the launcher's operands for a config.
       spec_from_options: the spec of the call that options of the command line describe; ValueError if there is none.
-      reasons: why the kernel cannot run the call of a spec, beside the GPU; empty if it can.
+      reasons: why the kernel cannot run the call of a spec, apart from the GPU; empty if it can.
       config_for: the config that serves a spec that there are no reasons against.
       flags: names of boolean options that are not in a call's spec; they are parameters of `config_for`.
       presets: options by the name of a model; a name comes again for another operation of the same kernel.
       compiler_options: options for the DSL, in addition to those that every kernel is compiled with.
       package: the package that the device code is from, None if it is this one's.
-      instead: of a spec, the kernel that its call launches in place of this one, if that depends on sizes; it takes the
-        same options.
+      instead: a function from a spec to the kernel that its call launches, if that depends on sizes; the kernel takes
+        the same options. None if the call always launches this one.
     """
 
     name: str

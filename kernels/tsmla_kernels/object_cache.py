@@ -58,7 +58,7 @@ class Entry:
     Attributes:
       path: the file. size: its bytes.
       description: kernel, config (JSON), arch, host, package, dsl, sources, environment, seconds, created, log, and
-        made_of where the kernel is made of another package; empty if the file is damaged.
+        made_of if the kernel is made of another package; empty if the file is damaged.
       problem: why no process of this installation will load it, None if one may.
     """
 
@@ -84,8 +84,8 @@ class Pruned:
 def directory() -> Path:
     """TSMLA_CACHE_DIR, else tsmla in the XDG cache directory, else ~/.cache/tsmla. It need not exist.
 
-    Where one of the last two is in a home directory and there is none (a container's user without an entry in passwd
-    and without HOME), a folder of this user's among the temporary files, with a warning."""
+    If the name begins with ~ and there is no home directory (a container's user without an entry in passwd and without
+    HOME), it is a folder of this user's among the temporary files, with a warning."""
     named, base = os.environ.get("TSMLA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     try:
         if named:
@@ -123,7 +123,7 @@ def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject
     Raises:
       ValueError: the kernel isn't written for `arch`.
       ModuleNotFoundError: it must be compiled and the CuTe DSL isn't installed.
-      RuntimeError: it doesn't compile.
+      RuntimeError: the kernel doesn't compile.
     """
     check_arch(kernel, arch)
     identity = _identity(kernel, config, arch)

@@ -144,7 +144,8 @@ def cache_write_spec(options: Mapping[str, str]) -> contract.CacheWriteSpec:
 
 
 def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
-    """The spec of gather_kv_cache, with the dtypes of rope_write_spec: rows come out as they would be written from."""
+    """The spec of gather_kv_cache, with the dtypes of rope_write_spec: rows come out in the dtype of the rows to
+    write."""
     write = cache_write_spec(options)
     dtypes = {"kv_dtype": write.kv_dtype, "out_dtype": write.in_dtype}
     return _spec(contract.CacheGatherSpec, {}, head_dim=write.head_dim, **dtypes)

@@ -70,14 +70,16 @@ def selected_form(sizes: StepSizes, *, forced: str | None = None, reasons: Seque
 
 
 def pairs_of_mask(sizes: StepSizes) -> float:
-    """Keys that a token sees on average, if its request is as long as `longest`, and the cached keys' expansion, which
-    the direct form has not, as pairs."""
+    """Pairs (a token and a key) that the mask form computes per token: the keys that a token sees on average, if its
+    request has `longest` tokens, plus the cost of expanding the cached keys, in pairs. The direct form has no
+    expansion."""
     new = min(sizes.tokens / max(sizes.requests, 1), sizes.longest)
     expanded = EXPANSION_PAIRS * sizes.requests * (sizes.longest - new) / sizes.tokens
     return sizes.longest - new / 2 + expanded
 
 
 def pairs_that_pay(sizes: StepSizes) -> float:
-    """Pairs of a token that the mask's kernel computes while sparse_mla computes the selected ones."""
+    """How many pairs per token the mask's kernel computes in the time in which sparse_mla computes the selected
+    ones."""
     each = next((pairs for heads, pairs in PAIRS if sizes.heads <= heads), PAIRS[-1][1])
     return each * min(sizes.selected, sizes.longest)

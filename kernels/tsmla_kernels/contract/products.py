@@ -37,8 +37,8 @@ QUANTIZED = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """The static facts of one block_scaled_matmul call, or of a grouped one. x has scales if it is e4m3; so has the
-    result.
+    """The static facts of one block_scaled_matmul call, or of a grouped one. x has scales if it is e4m3, and so has the
+    result if it is e4m3.
 
     Attributes:
       num_rows: how many rows the result has. num_columns: how many rows the weight has.

@@ -149,7 +149,7 @@ def cache_shape(kv_cache: Array) -> tuple[Dim, int, int]:
 
 
 def least_latent_dim(head_dim: int) -> int:
-    """The least L of rows of D = L + R columns. No model has a rope part wider than its latent; a wider one shows that
+    """The least L of rows of D = L + R columns. No model has a rope part wider than its latent; if R is greater than L,
     the two were swapped."""
     return -(-head_dim // 2)
 

@@ -366,8 +366,8 @@ class IndexerTopkSpec:
 
     @property
     def topk(self) -> TopKSpec:
-        """The select_topk that follows indexer_logits in the definition. Scores are read at the positions that it
-        writes, so that it writes slots only where no scores are returned."""
+        """The select_topk that follows indexer_logits in the definition. It writes slots only if no scores are
+        returned, because scores are read at the positions that it writes."""
         page_size = self.logits.cache.page_size if self.return_slots and not self.return_scores else 0
         return TopKSpec(self.logits.num_tokens, self.num_columns, self.k, "position", page_size=page_size)
 
