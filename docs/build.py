@@ -39,6 +39,7 @@ KERNEL_PAGES = {
     "logits.md": KERNELS / "sm90/logits/DESIGN.md",
     "logits_log.md": KERNELS / "sm90/logits/LOG.md",
     "sparse.md": KERNELS / "sm90/sparse/DESIGN.md",
+    "sparse_union.md": KERNELS / "sm90/sparse/UNION.md",
     "sparse_log.md": KERNELS / "sm90/sparse/LOG.md",
     "merge.md": KERNELS / "merge/DESIGN.md",
     "selection.md": KERNELS / "selection/DESIGN.md",

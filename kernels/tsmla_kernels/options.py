@@ -310,6 +310,11 @@ def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
     return _spec(SparseMLASpec, values, cache=cache, compressed=compressed, window=window, **widths)
 
 
+def sparse_gradient_spec(options: Mapping[str, str]) -> SparseMLASpec:
+    """The spec of sparse_mla whose gradient is meant: as sparse_mla_spec, but plain caches unless `layout` is given."""
+    return sparse_mla_spec({"layout": "plain", **options})
+
+
 _ROWS = {"v32": V32_PACKED.latent_dim + V32_PACKED.rope_dim, "v4": V4_PACKED.head_dim, "plain": None}
 """Width of a key by a sparse cache's layout; a plain cache may have any."""
 

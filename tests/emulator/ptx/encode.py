@@ -300,7 +300,7 @@ class _Encoder:
             return Encoding("bulk_load", slots)
         to, source, count = i.operands[:3]
         slots = (*self.address(to), *self.address(source), self.slot(count))
-        return Encoding("bulk_store", slots, aux=adds * (1 + (i.type == "s32")))
+        return Encoding("bulk_store", slots, aux=adds * (1 + (adds and i.type == "s32")))
 
     def tensor_copy(self, i: Instruction, shared_to: bool, adds: bool, blocks: int) -> Encoding:
         tensor = next(operand for operand in i.operands[:2] if "{" in operand)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tsmla_kernels.kernel import V32_MODEL, Kernel, Operand
-from tsmla_kernels.options import sparse_mla_spec
+from tsmla_kernels.options import sparse_gradient_spec
 from tsmla_kernels.sm90.sparse_backward.config import (
     LATENT_DIM,
     NUM_SCALES,
@@ -55,9 +55,9 @@ SPARSE_MLA_BACKWARD = Kernel(
     launcher="tsmla_kernels.sm90.sparse_backward.kernel:SparseMlaBackward",
     config=SparseBackwardConfig,
     operands=sparse_backward_operands,
-    spec_from_options=sparse_mla_spec,
+    spec_from_options=sparse_gradient_spec,
     reasons=sparse_backward_reasons,
     config_for=sparse_backward_config,
     flags=("lengths", "sinks"),
-    presets=((V32_MODEL, (("num_heads", "128"), ("layout", "plain"))),),
+    presets=((V32_MODEL, (("num_heads", "128"),)),),
 )
