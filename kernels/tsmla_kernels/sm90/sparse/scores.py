@@ -74,8 +74,7 @@ class SparseScores:
         self.config, self.stages, self.pitch = config, stages, config.pitch
         self.ring = ring = stages.ring
         self.block, self.depth = ring.block, config.head_dim
-        # A piece can be as short as one stage, so the softmax warps can be too far ahead for the PIECE_BARRIERS
-        # barriers of SUMS.
+        # A piece can have only one stage, so softmax warps can be too far ahead for the PIECE_BARRIERS barriers.
         self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
