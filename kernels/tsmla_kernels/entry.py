@@ -1,9 +1,9 @@
 """The host function that is every compiled object's entry. Imports cutlass: only compile.py imports this module.
 
 XLA's custom call passes the stream, and each array as a pointer to a descriptor {address, pointer to its sizes as
-int64}. The runtime's own handler (cutlass.jax's) calls the entry in this way, and any other caller can as well. Reading
-the descriptors here, and not through cutlass.jax, makes the sizes that a kernel is specialised for constants while the
-others stay dynamic, and needs no jax.
+int64}. The runtime's own handler (cutlass.jax's) calls the entry in this way, and any other caller can as well. The
+descriptors are read here, and not by cutlass.jax, so jax is not needed, and the sizes for which a kernel is specialised
+become constants; the other sizes stay dynamic.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ def _find_spec(name: str) -> Any:
 
 
 def _staleness(description: dict[str, Any]) -> str | None:
-    """Why this installation will not ask for the entry, None if it may."""
+    """Why this installation will never load the entry that has this description; None if it may load it."""
     if description["host"] != _host():
         return f"for a {description['host']} host; this one is {_host()}"
     if description["package"] != __version__:

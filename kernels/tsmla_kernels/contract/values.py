@@ -175,7 +175,7 @@ def topk_lens(capacity: int, seq_lens: np.ndarray) -> None:
 
 
 def topk_rows(capacity: int, seq_lens: np.ndarray, row_starts: np.ndarray) -> None:
-    """Rows of logits that begin at columns of their own: inside the columns, lengths too."""
+    """Rows of logits that begin at columns of their own: a row's start and its end are in the columns."""
     for token, (start, length) in enumerate(zip(row_starts.tolist(), seq_lens.tolist(), strict=True)):
         if start < 0 or length < 0 or start + length > capacity:
             raise ValueError(

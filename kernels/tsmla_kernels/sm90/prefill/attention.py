@@ -164,7 +164,8 @@ class Attention:
         k, v, tile = cursor.k, cursor.v, cursor.tile
         keys, unmasked_keys = cursor.keys, cursor.unmasked_keys
         if blocks > 0:
-            # These are assigned one by one, because the order of a branch's results decides which registers they get.
+            # A Cursor's fields are assigned one by one, because the order of a branch's results decides which
+            # registers they get.
             next_tile = self.start_tile(wg, cursor)
             k, v, v_keys = next_tile.k, next_tile.v, next_tile.v_keys
             blocks, keys, unmasked_keys = next_tile.blocks, next_tile.keys, next_tile.unmasked_keys

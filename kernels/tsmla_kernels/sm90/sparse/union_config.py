@@ -149,8 +149,8 @@ def union_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = Fa
 
 
 def union_configs(dtype: str, num_heads: int) -> list[UnionConfig]:
-    """A configuration for each number of tokens that groups of such queries can have: over packed rows, and over rows
-    of 1,152 bytes, if such groups have more than one token."""
+    """The configurations for queries of this dtype and number of heads: one over packed rows, and one over plain rows
+    of 1,152 bytes, whose groups have half as many tokens. Without those whose groups would have one token."""
     if dtype == FP8 or num_heads not in HEADS:
         return []
     packed = UnionConfig(dtype, num_heads)

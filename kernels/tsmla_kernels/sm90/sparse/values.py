@@ -1,4 +1,4 @@
-"""O^T += V^T P^T of the sparse kernel: V^T is widened in registers, and multiplied by its keys' scales."""
+"""O^T += V^T P^T of the sparse kernel: V^T becomes f16 in registers and, if rows have scales, is multiplied by them."""
 
 from __future__ import annotations
 

@@ -219,8 +219,8 @@ class Consumer:
                     share = terms[Term.SHARE, half]
                     p[at] = (weight * share).to(self.traits.dtype)
                     ds[at] = (weight * scale * (dp[at] * share + terms[Term.SHIFT, half])).to(self.traits.dtype)
-        # A lane gives the address of 16 bytes: row lane % 8 of matrix lane / 8; the rows and keys of the matrices are
-        # those of the registers.
+        # A lane gives the address of 16 bytes: row lane % 8 of matrix lane / 8. Matrix w is word w of
+        # the lanes: rows from 8 (w % 2) and keys from 8 (w / 2) on.
         row = t.thread // 32 * 16 + t.lane // 8 % 2 * 8 + t.lane % 8
         chunk = t.group * (GROUP_KEYS // 8) + t.lane // 16
         offset = row * (BLOCK * self.traits.element_bytes) + (chunk ^ row // 2 % 4) * 16

@@ -1,4 +1,5 @@
-"""The selection of keys by bits in the gradient. A row of scores is a key there: a lane has 2 keys of 16 queries.
+"""Key selection by bits, for the gradient. Scores are transposed there, a key a row: a lane has 2 keys' scores for 16
+queries.
 
 All keys of a warp are in one word of a query. A lane loads the words of two of a step's 64 queries, and the lanes
 exchange them when they mask.
