@@ -139,7 +139,7 @@ class WeightBlocks:
         return found
 
     def add_some(self, sums: cute.Tensor, acc: cute.Tensor, factors: list[cute.Tensor], first: int) -> None:
-        """Add products times their factors to the sums, from value `first` on."""
+        """Add products times their factors to as many values of the sums as have factors, from value `first` on."""
         for i in range(2 * cute.size(factors[0])):
             half = i // 2 % 2 % self.halves
             sums[first + i] = sums[first + i] + acc[first + i] * factors[half][2 * (i // 4) + i % 2]
