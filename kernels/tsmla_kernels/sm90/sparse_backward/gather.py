@@ -7,12 +7,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.sparse_backward.bounds import factor_of
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK
 from tsmla_kernels.sm90.sparse_backward.memory import (
     GATHER_ROWS,
     SLOTS_KEPT,
-    Block,
     Copies,
     Item,
     Keys,
@@ -49,7 +49,7 @@ class Gatherer:
             cute.make_layout((x.shape[1], block.width, tiles, x.shape[0]), stride=(x.stride[1], 1, block.width, token)),
         )
         shape = (block.rows, block.width, tiles)
-        layout = cute.tile_to_shape(self.traits.layout_atom(block), shape, (0, 1, 2))
+        layout = cute.tile_to_shape(block.layout_atom(self.traits.dtype), shape, (0, 1, 2))
         return TmaCopy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_columns, layout, shape))
 
     @cute.jit
@@ -74,7 +74,7 @@ class Gatherer:
     def copy_rows(self, copy: TmaCopy, memory: cute.Pointer, block: Block, full: cute.Pointer, item: Item):
         """Copy one operand's rows of the CTA's heads."""
         tiles = block.columns // block.width
-        swizzle = self.traits.layout_atom(block).inner
+        swizzle = block.layout_atom(self.traits.dtype).inner
         strides = ((block.width, 8 * block.width), 1, block.width * block.pitch)
         layout = cute.make_layout(((8, block.rows // 8), block.width, tiles), stride=strides)
         target = cute.make_tensor(cute.recast_ptr(memory, swizzle, dtype=self.traits.dtype), layout)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
+from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HEADS, SparseBackwardConfig
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
@@ -150,19 +149,6 @@ class Chunk(NamedTuple):
     place: Int32
 
 
-class Block(NamedTuple):
-    """Rows and columns of an operand in shared memory: column tiles of `width` columns, each with `pitch` rows."""
-
-    rows: int
-    columns: int
-    width: int
-    pitch: int
-
-    @property
-    def elements(self) -> int:
-        return self.rows * self.columns
-
-
 class Shared(NamedTuple):
     """The shared memory of the main kernel.
 
@@ -209,11 +195,6 @@ class Traits:
         self.keys = Block(BLOCK, self.head_dim, 32, BLOCK)
         self.values = self.keys._replace(columns=LATENT_DIM)
         self.scores = Block(TILE_HEADS, BLOCK, BLOCK, TILE_HEADS)
-
-    def layout_atom(self, block: Block) -> cute.ComposedLayout:
-        """The swizzled layout of an operand in shared memory, as TMA writes it and WGMMA reads it."""
-        kind = {64: SmemLayoutAtomKind.K_SW128, 32: SmemLayoutAtomKind.K_SW64}[block.width]
-        return warpgroup.make_smem_layout_atom(kind, self.dtype)
 
     def bytes_of(self, block: Block) -> int:
         return block.elements * self.element_bytes

@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu.warpgroup import Field
 from cutlass.utils import hopper_helpers as sm90
 
 from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.operands import Block, operand, transposed
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS
 from tsmla_kernels.sm90.sparse_backward.memory import (
     CHUNK_TILES,
@@ -26,7 +27,6 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     GROUP_KEYS,
     SLOTS_KEPT,
     Barrier,
-    Block,
     Chunk,
     Item,
     Mma,
@@ -38,7 +38,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     leave,
 )
 from tsmla_kernels.sm90.sparse_backward.sums import GROUP_CHUNKS, SumStaging
-from tsmla_kernels.sm90.warp import store_matrices, transpose_quad, uniform
+from tsmla_kernels.sm90.warp import store_matrices, transpose_quad
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
 HALF = GROUP_KEYS * TILE_HEADS // 128  # scores of half of a block's keys that a thread has
@@ -64,24 +64,6 @@ class Consumer:
             dkv_first=mma(mn_major, mn_major, COLUMN_TILE, BLOCK),
             dkv=mma(mn_major, mn_major, COLUMN_TILE, BLOCK),
         )
-
-    # ---- operands in shared memory
-
-    @cute.jit
-    def operand(self, memory: cute.Pointer, offset: Int32, block: Block):
-        """A block as an operand of WGMMA, `offset` bytes into `memory`. `uniform` puts the address into a uniform
-        register, because WGMMA takes its descriptors from those."""
-        address = uniform(memory.toint() + offset)
-        pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.smem, assumed_align=512)
-        swizzle = self.traits.layout_atom(block).inner
-        layout = cute.make_layout(
-            ((8, block.rows // 8), (block.width, block.columns // block.width)),
-            stride=((block.width, 8 * block.width), (1, block.pitch * block.width)),
-        )
-        return cute.make_tensor(cute.recast_ptr(pointer, swizzle, dtype=self.traits.dtype), layout)
-
-    def transposed(self, x: cute.Tensor) -> cute.Tensor:
-        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0]))
 
     # ---- a CTA's work
 
@@ -160,8 +142,8 @@ class Consumer:
         """Compute S = Q K^T or dP = dO V^T: over as many columns of the keys as `block`, of Q or dO, has."""
         thr = mma.scores.get_slice(t.thread)
         of_keys = self.traits.keys._replace(columns=block.columns)
-        a = mma.scores.make_fragment_A(thr.partition_A(self.operand(queries, Int32(0), block)))
-        b = mma.scores.make_fragment_B(thr.partition_B(self.operand(keys, Int32(0), of_keys)))
+        a = mma.scores.make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), block)))
+        b = mma.scores.make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, Int32(0), of_keys)))
         warpgroup.fence()
         cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
         for k in cutlass.range_constexpr(1, block.columns // 16):
@@ -235,8 +217,8 @@ class Consumer:
         part = block._replace(columns=self.traits.dq_columns)
         offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
         thr = mma.dq.get_slice(t.thread)
-        keys = self.transposed(self.operand(shared.keys, offset, part))
-        a = mma.dq.make_fragment_A(thr.partition_A(self.operand(shared.ds, Int32(0), self.traits.scores)))
+        keys = transposed(operand(self.traits.dtype, shared.keys, offset, part))
+        a = mma.dq.make_fragment_A(thr.partition_A(operand(self.traits.dtype, shared.ds, Int32(0), self.traits.scores)))
         b = mma.dq.make_fragment_B(thr.partition_B(keys))
         warpgroup.fence()
         for k in cutlass.range_constexpr(BLOCK // 16):
@@ -286,8 +268,10 @@ class Consumer:
         warpgroup.fence()
         for i in cutlass.range_constexpr(len(pairs)):
             queries, scores = pairs[i]
-            a = mma.dkv.make_fragment_A(thr.partition_A(self.transposed(self.operand(queries, offset, columns))))
-            weights = self.transposed(self.operand(scores, Int32(0), self.traits.scores))
+            a = mma.dkv.make_fragment_A(
+                thr.partition_A(transposed(operand(self.traits.dtype, queries, offset, columns)))
+            )
+            weights = transposed(operand(self.traits.dtype, scores, Int32(0), self.traits.scores))
             b = mma.dkv.make_fragment_B(thr.partition_B(weights))
             for k in cutlass.range_constexpr(TILE_HEADS // 16):
                 products = mma.dkv_first if const_expr(i == 0 and k == 0) else mma.dkv

@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward.memory import (
     NO_HEAD,
     TILE_SLOTS,
-    Block,
     Copies,
     Operands,
     Shared,
@@ -58,7 +58,7 @@ class Producer:
             cute.make_layout((x.shape[0], block.width, tiles, x.shape[1]), stride=(row, 1, block.width, head)),
         )
         shape = (block.rows, block.width, tiles)
-        layout = cute.tile_to_shape(self.traits.layout_atom(block), shape, (0, 1, 2))
+        layout = cute.tile_to_shape(block.layout_atom(self.traits.dtype), shape, (0, 1, 2))
         return TmaCopy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_columns, layout, shape))
 
     @cute.jit
@@ -134,7 +134,7 @@ class Producer:
     ):
         """Copy a block of rows that begins at `row` into a buffer that is free."""
         tiles = block.columns // block.width
-        swizzle = self.traits.layout_atom(block).inner
+        swizzle = block.layout_atom(self.traits.dtype).inner
         strides = ((block.width, 8 * block.width), 1, block.width * block.pitch, block.rows * block.columns)
         layout = cute.make_layout(((8, block.rows // 8), block.width, tiles, 2), stride=strides)
         memory = cute.make_tensor(cute.recast_ptr(buffers.memory, swizzle, dtype=self.traits.dtype), layout)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
+from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
 from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
@@ -168,15 +167,6 @@ class Factors(NamedTuple):
     output: Float32
 
 
-class Block(NamedTuple):
-    """Rows and columns of an operand in shared memory: column tiles of `width` columns, each with `pitch` rows."""
-
-    rows: int
-    columns: int
-    width: int
-    pitch: int
-
-
 class Step(NamedTuple):
     """A step of a tile: the stage of its queries, the slot of the tile's descriptor, and the index of the queries'
     tile, counted from the descriptor's first row."""
@@ -224,13 +214,8 @@ class Traits:
         key tile that adds to dq before this one starts with the same queries, so this one can follow it closely."""
         return steps - 1 - step if self.deterministic else step
 
-    def layout_atom(self, block: Block):
-        """The swizzled layout of an operand in shared memory, as TMA writes it and WGMMA reads it."""
-        kind = {64: SmemLayoutAtomKind.K_SW128, 32: SmemLayoutAtomKind.K_SW64}[block.width]
-        return warpgroup.make_smem_layout_atom(kind, self.dtype)
-
     def bytes_of(self, block: Block) -> int:
-        return block.rows * block.columns * self.element_bytes
+        return block.elements * self.element_bytes
 
 
 def make_storage(traits: Traits):

@@ -15,13 +15,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 from cutlass.utils import hopper_helpers as sm90
 
+from tsmla_kernels.sm90.operands import Block, operand, transposed
 from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS
 from tsmla_kernels.sm90.prefill.backward.memory import (
     GROUP_KEYS,
     NO_HEAD,
     TILE_SLOTS,
     Accumulators,
-    Block,
     Factors,
     KeyGradients,
     Mma,
@@ -64,24 +64,6 @@ class Consumer:
             mma(mn_major, mn_major, dq),
             mma(mn_major, mn_major, dq),
         )
-
-    # ---- operands in shared memory
-
-    @cute.jit
-    def operand(self, memory: cute.Pointer, offset: Int32, block: Block):
-        """A block as an operand of WGMMA, `offset` bytes into `memory`. `uniform` puts the address into a uniform
-        register, because WGMMA takes its descriptors from those."""
-        address = uniform(memory.toint() + offset)
-        pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.smem, assumed_align=512)
-        swizzle = self.traits.layout_atom(block).inner
-        layout = cute.make_layout(
-            ((8, block.rows // 8), (block.width, block.columns // block.width)),
-            stride=((block.width, 8 * block.width), (1, block.pitch * block.width)),
-        )
-        return cute.make_tensor(cute.recast_ptr(pointer, swizzle, dtype=self.traits.dtype), layout)
-
-    def transposed(self, x: cute.Tensor) -> cute.Tensor:
-        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0]))
 
     # ---- tiles
 
@@ -251,10 +233,12 @@ class Consumer:
         half = Block(GROUP_KEYS, key_block.columns, key_block.width, key_block.pitch)
         key_offset = t.group * (GROUP_KEYS * key_block.width * self.traits.element_bytes)
         thr = mma.scores.get_slice(t.thread)
-        a = mma.scores.make_fragment_A(thr.partition_A(self.operand(keys.buffers.memory, key_offset, half)))
+        a = mma.scores.make_fragment_A(
+            thr.partition_A(operand(self.traits.dtype, keys.buffers.memory, key_offset, half))
+        )
         query_offset = stage.index * self.traits.bytes_of(query_block)
         b = mma.scores.make_fragment_B(
-            thr.partition_B(self.operand(queries.buffers.memory, query_offset, query_block))
+            thr.partition_B(operand(self.traits.dtype, queries.buffers.memory, query_offset, query_block))
         )  # fmt: skip
         warpgroup.fence()
         cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
@@ -303,8 +287,8 @@ class Consumer:
         t: ThreadIndex,
     ):
         """Issue acc += `scores` times the block in `stage` (P dO or dS Q)."""
-        queries = self.operand(buffers.memory, stage.index * self.traits.bytes_of(block), block)
-        b = mma.make_fragment_B(mma.get_slice(t.thread).partition_B(self.transposed(queries)))
+        queries = operand(self.traits.dtype, buffers.memory, stage.index * self.traits.bytes_of(block), block)
+        b = mma.make_fragment_B(mma.get_slice(t.thread).partition_B(transposed(queries)))
         warpgroup.fence()
         for k in cutlass.range_constexpr(Q_ROWS // 16):
             cute.gemm(mma, acc, scores[None, None, k], b[None, None, k], acc)
@@ -339,9 +323,9 @@ class Consumer:
         block = self.traits.k
         part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
         offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
-        keys = self.transposed(self.operand(shared.k.memory, offset, part))
+        keys = transposed(operand(self.traits.dtype, shared.k.memory, offset, part))
         ds_offset = stage.index * self.traits.bytes_of(self.traits.ds)
-        ds = self.transposed(self.operand(shared.ds.memory, ds_offset, self.traits.ds))
+        ds = transposed(operand(self.traits.dtype, shared.ds.memory, ds_offset, self.traits.ds))
         thr = mma.dq.get_slice(t.thread)
         a, b = mma.dq.make_fragment_A(thr.partition_A(ds)), mma.dq.make_fragment_B(thr.partition_B(keys))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((Q_ROWS, self.traits.dq_columns)), Float32)
