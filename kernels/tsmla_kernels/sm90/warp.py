@@ -153,3 +153,16 @@ def transpose_quad(words: cute.Tensor, quad: Int32):
                 else:
                     b = received
                 words[j], words[j + offset] = a, b
+
+
+def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
+    """`count` elements of a dense tensor in global memory, from element `offset` on. The address of the first must be a
+    multiple of 16."""
+    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+    pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def rounds(count: Int64, first: Int64, step: Int64) -> Int32:
+    """How many of `count` elements a thread has: element `first` (below `step`) and every `step`-th one after it."""
+    return Int32((count - first + (step - 1)) // step)

@@ -199,12 +199,13 @@ class Traits:
     def bytes_of(self, block: Block) -> int:
         return block.elements * self.element_bytes
 
+    def memory_of(self, block: Block) -> Any:
+        """The field of a struct of shared memory that has the block."""
+        return cute.struct.Align[cute.struct.MemRange[self.dtype, block.elements], 1024]
+
 
 def make_storage(traits: Traits) -> Any:
     """The struct of the main kernel's shared memory. Raises ValueError if it exceeds a CTA's shared memory."""
-
-    def operand(block: Block) -> Any:
-        return cute.struct.Align[cute.struct.MemRange[traits.dtype, block.elements], 1024]
 
     def words(count: int) -> Any:
         return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
@@ -218,11 +219,11 @@ def make_storage(traits: Traits) -> Any:
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
-        "q": operand(traits.q),
-        "d_out": operand(traits.d_out),
-        "keys": operand(traits.keys),
-        "p": operand(traits.scores),
-        "ds": operand(traits.scores),
+        "q": traits.memory_of(traits.q),
+        "d_out": traits.memory_of(traits.d_out),
+        "keys": traits.memory_of(traits.keys),
+        "p": traits.memory_of(traits.scores),
+        "ds": traits.memory_of(traits.scores),
         "exchange": words(GROUPS * TILE_HEADS * GROUP_KEYS),
         "sums": words(GROUPS * BLOCK * SUM_PITCH),
     }
@@ -231,10 +232,6 @@ def make_storage(traits: Traits) -> Any:
 
 def weigh_storage(traits: Traits) -> Any:
     """The struct of the shared memory of the deterministic mode's first pass, with the names of `make_storage`."""
-
-    def operand(block: Block) -> Any:
-        return cute.struct.Align[cute.struct.MemRange[traits.dtype, block.elements], 1024]
-
     fields: dict[str, Any] = {
         "queries_full": cute.struct.MemRange[Int64, 1],
         "keys_full": cute.struct.MemRange[Int64, 1],
@@ -243,8 +240,8 @@ def weigh_storage(traits: Traits) -> Any:
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
         "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * len(Weight) * BLOCK], 16],
-        "q": operand(traits.q),
-        "keys": operand(traits.keys),
+        "q": traits.memory_of(traits.q),
+        "keys": traits.memory_of(traits.keys),
     }
     return storage_of_fields(fields, traits.config)
 

@@ -11,6 +11,7 @@ from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.sparse_backward.bounds import factor_of, greatest, magnitude
 from tsmla_kernels.sm90.sparse_backward.config import LATENT_DIM
 from tsmla_kernels.sm90.sparse_backward.memory import Saved, Sums, Term, Traits, Weight
+from tsmla_kernels.sm90.warp import global_tensor, rounds
 
 ROW_THREADS = 256
 WARP_ROWS = 4  # query rows that a warp takes at once
@@ -18,14 +19,6 @@ CTA_ROWS = ROW_THREADS // 32 * WARP_ROWS
 VECTOR = 8  # elements of 16 bits that a lane loads or stores at once
 THREAD_VECTORS = 4  # vectors of the caches' gradients that a thread writes
 CTA_VECTORS = ROW_THREADS * THREAD_VECTORS
-
-
-def vector_of(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
-    """`count` elements of a dense tensor in global memory, from element `offset` on. Their address must be a multiple
-    of 16."""
-    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
-    pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 class RowKernels:
@@ -75,8 +68,8 @@ class RowKernels:
             at = Int64(row) * LATENT_DIM + (part * 32 + lane) * VECTOR
             out = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
             d_out = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
-            cute.autovec_copy(vector_of(saved.out, at, VECTOR), out)
-            cute.autovec_copy(vector_of(saved.d_out, at, VECTOR), d_out)
+            cute.autovec_copy(global_tensor(saved.out, at, VECTOR), out)
+            cute.autovec_copy(global_tensor(saved.d_out, at, VECTOR), d_out)
             for i in cutlass.range_constexpr(VECTOR):
                 total += out[i].to(Float32) * d_out[i].to(Float32)
         return total
@@ -112,7 +105,7 @@ class RowKernels:
     def vector(self, tensor: cute.Tensor, offset: Int64):
         """VECTOR numbers in float32."""
         numbers = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
-        cute.autovec_copy(vector_of(tensor, offset, VECTOR), numbers)
+        cute.autovec_copy(global_tensor(tensor, offset, VECTOR), numbers)
         wide = cute.make_rmem_tensor((VECTOR,), Float32)
         wide.store(numbers.load().to(Float32))
         return wide
@@ -149,8 +142,8 @@ class RowKernels:
         count = Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // 4)
         first = Int64(cta) * ROW_THREADS + cute.arch.thread_idx()[0]
         step = Int64(ctas) * ROW_THREADS
-        for i in cutlass.range(Int32((count - first + (step - 1)) // step), unroll=4):
-            cute.autovec_copy(zeros, vector_of(sums.kv_sum, (first + i * step) * 4, 4))
+        for i in cutlass.range(rounds(count, first, step), unroll=4):
+            cute.autovec_copy(zeros, global_tensor(sums.kv_sum, (first + i * step) * 4, 4))
 
     @cute.jit
     def store_keys(self, sums: Sums, d_caches: tuple[cute.Tensor, ...], cta: Int32):
@@ -162,7 +155,7 @@ class RowKernels:
             vector = Int64(cta) * CTA_VECTORS + u * ROW_THREADS + cute.arch.thread_idx()[0]
             if vector < count:
                 total = cute.make_rmem_tensor((VECTOR,), sums.kv_sum.element_type)
-                cute.autovec_copy(vector_of(sums.kv_sum, vector * VECTOR, VECTOR), total)
+                cute.autovec_copy(global_tensor(sums.kv_sum, vector * VECTOR, VECTOR), total)
                 numbers = cute.make_rmem_tensor((VECTOR,), Float32)
                 numbers.store(total.load().to(Float32))
                 if const_expr(self.traits.config.deterministic):
@@ -174,8 +167,8 @@ class RowKernels:
                 rounded.store(numbers.load().to(self.traits.dtype))
                 if const_expr(self.traits.config.two_caches):
                     if vector < of_first:
-                        cute.autovec_copy(rounded, vector_of(d_caches[0], vector * VECTOR, VECTOR))
+                        cute.autovec_copy(rounded, global_tensor(d_caches[0], vector * VECTOR, VECTOR))
                     else:
-                        cute.autovec_copy(rounded, vector_of(d_caches[1], (vector - of_first) * VECTOR, VECTOR))
+                        cute.autovec_copy(rounded, global_tensor(d_caches[1], (vector - of_first) * VECTOR, VECTOR))
                 else:
-                    cute.autovec_copy(rounded, vector_of(d_caches[0], vector * VECTOR, VECTOR))
+                    cute.autovec_copy(rounded, global_tensor(d_caches[0], vector * VECTOR, VECTOR))

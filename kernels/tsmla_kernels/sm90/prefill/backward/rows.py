@@ -14,6 +14,7 @@ from tsmla_kernels.sm90.prefill.backward.plan import first_index
 from tsmla_kernels.sm90.prefill.backward.sums import sum_position
 from tsmla_kernels.sm90.prefill.memory import Scale
 from tsmla_kernels.sm90.prefill.plan import Requests
+from tsmla_kernels.sm90.warp import global_tensor, rounds
 
 ROW_THREADS = 256
 CTA_HEADS = 4  # heads of a CTA, which has one tile of queries
@@ -24,14 +25,6 @@ SUM_UNROLL = 4
 UNROLL = 4
 
 
-def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
-    """`count` elements of a dense tensor in global memory, from element `offset` on. The address of the first must be a
-    multiple of 16."""
-    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
-    pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(count))
-
-
 def count_of(tensor: cute.Tensor) -> Int64:
     """The number of elements of a dense tensor. `cute.size` would multiply the sizes in 32 bits, but dq_sum may
     have 2^31 elements or more."""
@@ -39,11 +32,6 @@ def count_of(tensor: cute.Tensor) -> Int64:
     for size in tensor.shape:
         count = count * size
     return count
-
-
-def rounds(count: Int64, first: Int64, step: Int64) -> Int32:
-    """How many of `count` elements a thread has: element `first` (below `step`) and every `step`-th one after it."""
-    return Int32((count - first + (step - 1)) // step)
 
 
 class RowKernels:
