@@ -147,6 +147,12 @@ class Kernel:
         """This kernel alone. A Chain has the same property, with several kernels."""
         return (self,)
 
+    def arch_reasons(self, arch: str) -> list[str]:
+        """Why the kernel can't be compiled for `arch`; empty if it can."""
+        if arch in self.archs:
+            return []
+        return [f"the architecture is {arch}; {self.name} is written for {', '.join(self.archs)}"]
+
     def from_options(self, given: Mapping[str, str]) -> Config:
         """The config of the call that options of the command line describe, as the call itself gets it.
 

@@ -105,8 +105,8 @@ def why_not(kernel: Kernel) -> list[str]:
         ]
     if gpu() is not None and named and named != arch:
         return [f"CUTE_DSL_ARCH is {named}, but the GPU here is {arch}"]
-    if arch not in kernel.archs:
-        return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
+    if found := kernel.arch_reasons(arch):
+        return found
     if gpu() is not None and runtime_library() is None:
         return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []

@@ -49,8 +49,8 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     if devices.kind(device) != "cuda":
         return [f"the tensors are on {device}; the kernels run on NVIDIA GPUs alone"]
     arch = devices.arch(devices.index_of(device))
-    if arch not in kernel.archs:
-        return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
+    if found := kernel.arch_reasons(arch):
+        return found
     if not _runtime_is_here():
         return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []

@@ -50,10 +50,7 @@ HEADED = 7
 
 def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:
     """The reasons why the kernel can't compute the gradient of this call; empty if it can."""
-    if arch not in MLA_PREFILL_BACKWARD.archs:
-        legal = ", ".join(MLA_PREFILL_BACKWARD.archs)
-        return [f"the architecture is {arch}; {MLA_PREFILL_BACKWARD.name} is written for {legal}"]
-    return MLA_PREFILL_BACKWARD.reasons(spec)
+    return MLA_PREFILL_BACKWARD.arch_reasons(arch) or MLA_PREFILL_BACKWARD.reasons(spec)
 
 
 def note(spec: PrefillSpec, arch: str) -> str:

@@ -62,10 +62,7 @@ class _Arrays(NamedTuple):
 
 def why_no_kernel(spec: SparseMLASpec, arch: str) -> list[str]:
     """The reasons why the kernel can't compute the gradient of this call; empty if it can."""
-    if arch not in SPARSE_MLA_BACKWARD.archs:
-        legal = ", ".join(SPARSE_MLA_BACKWARD.archs)
-        return [f"the architecture is {arch}; {SPARSE_MLA_BACKWARD.name} is written for {legal}"]
-    return SPARSE_MLA_BACKWARD.reasons(spec)
+    return SPARSE_MLA_BACKWARD.arch_reasons(arch) or SPARSE_MLA_BACKWARD.reasons(spec)
 
 
 def note(spec: SparseMLASpec, arch: str) -> str:
