@@ -50,7 +50,8 @@ Describe = Callable[[str, Any], Any]
 def spec_of(
     make_spec: Callable[..., Spec], arguments: Mapping[str, Any], describe: Describe, describe_scale: Describe
 ) -> Spec:
-    """make_spec(**arguments), a spec of the contract, where a front end's functions describe its arrays and scales.
+    """The spec that make_spec returns for these arguments, whose arrays and scales the front end's `describe` and
+    `describe_scale` have turned into Array and Scale.
 
     make_spec's annotations say which arguments are arrays (Array), which of them may be None (Array | None), and which
     are scales (Scale). All others are static and are passed on unchanged."""
