@@ -89,8 +89,8 @@ def unknown_implementation(implementation: object, legal: Sequence[str]) -> Valu
     return ValueError(f"implementation: got {implementation!r}; legal: None, {listed([repr(name) for name in legal])}")
 
 
-def not_runnable(op: str, implementation: str, reasons: Sequence[str]) -> NotImplementedError:
-    """The error for a named implementation that can't run this call. It carries every reason."""
+def not_runnable(op: str, implementation: str | tuple[str, ...], reasons: Sequence[str]) -> NotImplementedError:
+    """The error for a named implementation, or several, that can't run this call. It carries every reason."""
     return NotImplementedError(f"{op}: implementation={implementation!r} can't run this call: {'; '.join(reasons)}")
 
 
