@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import torch
 
 import tsmla_bridge
-from benchmarks.cases.prefill import QK_DIM, SCALE, V_DIM, lengths_of
+from benchmarks.cases.prefill import QK_DIM, V_DIM, lengths_of
 from benchmarks.cases.sparse_mla_prefill import draw_prompt
 from benchmarks.harness import Case, Object, Run, device, ints, randn
 from benchmarks.peers import dense
 
-NOPE = 128
+NOPE, SCALE = 128, QK_DIM**-0.5
 CHECKED = "2048h16"
 SELECTION = "tsmla_selected"
 MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope", SELECTION: "selected keys"}

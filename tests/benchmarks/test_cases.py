@@ -223,7 +223,7 @@ OBJECTS = {  # of each kernel
     "decode_fp8": ("1,2,16,4096,fixed", {"mla_decode": 2}),
     "indexer_logits": ("64,4,131072/1,4096,8192", {"indexer_logits": 2}),
     "indexer_topk": ("1,1,8192", {"indexer_logits": 1, "select_topk": 2}),
-    "prefill": ("", {"mla_prefill": 2}),
+    "prefill": ("", {"mla_prefill": 3}),
     "prefill_backward": ("", {"mla_prefill": 2, "mla_prefill_backward": 4}),
     "select_topk": ("64,8192", {"select_topk": 2}),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
