@@ -16,7 +16,7 @@ from tests.bridge.inputs import BF16, Inputs, assert_close, inputs
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tsmla_bridge.engines import flash_mla
-from tsmla_bridge.engines.flash_mla import warming
+from tsmla_bridge.engines.flash_mla import joining, warming
 from tsmla_bridge.ops import mla_decode
 
 HEADS, SCALE = 4, 192**-0.5
@@ -429,6 +429,59 @@ def test_fused_attention_is_refused_by_name() -> None:
     for name in ("prefill", "decode"):
         with pytest.raises(NotImplementedError, match=f"fused_norm_rope_attn_rope_cast.{name}: no kernel"):
             getattr(fused, name)(q=None)
+
+
+@pytest.mark.parametrize("per_request", [1, 3])
+@pytest.mark.parametrize("lengths", [(False, False), (True, False), (False, True), (True, True)])
+def test_two_selections_become_one(per_request: int, lengths: tuple[bool, bool]) -> None:
+    """A request's tokens have its lengths, and a length may be more than all columns."""
+    rng, requests, window, count = np.random.default_rng(4), 5, 6, 11
+    near, far = (rng.integers(0, 99, (requests * per_request, n)).astype(np.int32) for n in (window, count))
+    counts = [rng.integers(0, n + 3, requests).astype(np.int32) if has else None
+              for n, has in zip((window, count), lengths, strict=True)]  # fmt: skip
+    given = [joining.Columns(torch.tensor(x), None if n is None else torch.tensor(n))
+             for x, n in zip((near, far), counts, strict=True)]  # fmt: skip
+    found = joining.joined(*given, 4)
+    left_out = np.arange(window) >= (window if counts[0] is None else np.repeat(counts[0], per_request)[:, None])
+    want = np.concatenate([np.where(left_out, -1, near), far, np.full((len(near), 3), -1)], 1)
+    assert np.array_equal(found.slots.numpy(), want)
+    if counts[1] is None:
+        assert found.lengths is None
+    else:
+        assert found.lengths is not None and found.lengths.dtype == torch.int32
+        assert np.array_equal(found.lengths.numpy(), np.repeat(counts[1], per_request) + window)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_selections() -> None:
+    """Over two caches, with a schedule that the engine slices and copies: new slots and lengths reach a replay."""
+    given = sparse_inputs.call(layout="v4", window=6, selected=11, lengths=False, sinks=True)
+    arrays = {name: numbers(array).cuda() for name, array in given.arrays.items()}
+    tokens = len(arrays["q"])
+    near, far = (x.contiguous() for x in arrays["indices"][:, None].split([6, 5], dim=2))
+    counts = [torch.full((tokens,), most, dtype=torch.int32, device="cuda") for most in (6, 5)]
+    schedule, splits = flash_mla.get_mla_decoding_metadata(torch.ones(64, device="cuda"), 1, 1)
+    metadata = flash_mla.FlashMLASchedMeta(schedule, splits[: tokens + 1].clone())
+
+    def run() -> torch.Tensor:
+        return flash_mla.flash_mla_with_kvcache(
+            arrays["q"][:, None], as_package_pages(arrays["kv_cache"], 8), None, None, 512, metadata,
+            softmax_scale=given.options["softmax_scale"], is_fp8_kvcache=True, indices=near,
+            attn_sink=arrays["sinks"], topk_length=counts[0], extra_topk_length=counts[1],
+            extra_k_cache=as_package_pages(arrays["compressed_kv_cache"], 6), extra_indices_in_kvcache=far,
+        )[0]  # fmt: skip
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    near.copy_(near.flip(0))
+    far.copy_(far.flip(0))
+    for count, most in zip(counts, (6, 5), strict=True):
+        count.copy_(torch.arange(tokens) % (most + 1))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, run())
 
 
 def test_the_first_call_loads_the_kernels_of_other_sizes(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge.engines.flash_mla import naming, warming
+from tsmla_bridge.engines.flash_mla import joining, naming, warming
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 from tsmla_kernels.contract.rules import show
@@ -82,12 +82,10 @@ class Selection(NamedTuple):
             )
         return cache.as_strided((count, size), (size, 1))
 
-    def active(self) -> torch.Tensor:
-        """indices with -1 in the columns that do not count."""
-        if self.lengths is None:
-            return self.indices
-        columns = torch.arange(self.indices.shape[2], device=self.indices.device, dtype=torch.int32)
-        return self.indices.masked_fill(columns >= self.lengths[:, None, None], -1)
+    def columns(self, tokens: int) -> joining.Columns:
+        """indices a token, and lengths a request."""
+        slots = self.indices.reshape(tokens, self.indices.shape[2])
+        return joining.Columns(slots if slots.stride(1) == 1 else slots.contiguous(), self.lengths)
 
 
 def attend(
@@ -109,23 +107,24 @@ def attend(
     batch, q_len, heads, head_dim = q.shape
     near.check(batch, q_len)
     options: dict[str, Any] = {"page_size": near.page_size} if near.is_v4 else {}
-    indices, lengths = near.indices, near.lengths
-    if far is not None:
+    tokens = batch * q_len
+    if far is None:
+        indices, lengths = near.columns(tokens)
+        lengths = lengths if lengths is None else joining.per_token(lengths, tokens)
+    else:
         far.check(batch, q_len)
         if not (near.is_v4 and far.is_v4):
             raise ValueError(f"{FAR.cache}: got a second cache; legal: one of V4's rows, beside one of V4's rows")
-        window, count = near.indices.shape[2], far.indices.shape[2]
-        padding = near.indices.new_full((batch, q_len, -(window + count) % _COLUMN_MULTIPLE), -1)
-        indices = torch.cat([near.active(), far.indices, padding], dim=2)
-        lengths = None if far.lengths is None else far.lengths + window
+        window = near.indices.shape[2]
+        indices, lengths = joining.joined(near.columns(tokens), far.columns(tokens), _COLUMN_MULTIPLE)
         options |= {"compressed_kv_cache": far.pages(), "window": window, "compressed_page_size": far.page_size}
     out, lse = naming.call(
         warming.sparse_mla,
         naming.DECODE,
-        q.reshape(batch * q_len, heads, head_dim),
+        q.reshape(tokens, heads, head_dim),
         near.pages(),
-        indices.reshape(batch * q_len, indices.shape[2]),
-        None if lengths is None else lengths.repeat_interleave(q_len),
+        indices,
+        lengths,
         softmax_scale=softmax_scale,
         latent_dim=head_dim_v,
         sinks=attn_sink,
@@ -169,5 +168,5 @@ def attend_rows(
 
 
 def as_the_packages(lse: torch.Tensor) -> torch.Tensor:
-    """lse with +inf where no key is seen."""
-    return lse.masked_fill(lse == -math.inf, math.inf)
+    """lse with +inf where no key is seen; one kernel."""
+    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)

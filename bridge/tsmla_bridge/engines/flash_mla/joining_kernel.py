@@ -1,0 +1,28 @@
+"""The Triton kernel of joining.py, in a module of its own, which needs Triton."""
+
+import triton
+import triton.language as tl
+
+# Sizes and addresses that differ from call to call must not each compile a kernel.
+_SIZES = ["near_stride", "far_stride", "per_request", "window", "count", "width"]
+_TENSORS = ["near", "near_lengths", "far", "far_lengths", "out", "out_lengths"]
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TENSORS)
+def join(
+    near, near_lengths, far, far_lengths, out, out_lengths, near_stride, far_stride, per_request, window, count, width,
+    HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns [BLOCK] of a token's row in `out`; the first program of a token writes its length, too."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    first = window
+    if HAS_NEAR:
+        first = tl.minimum(window, tl.load(near_lengths + token // per_request))
+    behind = columns - window
+    a = tl.load(near + token * near_stride + columns, mask=columns < first, other=-1)
+    b = tl.load(far + token * far_stride + behind, mask=(behind >= 0) & (behind < count), other=-1)
+    tl.store(out + token * width + columns, tl.where(columns < window, a, b), mask=columns < width)
+    if HAS_FAR:
+        length = tl.load(far_lengths + token // per_request) + window
+        tl.store(out_lengths + token, length, mask=part == 0)
