@@ -1,7 +1,7 @@
 """Time vLLM's decode steps and prompts with one pair of attention backends: a whole engine, a model of random weights.
 
     python -m examples.whole_models.vllm_steps --backend CUSTOM --prefill CUSTOM --kv auto --out FILE.json
-        [--points 1,512/...] [--model v2-lite,bf16] [--checkpoints DIR] [--compare OTHER.json]
+        [--points 1,512/...] [--model v2-lite,bf16] [--checkpoints DIR | --drawn] [--compare OTHER.json]
 
 The model is one of generate.py's, by default DeepSeek-V2-Lite's shape (27 layers, 16 heads, 64 experts). The engine
 runs in this process with full CUDA graphs for decode, without torch.compile unless --compile asks for vLLM's default,
@@ -10,11 +10,17 @@ a token: the median over all steps of a run, and over `--runs` runs, whose promp
 a run before. A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that
 no run had before, as the time of 4,096 tokens.
 
-With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. Without it
-they are vLLM's dummy weights, which send nearly all tokens to the same experts: such steps compare backends with each
-other alone, and their peer is "vllm, dummy weights". Each row has the first greedy tokens of each request, the same
-prompts for every backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the
-same step, batch and context.
+With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. With --drawn
+they are drawn on the GPU (drawn_weights.py), the same for every backend, and their peer is "vllm, drawn weights".
+Without either they are vLLM's dummy weights, which send nearly all tokens to the same experts. Steps of the last two
+compare backends with each other alone. Each row has the first greedy tokens of each request, the same prompts for every
+backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the same step, batch
+and context.
+
+--profile DIR runs some steps of each point more, and writes the GPU's time of each kernel in a step there; the row's
+attention_us is what kernels of attention take, among them those that convert selected positions and join queries'
+parts. --serve N ends with a run of N requests of mixed lengths: a row of mode "... serving" has what was compiled in
+it, by vLLM's own monitor, and how much GPU memory is used after 20 of the requests and after all.
 """
 
 from __future__ import annotations
@@ -22,7 +28,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import logging
 import os
+import random
+import re
 import statistics
 import tempfile
 import time
@@ -56,9 +65,19 @@ RUNS = flags.DEFINE_integer("runs", 3, "runs of a point")
 STEPS = flags.DEFINE_integer("steps", 48, "decode steps of a run", lower_bound=KEPT_TOKENS)
 MAX_LEN = flags.DEFINE_integer("max_len", 16384, "longest request")
 MODEL = flags.DEFINE_string("model", "v2-lite,bf16", "a model and the format of its weights, as in generate.py")
+DRAWN = flags.DEFINE_bool("drawn", False, "weights that are drawn on the GPU, in place of vLLM's dummy weights")
+LAYERS = flags.DEFINE_integer("layers", None, "layers of the model, if not its own number; not with --checkpoints")
+PROFILE = flags.DEFINE_string("profile", None, "folder for the GPU's time of each kernel in a step")
+SERVE = flags.DEFINE_integer("serve", 0, "requests of mixed lengths to run at the end: more than 20")
 COMPILE = flags.DEFINE_bool("compile", False, "torch.compile and piecewise graphs too, as vLLM does by default")
 
 ALL_POINTS = tuple((batch, context) for context in (512, 4096, 16000) for batch in (1, 16, 64, 256))
+PROFILED_STEPS = 16
+ATTENTION = re.compile(
+    r"tsmla|flash|sm90::(decode|fwd)|smxx::|mla_combine|sched_meta|prepare_varlen|convert_req_index|concat_mla|CatArray"
+)
+"""Kernels of decode attention by their names: of all backends, and what runs for them alone."""
+FIRST_SERVED = 20  # requests after which the memory is measured first
 PROMPT_TOKENS = 4096  # of a prefill row, as generate.py's chunk
 MOST_RATED_TOKENS = 131072  # of the prompts of a batch whose rate is measured
 
@@ -81,11 +100,16 @@ class Run(NamedTuple):
 
 
 def weights() -> tuple[Path, str]:
-    """The folder of the model, and vLLM's format of its weights: "auto", or "dummy" where there are none."""
+    """The folder of the model, and vLLM's format of its weights: "auto", or where there are none "drawn" or "dummy"."""
     folder = checkpoint(model())
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix=model()[0]))
-        (folder / "config.json").write_text(json.dumps(MODELS[model()]))
+        layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
+        (folder / "config.json").write_text(json.dumps(MODELS[model()] | layers))
+        if DRAWN.value:
+            from examples.whole_models.drawn_weights import FORMAT
+
+            return folder, FORMAT
         return folder, "dummy"
     if not (folder / "config.json").exists():
         raise app.UsageError(f"--checkpoints {CHECKPOINTS.value}: there is no {folder}; generate.py writes it")
@@ -100,6 +124,18 @@ def without_router_kernel() -> None:
     except ImportError:
         return  # a version without it
     ll_bf16._cutedsl_available = False
+
+
+class Compilations(logging.Handler):
+    """Counts the kernels that vLLM's monitor says were compiled while it serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "compil" in (said := record.getMessage()):
+            self.said.append(said)
 
 
 class Engine:
@@ -127,6 +163,8 @@ class Engine:
             attention_config=attention, kv_cache_dtype=KV.value, disable_log_stats=True,
             compilation_config=compilation, **quick,
         )  # fmt: skip
+        self.compilations = Compilations()
+        logging.getLogger("vllm").addHandler(self.compilations)
         self.taken: list[tuple[float, int]] = []  # when a step ended, and how many requests it gave a token
         core = self.llm.llm_engine.engine_core
         get_output = core.get_output
@@ -143,11 +181,13 @@ class Engine:
         config = self.llm.llm_engine.vllm_config.cache_config
         return int(config.num_gpu_blocks or 0) * config.block_size
 
-    def generate(self, prompts: list[list[int]], count: int) -> Run:
-        """`count` greedy tokens for each prompt."""
+    def generate(self, prompts: list[list[int]], count: int | list[int]) -> Run:
+        """`count` greedy tokens for each prompt, or as many for each as it says."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        counts = [count] * len(prompts) if isinstance(count, int) else count
+        each = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in counts]
+        sampling = each[0] if isinstance(count, int) else each
         self.taken.clear()
         begin = time.perf_counter()
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -188,6 +228,73 @@ def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], f
     return row, rate
 
 
+# ---- kernels of a step
+
+
+def kernel_times(engine: Engine, given: list[list[int]], count: int) -> dict[str, tuple[float, float]]:
+    """Calls and microseconds of each kernel in a run of `count` tokens."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        engine.generate(given, count)
+        torch.cuda.synchronize()
+    return {event.key: (event.count, event.device_time_total) for event in profiled.key_averages()}
+
+
+def profile_step(engine: Engine, given: list[list[int]]) -> dict[str, tuple[float, float]]:
+    """Calls and microseconds of each kernel in a decode step: of a longer run, less those of a shorter one."""
+    short = kernel_times(engine, given, 2)
+    long = kernel_times(engine, given, 2 + PROFILED_STEPS)
+    found = {}
+    for name, (calls, us) in long.items():
+        calls_of_short, us_of_short = short.get(name, (0, 0.0))
+        found[name] = ((calls - calls_of_short) / PROFILED_STEPS, (us - us_of_short) / PROFILED_STEPS)
+    return {name: each for name, each in sorted(found.items(), key=lambda item: -item[1][1]) if each[1] > 0.01}
+
+
+def profiled(engine: Engine, row: dict[str, Any], given: list[list[int]]) -> dict[str, Any]:
+    """The fields of a point's profile; the kernels go into a file."""
+    if not PROFILE.value:
+        return {}
+    kernels = profile_step(engine, given)
+    name = f"{BACKEND.value}-{KV.value}-{row['b']}-{row['context']}.json"
+    Path(PROFILE.value, name).write_text(json.dumps(kernels, indent=1))
+    attention = sum(us for kernel, (_, us) in kernels.items() if ATTENTION.search(kernel))
+    return {"attention_us": round(attention, 1), "kernels_us": round(sum(us for _, us in kernels.values()), 1)}
+
+
+# ---- mixed requests
+
+
+def serve(engine: Engine, count: int) -> dict[str, Any]:
+    """The row of `count` requests of 1 to 8,192 tokens, of all sizes alike, and answers of 1 to 64."""
+    import torch
+
+    rng, vocabulary = random.Random(5), MODELS[model()]["vocab_size"]
+    lengths = [round(8192 ** rng.random()) for _ in range(count)]
+    given = [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
+    counts = [rng.randrange(1, 65) for _ in range(count)]
+
+    def used() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    first = slice(0, FIRST_SERVED)
+    engine.generate(given[first], counts[first])
+    before = used()
+    seconds = engine.generate(given[first.stop :], counts[first.stop :]).seconds
+    return {
+        "mode": mode_name(model(), "serving"),
+        "b": count,
+        "context": max(lengths),
+        "us": round(seconds * 1e6, 1),
+        "tokens_per_s": round(sum(counts[first.stop :]) / seconds),
+        "compiled": engine.compilations.said,
+        "used_bytes": [before, used()],
+    }
+
+
 def main(arguments: list[str]) -> None:
     del arguments
     named = POINTS.value.split("/") if POINTS.value else ()
@@ -195,9 +302,11 @@ def main(arguments: list[str]) -> None:
     engine = Engine(points or list(ALL_POINTS))
     from vllm import __version__
 
+    own_weights = "vllm, drawn weights" if DRAWN.value else "vllm, dummy weights"
     record = Record(
-        peer="vllm" if CHECKPOINTS.value else "vllm, dummy weights",
+        peer="vllm" if CHECKPOINTS.value else own_weights,
         backend=BACKEND.value, prefill=PREFILL.value or "auto", kv=KV.value, vllm=__version__,
+        layers=LAYERS.value or MODELS[model()]["num_hidden_layers"],
     )  # fmt: skip
     rates: dict[int, float] = {}
     for batch, context in within_budget(points or list(ALL_POINTS)):
@@ -208,11 +317,16 @@ def main(arguments: list[str]) -> None:
         if rate is not None:
             rates[context] = max(rate, rates.get(context, 0.0))
         share = equal_share(row)
+        row |= profiled(engine, row, prompts(MODELS[model()]["vocab_size"], batch, context))
         record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
         print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
     for context, rate in rates.items():
         shape = {"mode": mode_name(model(), "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
         record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
+    if SERVE.value:
+        row = serve(engine, SERVE.value)
+        record.add(**row)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
