@@ -36,7 +36,7 @@ LAYER_WEIGHTS = {
     "params_to_hf",
     "save_hf_attention",
 }
-TYPES = {"Kind", "Params"}
+TYPES = {"Kind", "Params", "Preference"}
 # V32Config and V4Config are public in nn, too.
 AT_HOME = {"tsmla_jax.nn.v32.V32Config", "tsmla_jax.nn.v4.V4Config"}
 

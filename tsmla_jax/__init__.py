@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.mla_decode.api import mla_decode
     from tsmla_jax.ops.mla_prefill.api import mla_prefill
     from tsmla_jax.ops.mla_prefill_kv.api import mla_prefill_kv
+    from tsmla_jax.ops.operation import Preference
     from tsmla_jax.ops.paging import init_cache, slots
     from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
     from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
@@ -47,6 +48,7 @@ if importlib.util.find_spec("jax") is None:
 
 # The modules of what is no operation. Each operation is in ops/<name>/api.py.
 _MODULES = {
+    "Preference": "ops.operation",
     "explain": "ops.explain",
     "export_disabled_checks": "ops.device",
     "init_cache": "ops.paging",
@@ -56,6 +58,7 @@ _MODULES = {
 _PACKAGES = ("generate", "nn", "sparse")
 
 __all__ = [
+    "Preference",
     "__version__",
     "block_scaled_matmul",
     "compress_kv",

@@ -13,8 +13,8 @@ EXIT_INTERRUPTED = 130
 def end_interrupted(*_: object) -> NoReturn:
     """End the process with one line and status 130, from a signal's handler.
 
-    At once: a KeyboardInterrupt would have to pass through the compilers' C++ frames, which end in a segmentation
-    fault."""
+    The process ends at once, because a KeyboardInterrupt would have to pass through the compilers' C++ frames, and ends
+    in a segmentation fault there."""
     with contextlib.suppress(Exception):  # a stream that was being written to can't be flushed
         assert sys.__stdout__ is not None
         sys.__stdout__.flush()

@@ -51,7 +51,7 @@ class Operand:
       output: whether the kernel writes it; outputs follow the inputs.
       wide: keep the first axis' stride a 64-bit run-time value even if it is known when compiling: the product of a
         page index and a static stride is computed in 32 bits and wraps beyond 2^31 elements.
-      align: bytes; the array's address is a multiple of them.
+      align: the array's address is a multiple of this many bytes.
       alias: the input that this output is written over, in the same memory.
     """
 

@@ -46,8 +46,9 @@ def runtime_library(prefer: str | None = None) -> Path | None:
     """The DSL's runtime library: the one that CUTE_DSL_LIBS names, or one inside nvidia_cutlass_dsl, which may have it
     for CUDA 12 ("cu12") and 13 ("cu13"). None if the library isn't installed.
 
-    prefer: the CUDA version to take ("cu12" or "cu13"), if both are there. None means that of the torch that this
-    process has imported, else cu13. A driver that serves a torch for CUDA 12 may be too old for CUDA 13."""
+    prefer: the CUDA version to take ("cu12" or "cu13"), if both are there. None means the version for which the torch
+    that this process has imported was built, or cu13 without torch. A driver that serves a torch for CUDA 12 may be too
+    old for CUDA 13."""
     if prefer is None:
         prefer = _cuda_of_torch()
     for named in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep):

@@ -59,7 +59,7 @@ class Entry:
       path: the file. size: its bytes.
       description: kernel, config (JSON), arch, host, package, dsl, sources, environment, seconds, created, log, and
         made_of if the kernel is made of another package; empty if the file is damaged.
-      problem: why no process of this installation will load it, None if one may.
+      problem: why no process of this installation will load the entry, None if a process may load it.
     """
 
     path: Path
@@ -85,7 +85,7 @@ def directory() -> Path:
     """TSMLA_CACHE_DIR, else tsmla in the XDG cache directory, else ~/.cache/tsmla. It need not exist.
 
     If the name begins with ~ and there is no home directory (a container's user without an entry in passwd and without
-    HOME), it is a folder of this user's among the temporary files, with a warning."""
+    HOME), the result is a folder of this user's among the temporary files, with a warning."""
     named, base = os.environ.get("TSMLA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     try:
         if named:
@@ -105,7 +105,7 @@ def directory() -> Path:
 def _temporary_files() -> str:
     try:
         return tempfile.gettempdir()
-    except OSError:  # no directory for them can be written: neither can the cache, which costs a warning
+    except OSError:  # no directory for temporary files can be written; check_writable names this one
         return "/tmp"
 
 

@@ -104,7 +104,7 @@ def check_directory(directory: Path) -> None:
     try:
         status = os.stat(directory)
     except OSError:
-        return  # to be made, or the error of whoever uses it
+        return  # it will be made; if it can't be read, its next reader gets the error
     if reason := why_untrusted(status):
         raise UntrustedDirectory(
             f"the cache of compiled kernels {directory} {reason}, and its files are run as code: make it yours alone"

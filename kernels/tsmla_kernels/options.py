@@ -152,7 +152,8 @@ def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
 
 
 def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
-    """The spec of merge_attention_states. `dtype` is that of attention's inputs, v_head_dim its results' width."""
+    """The spec of merge_attention_states. `dtype` is the dtype of attention's inputs, v_head_dim the width of
+    attention's results."""
     values = _filled_in(options, _MERGE)
     num_parts, head_dim = (_parsed(values, name, int) for name in ("parts", "v_head_dim"))
     return contract.MergeSpec(num_parts, (1,), head_dim, contract.attention_out_dtype(values["dtype"]), "float32")
@@ -183,7 +184,8 @@ def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
 
 
 def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
-    """The spec of write_indexer_cache. `key_dtype` is that of the keys to write; without it, as packed_write_spec."""
+    """The spec of write_indexer_cache. `key_dtype` is the dtype of the keys to write, by default that of the rows of
+    packed_write_spec."""
     values = _filled_in(options, _PACKED)
     cache = IndexerCacheSpec(1, _parsed(values, "page_size", int), INDEXER.head_dim, True)
     in_dtype = contract.attention_out_dtype(values["key_dtype"] or values["dtype"])

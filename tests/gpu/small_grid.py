@@ -174,6 +174,29 @@ def prefill_calls(generator: torch.Generator) -> Iterator[Call]:
             keys = k.to(dtype)
             far = {**tensors, "q": far_below(q, keys), "k": keys}
             yield Call(f"{name} far below", tsmla_bridge.mla_prefill, far, options | {"softmax_scale": FAR})
+    yield from wide_prefill_calls(generator)
+
+
+def wide_prefill_calls(generator: torch.Generator) -> Iterator[Call]:
+    """Prefill with 256 columns of keys and of values: k and v, kv and k_rope, and selected keys."""
+    lengths = [([3, 1], [0, 2]), ([70, 0, 5], [70, 30, 200]), ([130, 1], [300, 64])]
+    for i, (q_lens, kv_lens) in enumerate(lengths):
+        tokens, keys = sum(q_lens) + 2, sum(kv_lens) + 2
+        dtype = torch.float16 if i == 0 else torch.bfloat16
+        q = normal(generator, tokens, 3, 256, dtype=dtype)
+        k, v = (normal(generator, keys, 3, 256, dtype=torch.float32) for _ in range(2))
+        k[-2:], v[-2:] = float("nan"), float("nan")
+        offsets = {f"cu_seqlens_{name}": offsets_of(lens) for name, lens in (("q", q_lens), ("kv", kv_lens))}
+        bounds = {"max_q_len": max(q_lens), "max_kv_len": max(kv_lens)}
+        whole = {"q": q, "k": k.to(dtype), "v": v.to(dtype), **offsets}
+        joint = {"kv": torch.cat((k[..., :-ROPE], v), -1).to(dtype), "k_rope": k[:, 0, -ROPE:].to(dtype)}
+        for causal in (False, True):
+            options = {**bounds, "softmax_scale": SCALE, "return_lse": True, "causal": causal}
+            name = f"256 and 256 {dtype} {q_lens} over {kv_lens}{' causal' * causal}"
+            yield Call(name, tsmla_bridge.mla_prefill, whole, options)
+            yield Call(f"{name} kv and k_rope", tsmla_bridge.mla_prefill_kv, {"q": q, **joint, **offsets}, options)
+            selected = random_selection(generator, tokens, max(kv_lens), rows=causal)
+            yield Call(f"{name} selected", tsmla_bridge.mla_prefill, {**whole, **selected}, options)
 
 
 def random_selection(

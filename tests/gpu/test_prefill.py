@@ -113,7 +113,7 @@ def test_right(name: str, causal: bool) -> None:
     assert_right(got, oracle(*args, *lens, causal=causal))
 
 
-@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64)])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64), (256, 256)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
     lens = ([300, 64], [300, 200])

@@ -27,7 +27,10 @@ FAST = {
     "gated_block_scaled_matmul": ("gated 7 rows", "gated picked groups of [0, 1"),
     "kv_cache": ("write torch.bfloat16", "gather torch.float8_e4m3fn"),
     "merge_attention_states": ("torch.bfloat16",),
-    "mla_prefill": ("torch.float8_e4m3fn [130, 1] over [131, 64] causal",),
+    "mla_prefill": (
+        "torch.float8_e4m3fn [130, 1] over [131, 64] causal",
+        "256 and 256 torch.bfloat16 [70, 0, 5] over [70, 30, 200] causal selected",
+    ),
     "mla_prefill_selection": ("torch.float8_e4m3fn [130, 1] over [300, 64] causal",),
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),
     "selection_bits": ("77 lengths starts",),

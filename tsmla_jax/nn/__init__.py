@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsmla_jax.nn import context_parallel, v4, v32
 from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.dot_product import dot_product_attention
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
@@ -40,6 +41,7 @@ __all__ = [
     "V32Config",
     "YarnConfig",
     "context_parallel",
+    "dot_product_attention",
     "functional",
     "hf_attention_shapes",
     "init_params",

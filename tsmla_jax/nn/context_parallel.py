@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import tsmla_jax
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.selected import metadata, numerics
 
 FEW_TOKENS = 256
@@ -246,7 +247,7 @@ def indexer_topk(
     k: int,
     *,
     context_axis: str,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[jax.Array, jax.Array]:
     """This device's slots among the keys of all devices with the k best scores of the indexer for every query token.
 
@@ -279,7 +280,7 @@ def indexer_positions(
     k: int,
     *,
     context_axis: str,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> jax.Array:
     """The positions in their texts, [T, min(k, N M Z)] i32 and -1 where there is none, of the keys of all devices with
     the k best scores of the indexer for every query token; the same on every device. Arguments: of `indexer_topk`."""

@@ -8,10 +8,9 @@ Every leaf of `Segments` leads with B, so `shard_map` and vmap split a batch and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ import tsmla_jax
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import Scale
+from tsmla_jax.ops.operation import Preference
 from tsmla_kernels.contract import values
 
 # Padding is attended to like a segment, as the kernels know no rows between requests that belong to none. It is cut
@@ -104,7 +104,7 @@ def segment_attention(
     softmax_scale: Scale,
     causal: bool = True,
     deterministic: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> jax.Array:
     """Attention within each segment of each row: `mla_prefill` of packed rows, with its gradient.
 
@@ -127,7 +127,7 @@ def segment_attention(
     """
     operands = _packed(segments, q=q, k=k, v=v)
     attend = partial(tsmla_jax.mla_prefill, *operands, softmax_scale=softmax_scale, causal=causal)
-    return _within(segments, partial(attend, deterministic=deterministic, implementation=implementation))
+    return _out(segments, partial(attend, deterministic=deterministic, implementation=implementation))
 
 
 def segment_attention_kv(
@@ -139,7 +139,7 @@ def segment_attention_kv(
     softmax_scale: Scale,
     causal: bool = True,
     deterministic: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> jax.Array:
     """`segment_attention` on what kv_b made: no slices of it, and no copies of k_rope for each head, are needed.
 
@@ -157,7 +157,7 @@ def segment_attention_kv(
     """
     operands = _packed(segments, q=q, kv=kv, k_rope=k_rope)
     attend = partial(tsmla_jax.mla_prefill_kv, *operands, softmax_scale=softmax_scale, causal=causal)
-    return _within(segments, partial(attend, deterministic=deterministic, implementation=implementation))
+    return _out(segments, partial(attend, deterministic=deterministic, implementation=implementation))
 
 
 def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
@@ -170,12 +170,21 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
 
 
-def _within(segments: Segments, attend: Callable[..., object]) -> jax.Array:
-    """The results of `attend`, a call of mla_prefill without its offsets, for the tokens of segments."""
+def _out(segments: Segments, attend: Callable[..., jax.Array]) -> jax.Array:
+    """The out of `attend`, which returns nothing else, for the tokens of segments."""
+    return attend_within(segments, lambda **offsets: (attend(**offsets),))[0]
+
+
+def attend_within(segments: Segments, attend: Callable[..., Sequence[jax.Array]]) -> tuple[jax.Array, ...]:
+    """The results of `attend`, a call of mla_prefill without its offsets, for the tokens of segments: out is 0 for
+    padding, what has no columns -inf. All are NaN in rows of too many segments."""
     (rows, row_len), offsets = segments.valid.shape, segments.cu_seqlens
-    out = cast(  # an array, as no lse is asked for
-        jax.Array, attend(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_q_len=row_len, max_kv_len=row_len)
-    )
-    out = out.reshape(rows, row_len, *out.shape[1:])
-    instead = jnp.where(segments.overflow, jnp.nan, 0).astype(out.dtype)
-    return jnp.where(segments.valid[..., None, None], out, instead[:, None, None, None])
+    found = attend(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_q_len=row_len, max_kv_len=row_len)
+
+    def of_tokens(x: jax.Array) -> jax.Array:
+        x = x.reshape(rows, row_len, *x.shape[1:])
+        instead = jnp.where(segments.overflow, jnp.nan, 0 if x.ndim == 4 else -jnp.inf).astype(x.dtype)
+        axes = (1,) * (x.ndim - 2)
+        return jnp.where(segments.valid.reshape(rows, row_len, *axes), x, instead.reshape(rows, 1, *axes))
+
+    return tuple(map(of_tokens, found))

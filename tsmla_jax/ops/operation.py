@@ -24,6 +24,10 @@ from tsmla_kernels import contract
 IMPLEMENTATIONS = ("cute", "xla", "reference")
 """Best first: the order in which implementation=None tries them."""
 
+Preference = str | Sequence[str] | None
+"""The argument `implementation` of every operation: a name, several names that are tried in their order, or None for
+the best implementation that can run the call."""
+
 NO_KERNEL = "there is no kernel for this operation yet"
 
 BY_PLATFORM = "runs in programs that are lowered for an NVIDIA GPU, as by jax.export"
@@ -37,7 +41,7 @@ class Explanation:
     Attributes:
       op: the operation's name.
       spec: what the contract read from the arguments, of tsmla_kernels.contract.
-      chosen: the implementation that None picks, or that was named; None if it can't run.
+      chosen: the implementation that None picks, or the first that was named and can run; None if there is none.
       reasons: of every implementation, why it can't run this call; none when it can.
       notes: further facts about an implementation.
     """
@@ -130,7 +134,7 @@ class Operation:
             ) from None
         return self.spec(**given)
 
-    def choose(self, *, implementation: str | None, **arguments: Any) -> tuple[Any, Implementation]:
+    def choose(self, *, implementation: Preference, **arguments: Any) -> tuple[Any, Implementation]:
         """The spec of a call and the implementation that runs it. A public function begins with choose(**locals()),
         which are its arguments there: their names and order are written once, in its signature.
 
@@ -149,22 +153,24 @@ class Operation:
         by_default = [] if named else found.why_not_by_default()
         return reasons + [reason for reason in by_default if reason not in reasons]
 
-    def select(self, spec: Any, implementation: str | None) -> Implementation:
+    def select(self, spec: Any, implementation: Preference) -> Implementation:
         """The implementation that runs this call.
 
-        ValueError for an unknown name; NotImplementedError, with every reason, if the named one can't run."""
-        _check_name(implementation)
+        ValueError for what `names` refuses; NotImplementedError, with every reason, if no implementation that is named
+        can run."""
+        tried, named = names(implementation), implementation is not None
         refused: list[str] = []
         kernel: Implementation | None = None
-        for name in IMPLEMENTATIONS if implementation is None else (implementation,):
-            reasons = self.why_not(name, spec, named=implementation is not None)
+        for name in tried:
+            reasons = self.why_not(name, spec, named=named)
             if not reasons:
                 found = self.table[name]
                 return found if kernel is None else by_platform(kernel, found)
-            if implementation is None and self._runs_on_gpus(name, spec):
+            if not named and self._runs_on_gpus(name, spec):
                 kernel = self.table[name]
-            refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]
-        raise contract.not_runnable(self.name, implementation or "None", refused)
+            refused += reasons if isinstance(implementation, str) else [f"{name}: {'; '.join(reasons)}"]
+        asked = implementation if isinstance(implementation, str) else tried if named else "None"
+        raise contract.not_runnable(self.name, asked, refused)
 
     def _runs_on_gpus(self, implementation: str, spec: Any) -> bool:
         """Whether nothing but the platform of jax's default device keeps None from this implementation: the call may be
@@ -176,14 +182,12 @@ class Operation:
         reasons = self.table[implementation].why_not_by_default()
         return bool(reasons) and reasons == device.why_not_by_default()
 
-    def explain(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Explanation:
+    def explain(self, *args: Any, implementation: Preference = None, **kwargs: Any) -> Explanation:
         """The explanation of the call function(*args, **kwargs); raises what the call raises for illegal arguments."""
         spec = self.spec_of(*args, **kwargs)
-        _check_name(implementation)
-        named = implementation is not None
+        tried, named = names(implementation), implementation is not None
         reasons = {name: tuple(self.why_not(name, spec, named=named)) for name in IMPLEMENTATIONS}
-        candidates = IMPLEMENTATIONS if implementation is None else (implementation,)
-        chosen = next((name for name in candidates if not reasons[name]), None)
+        chosen = next((name for name in tried if not reasons[name]), None)
         notes = {name: tuple(found) for name, each in self.table.items() if (found := each.notes(spec))}
         for name in IMPLEMENTATIONS if not named else ():
             if self._runs_on_gpus(name, spec):
@@ -208,9 +212,21 @@ def by_platform(kernel: Implementation, other: Implementation) -> Implementation
     return Implementation(run)
 
 
-def _check_name(implementation: str | None) -> None:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+def names(implementation: Preference) -> tuple[str, ...]:
+    """The implementations that a call tries, in order.
+
+    ValueError for an unknown name, for what is no name, and for an empty sequence."""
+    if implementation is None:
+        return IMPLEMENTATIONS
+    if not isinstance(implementation, str | Sequence):
         raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
+    tried = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    for name in tried:
+        if name not in IMPLEMENTATIONS:
+            raise contract.unknown_implementation(name, IMPLEMENTATIONS)
+    if not tried:
+        raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
+    return tried
 
 
 def row_specs(x: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:

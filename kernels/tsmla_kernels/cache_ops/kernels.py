@@ -25,7 +25,7 @@ DTYPES = {
     "float32": cutlass.Float32,
     "float8_e4m3fn": cutlass.Float8E4M3FN,
 }
-NOWHERE = -1  # the slot of a row that is not in the cache; also the request of a row without one
+NOWHERE = -1  # the slot of a row that has no place in the cache, and the request of a row that belongs to none
 
 
 def values_at(dtype, address, count):

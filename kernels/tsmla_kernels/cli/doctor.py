@@ -31,8 +31,8 @@ _CUDA13_DRIVER = 580
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that the doctor found. jax is None where jax isn't installed; torch where torch isn't, or jax is and has the
-    machine's GPUs. `advice` starts with what matters most."""
+    """All that the doctor found. `jax` is None if jax isn't installed. `torch` is None if torch isn't installed, or if
+    jax is and uses the machine's GPUs. `advice` starts with what matters most."""
 
     version: str
     python: str

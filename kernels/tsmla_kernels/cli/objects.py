@@ -92,7 +92,7 @@ def run_compile(args: argparse.Namespace) -> int:
     illegal: list[str] = []
     wanted = _of_configs(args) if args.list is None else _of_list(args, illegal)
     wanted = list(dict.fromkeys(wanted))
-    object_cache.check_writable()  # what is compiled into nowhere helps nobody
+    object_cache.check_writable()  # an object that can't be stored would be compiled in vain
     missing = [each for each in wanted if not object_cache.is_stored(*each)]
     if missing and importlib.util.find_spec("cutlass") is None:  # once, not for each of them
         raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
@@ -185,7 +185,7 @@ def configs(text: str, kernels: Sequence[Kernel | Chain]) -> list[tuple[Kernel, 
             try:
                 found += kernel.objects_for({**options_of, **given})
             except ValueError as error:
-                if number:  # the other operation of this kernel has none for these options
+                if number:  # a second preset of this name, for another operation, which these options don't fit
                     continue
                 raise ValueError(f"{error} (kernel {kernel.name}; --kernel names those to compile)") from None
     if not found:

@@ -182,7 +182,7 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
 
 
 def _check_form(form: _Form, weight: Array) -> float | None:
-    """The limit of a gated product, behind the checks of the static arguments."""
+    """Check the static arguments, and return the limit of a gated product."""
     columns, limit = weight.shape[-2], form.limit
     legal = (*QUANTIZED, FP8) if static_bool("gated", form.gated) else QUANTIZED
     if form.out_dtype not in legal:

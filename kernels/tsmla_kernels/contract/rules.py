@@ -50,7 +50,8 @@ Describe = Callable[[str, Any], Any]
 def spec_of(
     make_spec: Callable[..., Spec], arguments: Mapping[str, Any], describe: Describe, describe_scale: Describe
 ) -> Spec:
-    """make_spec(**arguments), a spec of the contract, where a front end's functions describe its arrays and scales.
+    """The spec that make_spec returns for these arguments, whose arrays and scales the front end's `describe` and
+    `describe_scale` have turned into Array and Scale.
 
     make_spec's annotations say which arguments are arrays (Array), which of them may be None (Array | None), and which
     are scales (Scale). All others are static and are passed on unchanged."""
@@ -88,8 +89,8 @@ def unknown_implementation(implementation: object, legal: Sequence[str]) -> Valu
     return ValueError(f"implementation: got {implementation!r}; legal: None, {listed([repr(name) for name in legal])}")
 
 
-def not_runnable(op: str, implementation: str, reasons: Sequence[str]) -> NotImplementedError:
-    """The error for a named implementation that can't run this call. It carries every reason."""
+def not_runnable(op: str, implementation: str | tuple[str, ...], reasons: Sequence[str]) -> NotImplementedError:
+    """The error for a named implementation, or several, that can't run this call. It carries every reason."""
     return NotImplementedError(f"{op}: implementation={implementation!r} can't run this call: {'; '.join(reasons)}")
 
 

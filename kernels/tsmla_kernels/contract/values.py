@@ -238,7 +238,7 @@ def compress_write(
     ring_positions: np.ndarray,
     block_tables: np.ndarray,
 ) -> None:
-    """`compress`, and no two entries that the new tokens complete go to one slot."""
+    """Check as `compress` does; also, no two entries that the new tokens complete may go to one slot."""
     compress(spec.compress, seq_lens, cu_seqlens_q, state_slots, ring_positions)
     writer: dict[int, tuple[int, int]] = {}
     for request, (end, length) in enumerate(zip(seq_lens.tolist(), np.diff(cu_seqlens_q).tolist(), strict=True)):
@@ -266,7 +266,8 @@ def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
 
 
 def grouped_product(spec: ProductSpec, cu_rows: np.ndarray, rows: np.ndarray | None = None) -> None:
-    """cu_rows ascends from 0 and ends inside of the result's rows; those of a group are picked from x's rows."""
+    """cu_rows never decreases from 0, and ends within the result's rows; each entry of `rows` in a group is a row of
+    x."""
     whose = "x's rows" if rows is None else "the size of rows"
     if cu_rows[0] != 0 or (np.diff(cu_rows) < 0).any() or cu_rows[-1] > spec.num_rows:
         raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec, Dim, PrefillSpec
 
 ARCHS = ("sm_100a", "sm_103a", "sm_107a")
-CHECKED_VERSION = "2.0.4"  # of tokenspeed-mla, which this adapter was compiled with and compared to
+CHECKED_VERSION = "2.0.4"  # the version of tokenspeed-mla with which this adapter was compiled and compared
 INSTALL = 'pip install "tokenspeed-mla>=2.0,<3"'
 
 NOTICE = (
@@ -37,7 +37,7 @@ LEAST_WORKSPACE = 16  # bytes: the operand exists even if no request is split
 QK_HEAD_DIM, V_HEAD_DIM = 192, 128
 PREFILL_ROWS = 256  # query rows of one CTA
 
-COMPILER_OPTIONS = "--opt-level 2"  # the package's: at the DSL's own 3 most of its kernels spill registers
+COMPILER_OPTIONS = "--opt-level 2"  # the package's own; at the DSL's default, 3, most of its kernels spill
 
 _CAPABILITIES = {"sm_100a": (10, 0), "sm_103a": (10, 3), "sm_107a": (10, 7)}
 _FP8 = "float8_e4m3fn"

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64)])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64), (256, 256)])
 def test_ragged(dims: tuple[int, int], causal: bool) -> None:
     args = arrays(HEADS, *dims)
     got = jax.jit(attend("cute", causal=causal))(*args)

@@ -28,6 +28,7 @@ from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_posit
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.transforms import without_derivative
 
@@ -207,7 +208,7 @@ def prefill(
     max_q_len: int,
     deterministic: bool = False,
     context_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
 
@@ -269,7 +270,7 @@ def prefill_with_context(
     context_passes: int | None = None,
     kv_scale: float | jax.Array | None = None,
     context_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[jax.Array, jax.Array]:
     """New tokens that also attend to the tokens in the cache: chunked prefill, or a shared prefix.
 
@@ -387,7 +388,7 @@ def decode(
     q_scale: float | jax.Array | None = None,
     batch_invariant: bool = False,
     context_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A decode step in the absorbed form: writes the new tokens' latents, then attends over the latent cache.
 

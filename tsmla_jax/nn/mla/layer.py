@@ -10,6 +10,7 @@ from tsmla_jax.nn.layer import AttentionLayer
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.weights import WEIGHTS
 from tsmla_jax.nn.step import Step, needed_when_ragged, refuse_ragged_arguments
+from tsmla_jax.ops.operation import Preference
 
 
 class MLAttention(AttentionLayer):
@@ -24,7 +25,7 @@ class MLAttention(AttentionLayer):
         cu_seqlens_q: jax.Array | None = None,
         max_q_len: int | None = None,
         deterministic: bool = False,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> jax.Array:
         """Causal attention within x, without a cache, as in training. Differentiable.
 
@@ -60,7 +61,7 @@ class MLAttention(AttentionLayer):
         max_q_len: int,
         deterministic: bool = False,
         context_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Whole prompts, no cache: arguments, results and errors of `functional.prefill`."""
         return functional.prefill(
@@ -84,7 +85,7 @@ class MLAttention(AttentionLayer):
         context_passes: int | None = None,
         kv_scale: float | jax.Array | None = None,
         context_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> tuple[jax.Array, jax.Array]:
         """New tokens on top of cached context: arguments, results and errors of `functional.prefill_with_context`."""
         return functional.prefill_with_context(
@@ -110,7 +111,7 @@ class MLAttention(AttentionLayer):
         q_scale: float | jax.Array | None = None,
         batch_invariant: bool = False,
         context_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> tuple[jax.Array, jax.Array]:
         """A decode step in the absorbed form: arguments, results and errors of `functional.decode`."""
         return functional.decode(

@@ -19,6 +19,7 @@ from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
 from tsmla_kernels.contract.layouts import cache_spec
@@ -50,7 +51,7 @@ def attend_by_mask(
     step: Step,
     *,
     kv_scale: float | jax.Array | None,
-    implementation: str | None,
+    implementation: Preference,
 ) -> jax.Array:
     """The heads' outputs [T, H, V] of new tokens whose rows `kv` holds already."""
     mla, spec = config.mla, cache_spec("kv_cache", describe("kv_cache", kv))

@@ -29,6 +29,7 @@ from tsmla_jax.nn.v32.expanded import Selected, attend_by_mask
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.selected import indexer, metadata
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
@@ -115,7 +116,7 @@ def attend(
     selected: jax.Array | None = ...,
     return_selected: Literal[False] = ...,
     form: str | None = ...,
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> tuple[jax.Array, V32Cache]: ...
 
 
@@ -133,7 +134,7 @@ def attend(
     selected: jax.Array | None = ...,
     return_selected: Literal[True],
     form: str | None = ...,
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> tuple[jax.Array, V32Cache, jax.Array]: ...
 
 
@@ -150,7 +151,7 @@ def attend(
     selected: jax.Array | None = None,
     return_selected: bool = False,
     form: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[jax.Array, V32Cache] | tuple[jax.Array, V32Cache, jax.Array]:
     """Attention of new tokens over the keys that the indexer chooses among their requests' tokens, new ones included.
 
@@ -196,7 +197,7 @@ class _Options(NamedTuple):
     q_scale: float | jax.Array | None
     context_axis: str | None
     form: str | None
-    implementation: str | None
+    implementation: Preference
 
 
 class _Attended(NamedTuple):

@@ -7,6 +7,7 @@ from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.functional import V32Cache, attend
 from tsmla_jax.nn.v32.prefill import V32Prefill, prefill
 from tsmla_jax.nn.v32.weights import WEIGHTS
+from tsmla_jax.ops.operation import Preference
 
 
 class V32Attention(AttentionLayer):
@@ -25,7 +26,7 @@ class V32Attention(AttentionLayer):
         context_axis: str | None = None,
         selected: jax.Array | None = None,
         form: str | None = None,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> tuple[jax.Array, V32Cache]:
         """Prefill, chunks and decode alike; see `tsmla_jax.nn.v32.attend`. Returns y and the caches."""
         return attend(
@@ -52,7 +53,7 @@ class V32Attention(AttentionLayer):
         dense: bool = False,
         index_loss: bool = True,
         form: str | None = None,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> V32Prefill:
         """Whole texts, with a gradient; see `tsmla_jax.nn.v32.prefill`."""
         return prefill(

@@ -23,6 +23,7 @@ from tsmla_jax.nn.v32.functional import Angles, index_rotation, indexer_keys, in
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.selected import indexer
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
 
@@ -60,7 +61,7 @@ def prefill(
     head_axis: str | None = None,
     form: str | None = None,
     deterministic: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> V32Prefill:
     """Attention of whole texts over the keys that the indexer chooses, and the indexer's loss; differentiable.
 
@@ -222,7 +223,7 @@ def _choose(
     owners: tuple[jax.Array, jax.Array],
     max_len: int,
     topk: int,
-    implementation: str | None,
+    implementation: Preference,
 ) -> jax.Array:
     """The positions [T, K] of the greatest logits among a token's own and those before it, ascending, -1 behind.
 

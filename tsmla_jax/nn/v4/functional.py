@@ -28,6 +28,7 @@ from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.selected import indexer, layouts
 from tsmla_jax.ops.selected import v4 as sparse_v4
@@ -167,7 +168,7 @@ def attend(
     kv_scale: float | jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
     context_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[jax.Array, V4Cache]:
     """Attention of new tokens over their window and their requests' compressed entries.
 
@@ -315,7 +316,7 @@ def _choose(
     projected: tuple[jax.Array, jax.Array, jax.Array],
     cache: V4Cache,
     step: V4Step,
-    implementation: str | None,
+    implementation: Preference,
 ) -> tuple[MixedIndices, V4Cache]:
     """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them.
 

@@ -7,6 +7,7 @@ from tsmla_jax.nn.v4.functional import V4Cache, attend
 from tsmla_jax.nn.v4.prefill import V4Prefill, prefill
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.v4.weights import WEIGHTS
+from tsmla_jax.ops.operation import Preference
 
 
 class V4Attention(AttentionLayer):
@@ -23,7 +24,7 @@ class V4Attention(AttentionLayer):
         kv_scale: float | jax.Array | None = None,
         q_scale: float | jax.Array | None = None,
         context_axis: str | None = None,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> tuple[jax.Array, V4Cache]:
         """Prefill, chunks and decode alike; see `tsmla_jax.nn.v4.attend`. Returns y and the caches."""
         return attend(
@@ -47,7 +48,7 @@ class V4Attention(AttentionLayer):
         cos_sin: jax.Array,
         selected: jax.Array | None = None,
         index_loss: bool = True,
-        implementation: str | None = None,
+        implementation: Preference = None,
     ) -> V4Prefill:
         """Whole texts, with a gradient; see `tsmla_jax.nn.v4.prefill`."""
         return prefill(

@@ -25,6 +25,7 @@ from tsmla_jax.nn.v4.functional import compressor_rows, project_in, project_out
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
+from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.selected import indexer
 from tsmla_jax.ops.selected import v4 as sparse_v4
 from tsmla_jax.ops.selected.compressor import init_compressor_state
@@ -93,7 +94,7 @@ def prefill(
     selected: jax.Array | None = None,
     index_loss: bool = True,
     head_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> V4Prefill:
     """Attention of whole texts over windows and compressed entries, and a csa layer's indexer loss; differentiable.
 
@@ -258,7 +259,7 @@ def _indexer(params: Params, config: V4Config, x: jax.Array, low: jax.Array, tex
     return _Index(q.astype(x.dtype), indexer.fold_weights(weights, config.index_head_dim), keys)
 
 
-def _choose(config: V4Config, index: _Index, texts: _Texts, implementation: str | None) -> jax.Array:
+def _choose(config: V4Config, index: _Index, texts: _Texts, implementation: Preference) -> jax.Array:
     """The entries [T, K] of the greatest logits among those that each token sees, ascending, -1 behind."""
     q, weights, rows = lax.stop_gradient((index.q, index.weights, index.keys.rows))
     keys = index.keys

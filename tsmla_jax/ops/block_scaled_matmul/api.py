@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, Preference
 from tsmla_kernels.contract import products
 from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.rules import FP8
@@ -29,7 +29,7 @@ def block_scaled_matmul(
     gated: bool = False,
     limit: float | None = None,
     out_dtype: str = "bfloat16",
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "T N"] | tuple[Float[Array, "T N/2"], Float32[Array, "T N/256"]]:
     """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128.
 
@@ -50,7 +50,7 @@ def block_scaled_matmul(
       limit: with gated, x first is at most this, and x last between its negative and it, as `swiglu_limit` in
         DeepSeek-V4; None for no limit.
       out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [T, N] in out_dtype, [T, N / 2] with gated. For float8_e4m3fn values and scales, as quantize_blocks makes them of

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tsmla_jax.ops.inputs import describe, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_jax.ops.selected import checks
 from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState
 from tsmla_kernels.contract import sparse as sparse_contract
@@ -29,7 +29,7 @@ def compress_kv(
     cu_seqlens_q: Int32[Array, " B+1"],
     ratio: int,
     overlap: bool,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[CompressedEntries, CompressorState]:
     """Pool the tokens of every window that the new tokens complete; prefill, chunks and single decode steps alike.
 

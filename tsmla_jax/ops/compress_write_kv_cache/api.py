@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.checks import behind
 from tsmla_jax.ops.inputs import Scale, describe, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_jax.ops.selected.compressor import CompressorState
 from tsmla_kernels.contract import compress, values
 
@@ -36,7 +36,7 @@ def compress_write_kv_cache(
     eps: float,
     kv_scale: Scale | None = None,
     page_size: int | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Array, CompressorState]:
     """compress_kv with what V4 does to its entries: RMS norm, rope, quantisation and the write into the cache, as one
     launch on Hopper. The cache and the state are written in place under donation.
@@ -58,7 +58,7 @@ def compress_write_kv_cache(
       eps: of the norm; static.
       kv_scale: of a float8_e4m3fn cache, as in write_v4_cache.
       page_size: Z of V4 pages, 64 unless given.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       (cache, the new CompressorState).

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, Preference
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def gather_kv_cache(
     total_len: int,
     kv_scale: Scale | None = None,
     out_dtype: Any = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "N D"]:
     """Tokens starts[b] to starts[b] + lens[b] of each request, packed one request after the other and multiplied by
     kv_scale: the context that chunked prefill expands (as vLLM's gather of the MLA cache, which this also dequantises).
@@ -38,7 +38,7 @@ def gather_kv_cache(
       total_len: static number of rows of the result; rows past sum(lens) are 0.
       kv_scale: float or float32 scalar array, may be traced; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.block_scaled_matmul.api import out_specs
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, Preference
 from tsmla_kernels.contract import products
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def grouped_block_scaled_matmul(
     gated: bool = False,
     limit: float | None = None,
     out_dtype: str = "bfloat16",
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "R N"] | tuple[Float[Array, "R N/2"], Float32[Array, "R N/256"]]:
     """`block_scaled_matmul` of each group of rows with the group's own weight: of tokens sorted by expert.
 
@@ -46,7 +46,7 @@ def grouped_block_scaled_matmul(
         in which a token would be once for each of its experts. None for x's rows in order, R = T.
       gated, limit: as of block_scaled_matmul.
       out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [R, N] in out_dtype, [R, N / 2] with gated; for float8_e4m3fn values and scales, as of block_scaled_matmul. Rows

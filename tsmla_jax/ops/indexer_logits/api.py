@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -25,7 +25,7 @@ def indexer_logits(
     seq_lens: Int32[Array, " B"],
     *,
     cu_seqlens_q: Int32[Array, " B+1"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "T M*Z"]:
     """The indexer's score of every cached key for every query token.
 

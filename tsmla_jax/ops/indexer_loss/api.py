@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scale, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import indexer as indexer_contract
 
@@ -33,7 +33,7 @@ def indexer_loss(
     cu_seqlens_q: Int32[Array, " B+1"] | None = None,
     sinks: Float[Array, " H"] | None = None,
     head_axis: str | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, " T"]:
     """The loss of DeepSeek-V3.2's indexer, for each query token; differentiable in the indexer's arguments.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_kernels.contract import packed
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def indexer_quantize(
     *,
     rope_offset: int = 0,
     rope_layout: str = "halves",
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "T Hi Di"], Float32[Array, "T Hi"]]:
     """Quantise indexer queries to e4m3 and fold their scales, and the logits' constants, into the head weights.
 
@@ -34,7 +34,7 @@ def indexer_quantize(
       cos, sin: [T, R / 2] float32 of each token's position: columns [rope_offset, rope_offset + R) of q are rotated in
         float32 first, and not rounded before they are quantised. Without them they have been rotated already.
       rope_offset, rope_layout: as in write_indexer_cache.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       q8 [T, Hi, Di] float8_e4m3fn with the power-of-two scale s = 2^ceil(log2(max(amax, 1e-10) / 448)) a row, and

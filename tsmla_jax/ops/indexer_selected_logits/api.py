@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import indexer as indexer_contract
 
@@ -24,7 +24,7 @@ def indexer_selected_logits(
     indices: Int32[Array, "T K"],
     lengths: Int32[Array, " T"] | None = None,
     *,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "T K"]:
     """The indexer's score of the keys in the slots selected for each query token; differentiable.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract import sparse as sparse_contract
@@ -31,7 +31,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[False] = ...,
     return_scores: Literal[False] = ...,
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> Int32[Array, "T k"]: ...
 
 
@@ -47,7 +47,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[False] = ...,
     return_scores: Literal[True],
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]: ...
 
 
@@ -63,7 +63,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[True],
     return_scores: Literal[False] = ...,
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
 
 
@@ -79,7 +79,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[True],
     return_scores: Literal[True],
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"], Float32[Array, "T k"]]: ...
 
 
@@ -94,7 +94,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = None,
     return_slots: bool = False,
     return_scores: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Int32[Array, "T k"] | tuple[Array, ...]:
     """The cached keys with the k best scores of the indexer for every query token: select_topk(order="position") of
     indexer_logits, in memory that does not grow with the query tokens times the keys.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def merge_attention_states(
     outs: Sequence[Float[Array, "*rows L"]] | Float[Array, "N ... L"],
     lses: Sequence[Float[Array, "*rows"]] | Float[Array, "N ..."],
     *,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "*rows L"], Float[Array, "*rows"]]:
     """The exact merge of attention over disjoint sets of keys: weights exp(lse_i - logsumexp(lse)).
 

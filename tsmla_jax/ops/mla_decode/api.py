@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: Literal[False] = False,
     batch_invariant: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "*tokens H L"]: ...
 
 
@@ -55,7 +55,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: Literal[True],
     batch_invariant: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]: ...
 
 
@@ -75,7 +75,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "*tokens H L"] | tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]:
     """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
 
@@ -107,7 +107,7 @@ def mla_decode(
         with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
 from tsmla_jax.ops.mla_prefill.selection import operands
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def mla_prefill(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "Tq H V"]: ...
 
 
@@ -60,7 +60,7 @@ def mla_prefill(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]: ...
 
 
@@ -82,7 +82,7 @@ def mla_prefill(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
     """Attention of packed requests with their own packed keys (expanded MLA: 192 wide keys, 128 wide values).
 
@@ -112,7 +112,7 @@ def mla_prefill(
         them gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
       selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
         its keys and needs no words. None: token t has row t.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
 from tsmla_jax.ops.mla_prefill.selection import operands
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "Tq H V"]: ...
 
 
@@ -58,7 +58,7 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]: ...
 
 
@@ -77,7 +77,7 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_kernels.contract import products
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def quantize_blocks(
-    x: Float[Array, "*rows K"], *, power_of_two: bool = False, implementation: str | None = None
+    x: Float[Array, "*rows K"], *, power_of_two: bool = False, implementation: Preference = None
 ) -> tuple[Float[Array, "*rows K"], Float32[Array, "*rows K/128"]]:
     """Quantise activations to e4m3 with a scale for every 128 of a row, as block_scaled_matmul takes them.
 
@@ -27,7 +27,7 @@ def quantize_blocks(
     Args:
       x: [..., K] float16, bfloat16 or float32. The last block may be a part.
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       values [..., K] float8_e4m3fn and scales [..., K / 128] float32, rounded up. The largest magnitude of a block is

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs, same_spec
 from tsmla_kernels.contract import cache as cache_contract
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def rope_write_kv_cache(
     q_dtype: Any = None,
     rope_interleave: bool = True,
     rope_layout: str = "interleaved",
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P Z D"]]:
     """The query of mla_decode, rotated and quantised, and the cache with the new tokens written: rope, quantisation,
     concatenation and write_kv_cache as one launch (engines call it the fused rope, quantise and cache update).
@@ -56,7 +56,7 @@ def rope_write_kv_cache(
       q_dtype: dtype of the query; None is float8_e4m3fn if q_scale is given, else q_nope's dtype.
       rope_interleave: whether the pairs of q_rope and k_rope are columns 2i and 2i + 1; otherwise i and i + R / 2.
       rope_layout: "interleaved" or "halves", the order of the rotated columns in q and in the cache.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       q [T, H, D] in q_dtype, and the cache. Rounding is to nearest even; fp8 saturates at +-448.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -28,7 +28,7 @@ def select_topk(
     row_starts: Int32[Array, " T"] | None = ...,
     block_tables: None = ...,
     page_size: None = ...,
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> Int32[Array, "T k"]: ...
 
 
@@ -42,7 +42,7 @@ def select_topk(
     row_starts: Int32[Array, " T"] | None = ...,
     block_tables: Int32[Array, "T M"],
     page_size: int,
-    implementation: str | None = ...,
+    implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
 
 
@@ -55,7 +55,7 @@ def select_topk(
     row_starts: Int32[Array, " T"] | None = None,
     block_tables: Int32[Array, "T M"] | None = None,
     page_size: int | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, " T"]]:
     """The positions of the k largest of seq_lens[t] logits of each row, exact; or their slots in a cache.
 
@@ -69,7 +69,7 @@ def select_topk(
         requests. Positions count from there. None is column 0 for all.
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
       page_size: Z of the block tables, static: position p is slot block_tables[t, p // Z] * Z + p % Z.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [T, k] int32. Of equal logits (0.0 and -0.0 are equal) the one at the lower position is the larger, and NaN is

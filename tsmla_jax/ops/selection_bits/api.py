@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_kernels.contract import selection
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def selection_bits(
     *,
     lengths: Int32[Array, " T"] | None = None,
     starts: Int32[Array, " T"] | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Int32[Array, "T W"]:
     """The selection of keys as `mla_prefill` and `mla_prefill_kv` take it: a bit for each key.
 
@@ -34,7 +34,7 @@ def selection_bits(
         for all 32 W keys.
       lengths: [T] int32, how many of a row's positions count; None is all.
       starts: [T] int32, at least 0, the key that a row's first bit stands for: of a chunk of context. None is 0.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [T, W] int32: bit j of word w of row t is 1 iff the row selects key starts[t] + 32 w + j. Of a word its bits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scale, Scales, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import sparse as sparse_contract
@@ -41,7 +41,7 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "T H L"]: ...
 
 
@@ -69,7 +69,7 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> tuple[Float[Array, "T H L"], Float[Array, "T H"]]: ...
 
 
@@ -96,7 +96,7 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "T H L"] | tuple[Float[Array, "T H L"], Float[Array, "T H"]]:
     """Attention of each query token over the cache slots selected for it; one key head, values are the keys' latent.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.checks import behind
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_kernels.contract import packed, values
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def write_indexer_cache(
     *,
     rope_offset: int = 0,
     rope_layout: str = "halves",
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> UInt8[Array, "P Z Di+4"]:
     """Write indexer keys into their cache; slot = page * Z + offset, -1 is skipped; in place under donation.
 
@@ -40,7 +40,7 @@ def write_indexer_cache(
         float32 first, and not rounded before they are quantised. Without them they have been rotated already.
       rope_offset: 0 in V3.2, Di - R in V4.
       rope_layout: "halves" (V3.2: pairs i and i + R / 2) or "interleaved" (V4: 2i and 2i + 1).
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Raises:
       ValueError: shapes or dtypes that are not legal. Under TSMLA_CHECK=1 also a slot outside the cache or given twice.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.inputs import Scale, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def write_kv_cache(
     slot_mapping: Int32[Array, " T"],
     *,
     kv_scale: Scale | None = None,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> Float[Array, "P Z D"]:
     """The cache with [latent | k_rope] / kv_scale written to the given slots (slot mapping as in vLLM).
 
@@ -37,7 +37,7 @@ def write_kv_cache(
       slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ: what two tokens leave
         in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1 finds them.
       kv_scale: divisor before the conversion; float or float32 scalar array, may be traced; None is 1.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8

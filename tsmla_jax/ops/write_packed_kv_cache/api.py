@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.checks import behind
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation, same_spec
+from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_kernels.contract import packed, values
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def write_packed_kv_cache(
     *,
     rope_interleave: bool = True,
     rope_layout: str = "interleaved",
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> UInt8[Array, "P Z 656"]:
     """Write V3.2 packed rows into the slots page * Z + offset; slot -1 is skipped; in place under donation.
 
@@ -40,7 +40,7 @@ def write_packed_kv_cache(
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
         Without them it has been rotated already.
       rope_interleave, rope_layout: of the rotation, as in `tsmla_jax.rope_write_kv_cache`.
-      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Raises:
       ValueError: kv_cache isn't uint8 [P, Z, 656], or the tokens disagree.

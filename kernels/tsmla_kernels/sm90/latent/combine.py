@@ -101,8 +101,8 @@ class Loaded(NamedTuple):
 
 @cute.jit
 def partial_row(slot: Int32, row: Int32, shape: LatentShape):
-    """The index of row `row` of slot `slot` among the rows of all slots of partial_out (or of partial_lse, with
-    3 times the slot's index). The index has 64 bits if batch_invariant, because there are many slots then."""
+    """The index of row `row` of slot `slot` among the rows of all slots of partial_out. With 3 times the slot's index,
+    the result is an index into partial_lse. It has 64 bits if batch_invariant, because there are many slots then."""
     if const_expr(shape.batch_invariant):
         slot = Int64(slot)
     return slot * shape.tile_rows + row

@@ -148,7 +148,7 @@ class Track(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A batch's size, and the size of this lane's request, whose index is the lane's number.
+    """A batch's size, and the size of this lane's request: the request whose index is the lane's index.
 
     Attributes:
       total: length of the line, or of each track. row_tiles: how many row tiles lie on it.

@@ -163,7 +163,7 @@ class BatchShare:
 
     @cute.jit
     def early_numbers(self, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
-        """The `numbers` of the request whose index is this lane's number. All warps load these early: if only
+        """The `numbers` of the request whose index is this lane's index. All warps load these early: if only
         one warp did, its branch would wait for the data."""
         return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 

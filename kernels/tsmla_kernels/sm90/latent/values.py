@@ -60,8 +60,8 @@ class Held(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The places from which values are read: the addresses in this block's and in the next block's stage, whether to
-    wait for the next block's keys, and the barrier and parity of the next block's stage."""
+    """The addresses from which values are read, in the stage of this block and in that of the next block; whether to
+    wait for the next block's keys; and the barrier and parity of the next block's stage."""
 
     here: Int32
     next_here: Int32
@@ -151,7 +151,7 @@ class Values(Protocol):
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
 
     def look_at(self, piece: Described, held: Held, arrays: OutArrays) -> None:
-        """Look at a piece's O before the O is stored. A kernel that needs no look does nothing here."""
+        """Use a piece's O before it is stored. A kernel that has no such use does nothing here."""
 
     def wait_for_sums(self, number: Int32) -> None:
         """Wait until piece `number`'s row sums have been written."""

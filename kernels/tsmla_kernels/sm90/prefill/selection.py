@@ -54,7 +54,8 @@ class SelectedKeys:
             words.fill(cutlass.select_(place < 0, Int32(-1), Int32(0)))
             if (place >= 0) & ((block_index + 1) * self.words <= width):
                 start = Int64(place) * width + block_index * self.words
-                line = cute.make_tensor((selection.words.iterator + start).align(16), cute.make_layout(self.words))
+                first = (selection.words.iterator + start).align(4 * self.words)
+                line = cute.make_tensor(first, cute.make_layout(self.words))
                 cute.autovec_copy(line, words)
 
     @cute.jit

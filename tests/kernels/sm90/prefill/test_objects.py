@@ -13,6 +13,10 @@ CONFIGS = {
     "128 and 128, f16": {"qk_head_dim": "128", "dtype": "float16"},
     "kv and k_rope": {"shared_rope": "true"},
     "64 and 64": {"qk_head_dim": "64", "v_head_dim": "64"},
+    "256 and 256": {"qk_head_dim": "256", "v_head_dim": "256"},
+    "256 and 256, f16, not causal": {"qk_head_dim": "256", "v_head_dim": "256", "dtype": "float16", "causal": "false"},
+    "256 and 256, kv and k_rope": {"qk_head_dim": "256", "v_head_dim": "256", "shared_rope": "true"},
+    "256 and 256, selected keys": {"qk_head_dim": "256", "v_head_dim": "256", "selection": "true"},
     "selected keys": {"selection": "true"},
     "selected keys, kv and k_rope, f16": {"selection": "true", "shared_rope": "true", "dtype": "float16"},
     "selected keys, fp8": {"selection": "true", "dtype": "float8_e4m3fn"},
@@ -21,7 +25,7 @@ CONFIGS = {
 }
 WIDE_V = {"192 and 128, v in a wider tensor": {}, "fp8, v in a wider tensor": {"dtype": "float8_e4m3fn"}}
 
-FAST = ("192 and 128",)
+FAST = ("192 and 128", "256 and 256")
 """Compiled in every run of the tests, in five to ten seconds, as is fp8 in test_on_machine.py. The others are slow."""
 
 

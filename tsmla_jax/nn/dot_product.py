@@ -1,0 +1,326 @@
+"""dot_product_attention: the attention of packed requests behind the names of `jax.nn.dot_product_attention`.
+
+A batch [B, T, N, H] is B T packed tokens, and its lengths are requests of `mla_prefill` that leave the padding out: a
+row's padding queries are a request without keys, its padding keys one without queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple, cast, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import tsmla_jax
+from tsmla_jax.nn.segments import Segments, attend_within
+from tsmla_jax.ops.inputs import Scale, describe
+from tsmla_jax.ops.operation import Preference
+from tsmla_kernels import contract
+from tsmla_kernels.contract.rules import VALUES
+from tsmla_kernels.contract.selection import WORD_KEYS, selection_words
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: None = None,
+    segment_ids: jax.Array | Segments | None = None,
+    max_segments: int | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    implementation: Preference = None,
+    return_residual: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: None = None,
+    segment_ids: jax.Array | Segments | None = None,
+    max_segments: int | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    implementation: Preference = None,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: None = None,
+    segment_ids: jax.Array | Segments | None = None,
+    max_segments: int | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    implementation: Preference = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """softmax(scale q k^T) v by `mla_prefill`, with the arguments of `jax.nn.dot_product_attention`.
+
+    Axes: B rows, T / S query / key tokens of a row, N heads, H / V the widths of keys and of values (192 and 128 in
+    DeepSeek). Without B, the arrays are one row.
+
+    Args:
+        query: [B, T, N, H]; dtypes as in `mla_prefill`.
+        key, value: [B, S, N, H] and [B, S, N, V] in query's dtype. They have query's heads: for grouped queries repeat
+            them, `jnp.repeat(key, groups, axis=-2)`.
+        bias, local_window_size: refused; a window can be given as a mask.
+        mask: [B or 1, 1, T, S] bool, the pairs that see each other (True), one for all heads: it becomes bits, as
+            `mla_prefill`'s selection. With keys that no query sees the values must be finite.
+        scale: factor of the logits, may be traced; None is H^-0.5.
+        is_causal: query i sees key j iff j <= i, from the first token of both (jax.nn's alignment, where
+            `mla_prefill` aligns the last ones).
+        query_seq_lengths, key_value_seq_lengths: [B] int32, the tokens of a row that count; the others must be finite.
+            With is_causal and keys that may be fewer than the queries, a second call computes the queries behind the
+            last key. The same array given as both says that there are no such queries.
+        segment_ids: [B, T] integers, 0 for padding, where T is S: tokens see their own segment alone. Or `Segments`,
+            made once for all layers. Lengths and mask are refused beside them.
+        max_segments: static, the most segments of a row, with segment_ids of an array.
+        dropout_rate: only 0 is legal.
+        deterministic, implementation: of `mla_prefill`.
+        return_residual: also return the logsumexp of the scaled logits, natural logarithm.
+
+    Returns:
+        out [B, T, N, V] in query's dtype, bfloat16 for fp8; with return_residual also [B, T, N] float32 (float64 for
+        float64). Queries past their row's length give 0 and -inf, and so do queries that see no key, where jax.nn gives
+        the mean of all values.
+
+    Raises:
+        TypeError, ValueError: an argument is not legal.
+        NotImplementedError: bias, windows, dropout, masks that differ between heads, fewer heads of keys than of
+            queries; or no named implementation can run this call, with every reason.
+    """
+    one_row = len(describe("query", query).shape) == 3
+    call = _Call.of(query, key, value, bias, mask, local_window_size, dropout_rate)
+    scale = call.width**-0.5 if scale is None else scale
+    is_causal = contract.rules.static_bool("is_causal", is_causal)
+    attend = cast(
+        Attend,
+        partial(
+            tsmla_jax.mla_prefill,
+            *(x.reshape(-1, *x.shape[2:]) for x in call.arrays),
+            softmax_scale=scale,
+            deterministic=deterministic,
+            implementation=implementation,
+            return_lse=True,
+        ),
+    )
+    if segment_ids is not None:
+        for name, given in (
+            ("query_seq_lengths", query_seq_lengths),
+            ("key_value_seq_lengths", key_value_seq_lengths),
+            ("mask", mask),
+        ):
+            if given is not None:
+                raise ValueError(f"{name}: got an array beside segment_ids, which say the same; legal: None")
+        segments = _segments(segment_ids, max_segments, call)
+        out, lse = attend_within(segments, partial(attend, causal=is_causal))
+    else:
+        batch, num_queries, num_keys = *call.query.shape[:2], call.key.shape[1]
+        lengths = _Lengths(
+            _checked("query_seq_lengths", query_seq_lengths, batch, num_queries),
+            _checked("key_value_seq_lengths", key_value_seq_lengths, batch, num_keys),
+            same=query_seq_lengths is not None and query_seq_lengths is key_value_seq_lengths,
+        )
+        out, lse = _over_rows(call, partial(attend, selection=call.selection), lengths, is_causal)
+    out, lse = (x[0] if one_row else x for x in (out, lse))
+    return (out, lse) if return_residual else out
+
+
+Attend = Callable[..., tuple[jax.Array, jax.Array]]
+"""`mla_prefill` of a call's arrays, without the offsets and the mask: returns out and lse."""
+
+
+class _Call(NamedTuple):
+    """The arrays of a call as [B, T or S, N, width], checked, and the mask as bits."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    selection: jax.Array | None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.query, self.key, self.value
+
+    @property
+    def width(self) -> int:
+        return self.query.shape[-1]
+
+    @classmethod
+    def of(
+        cls,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: object,
+        mask: jax.Array | None,
+        local_window_size: object,
+        dropout_rate: float,
+    ) -> _Call:
+        """The checked call; raises what the public function says."""
+        for name, refused in (("bias", bias), ("local_window_size", local_window_size)):
+            if refused is not None:
+                kind = type(refused).__name__
+                raise NotImplementedError(
+                    f"{name}: got {kind}; legal: None (a mask [B or 1, 1, T, S] of bool is taken)"
+                )
+        if not (isinstance(dropout_rate, float | int) and dropout_rate == 0):
+            raise NotImplementedError(f"dropout_rate: got {dropout_rate}; legal: 0, as attention has no dropout here")
+        found = {name: describe(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+        rank = len(found["query"].shape)
+        if rank not in (3, 4):
+            raise ValueError(f"query: got shape {found['query'].shape}; legal: [B, T, N, H] or [T, N, H]")
+        *rows, _, heads, width = found["query"].shape
+        for name, array in found.items():
+            axes = {"query": "T, N, H", "key": "S, N, H", "value": "S, N, V"}[name]
+            legal = f"[{'B, ' * (rank - 3)}{axes}], with B, N and H of query, {[*rows, heads, width]}"
+            if len(array.shape) != rank or list(array.shape[:-3]) != rows:
+                raise ValueError(f"{name}: got shape {array.shape}; legal: {legal}")
+            if array.shape[-2] != heads:
+                raise NotImplementedError(
+                    f"{name}: got {array.shape[-2]} heads; legal: query's {heads} (grouped queries are not computed"
+                    f" here; jnp.repeat({name}, groups, axis=-2) gives them heads)"
+                )
+            if array.dtype not in VALUES:
+                raise ValueError(f"{name}: got dtype {array.dtype}; legal: {', '.join(VALUES)}")
+            if array.dtype != found["query"].dtype:
+                raise ValueError(f"{name}: got dtype {array.dtype}; legal: query's, {found['query'].dtype}")
+            if name == "key" and array.shape[-1] != width:
+                raise ValueError(f"key: got shape {array.shape}; legal: {legal}")
+            if name == "value" and array.shape[-3] != found["key"].shape[-3]:
+                raise ValueError(
+                    f"value: got shape {array.shape}; legal: {legal}, and key's S = {found['key'].shape[-3]}"
+                )
+        query, key, value = (x[None] if rank == 3 else x for x in map(jnp.asarray, (query, key, value)))
+        return cls(query, key, value, None if mask is None else _bits(mask, query.shape[:2], key.shape[1]))
+
+
+def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
+    """The selection of `mla_prefill` that a mask is, [B T, W]."""
+    shape = describe("mask", mask).shape
+    if jnp.dtype(mask.dtype) != jnp.bool_:
+        raise ValueError(f"mask: got dtype {mask.dtype}; legal: bool")
+    batch, num_queries = rows
+    legal = f"[{batch} or 1, 1, {num_queries} or 1, {num_keys} or 1]"
+    shape = (*(1,) * (4 - len(shape)), *shape)
+    sizes = zip(shape, (batch, shape[1], num_queries, num_keys), strict=len(shape) == 4)
+    if len(shape) != 4 or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(f"mask: got shape {describe('mask', mask).shape}; legal: {legal}")
+    if shape[1] != 1:
+        raise NotImplementedError(f"mask: got {shape[1]} heads; legal: 1, {legal}: all heads see the same keys")
+    words = selection_words(num_keys)
+    whole = jnp.broadcast_to(jnp.reshape(mask, shape)[:, 0], (batch, num_queries, num_keys))
+    bits = jnp.pad(whole, ((0, 0), (0, 0), (0, words * WORD_KEYS - num_keys))).reshape(-1, words, WORD_KEYS)
+    packed = (bits.astype(jnp.uint32) << jnp.arange(WORD_KEYS, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(packed, jnp.int32)
+
+
+def _segments(segment_ids: jax.Array | Segments, max_segments: int | None, call: _Call) -> Segments:
+    """The segments of a call, made from ids if they are no `Segments` yet."""
+    rows = call.query.shape[:2]
+    if call.key.shape[1] != rows[1]:
+        raise ValueError(f"key: got {call.key.shape[1]} tokens; legal: query's {rows[1]}, as segment_ids are of both")
+    if isinstance(segment_ids, Segments):
+        if max_segments is not None:
+            raise ValueError(
+                f"max_segments: got {max_segments} beside Segments, which were made for theirs; legal: None"
+            )
+        found = segment_ids
+    else:
+        if max_segments is None:
+            raise ValueError("max_segments: got None; legal: a static int >= 1, the most segments of a row")
+        found = Segments.from_ids(jnp.atleast_2d(segment_ids), max_segments=max_segments)
+    if found.valid.shape != rows:
+        raise ValueError(f"segment_ids: got shape {found.valid.shape}; legal: query's [B, T] = {rows}")
+    return found
+
+
+class _Lengths(NamedTuple):
+    """The tokens of each row that count [B], None where all do. same: both are one array."""
+
+    queries: jax.Array | None
+    keys: jax.Array | None
+    same: bool
+
+
+def _checked(name: str, lengths: jax.Array | None, batch: int, tokens: int) -> jax.Array | None:
+    """The lengths of rows of so many tokens, if they are given; ValueError unless they are [B] int32."""
+    if lengths is None:
+        return None
+    array = describe(name, lengths)
+    if array.dtype != "int32" or array.shape != (batch,):
+        raise ValueError(f"{name}: got {array.dtype} of shape {array.shape}; legal: int32 of shape [B] = [{batch}]")
+    return jnp.clip(lengths, 0, tokens)
+
+
+def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, V] and lse [B, T, N] of rows with these lengths."""
+    queries, keys, same = lengths
+    (batch, num_queries), num_keys = call.query.shape[:2], call.key.shape[1]
+    every = jnp.arange(batch + 1, dtype=jnp.int32)
+
+    def rows(starts_q: jax.Array, starts_kv: jax.Array, *, causal: bool) -> tuple[jax.Array, jax.Array]:
+        out, lse = attend(
+            cu_seqlens_q=starts_q, cu_seqlens_kv=starts_kv, max_q_len=num_queries, max_kv_len=num_keys, causal=causal
+        )
+        return out.reshape(batch, num_queries, *out.shape[1:]), lse.reshape(batch, num_queries, *lse.shape[1:])
+
+    if queries is None and keys is None and (num_queries == num_keys or not is_causal):
+        return rows(every * num_queries, every * num_keys, causal=is_causal)
+    q_lens = jnp.full(batch, num_queries, jnp.int32) if queries is None else queries
+    kv_lens = jnp.full(batch, num_keys, jnp.int32) if keys is None else keys
+
+    def part(first: jax.Array, count: jax.Array, kv_lens: jax.Array, *, causal: bool) -> tuple[jax.Array, jax.Array]:
+        """The results of `count` queries of each row from `first` on; those of the others are 0 and -inf.
+
+        A row is four requests: the queries before `first` without keys, these with the row's keys, the queries behind
+        without keys, and the padding's keys without queries."""
+        zero, end = jnp.zeros_like(first), jnp.full_like(first, num_queries)
+        starts_q = jnp.stack([zero, first, first + count, end], axis=1) + every[:-1, None] * num_queries
+        starts_kv = jnp.stack([zero, zero, kv_lens, kv_lens], axis=1) + every[:-1, None] * num_keys
+        ends = (every[-1] * num_queries, every[-1] * num_keys)
+        return rows(*(jnp.append(x, end) for x, end in zip((starts_q, starts_kv), ends, strict=True)), causal=causal)
+
+    none = jnp.zeros_like(q_lens)
+    if not is_causal:
+        return part(none, q_lens, kv_lens, causal=False)
+    # The last of as many queries as keys sees all of them, in mla_prefill's alignment and in jax.nn's.
+    square = jnp.minimum(q_lens, kv_lens)
+    out, lse = part(none, square, square, causal=True)
+    if same or (keys is None and num_queries <= num_keys):
+        return out, lse
+    behind = part(square, q_lens - square, kv_lens, causal=False)
+    first = (jnp.arange(num_queries) < square[:, None])[..., None]
+    return jnp.where(first[..., None], out, behind[0]), jnp.where(first, lse, behind[1])
