@@ -1,6 +1,7 @@
-"""Products with e4m3 weights that have a scale for 128 x 128, beside DeepGEMM's. A point is "linear", or "experts" for
-DeepSeek-V3's 256 experts of which every token has 8; tokens; and the weight's rows and columns, for experts those of
-the joined gate and up projections.
+"""Products with e4m3 weights that have a scale for 128 x 128, beside DeepGEMM's. A point is "linear" or "experts";
+tokens; and the weight's rows and columns. For experts these are the rows and columns of the joined gate and up
+projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 experts, 8 a token), 4096 x 4096 of V4 (256
+and 6), 2816 x 2048 of V2-Lite (64 and 6).
 
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
 experts they are two products, and what is between: the first one reads tokens by their index and makes silu(gate) * up,
@@ -23,9 +24,11 @@ import tsmla_bridge
 from benchmarks.floors import FLOPS_PER_S, bytes_per_s
 from benchmarks.harness import Case, Object, Run, device, ints, randn
 
-EXPERTS, CHOSEN, WEIGHT_SCALE = 256, 8, 2.0**-11
+WEIGHT_SCALE = 2.0**-11
 MANY_TOKENS = 1024
 LINEARS = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432))
+EXPERTS = {(4096, 7168): (256, 8), (4096, 4096): (256, 6), (2816, 2048): (64, 6)}
+"""How many experts there are, and how many of them each token has, by the size of the gate and up projections."""
 FORMS = {"tsmla": "float8_e4m3fn", "tsmla_exact": "bfloat16"}
 
 
@@ -34,6 +37,11 @@ class Point(NamedTuple):
     t: int
     n: int
     k: int
+
+
+def experts_of(point: Point) -> tuple[int, int]:
+    """How many experts there are, and how many of them each token has; two for sizes that no model has."""
+    return EXPERTS.get((point.n, point.k), (2, 2))
 
 
 def weight(*shape: int) -> tuple[Any, Any]:
@@ -54,6 +62,7 @@ def widened(values: Any, scales: Any) -> Any:
 class Products(Case):
     points: ClassVar = (
         *(Point("experts", t, 4096, 7168) for t in (1, 16, 64, 256, 1024, 2048, 4096)),
+        *(Point("experts", t, *size) for size in ((4096, 4096), (2816, 2048)) for t in (16, 256, 4096)),
         *(Point("linear", t, *matrix) for matrix, t in itertools.product(LINEARS, (1, 16, 64, 256, 1024, 4096))),
     )
     peers: ClassVar = {"deep_gemm": "deep_gemm", "cublas": "cudnn"}  # cuBLAS comes with torch, as cuDNN does
@@ -65,12 +74,13 @@ class Products(Case):
         self.x = randn(point.t, point.k)
         self.quantised = tsmla_bridge.quantize_blocks(self.x)
         self.experts = point.op == "experts"
-        self.width, self.count = point.n // 2, min(EXPERTS, max(2, point.n // 16)) if self.experts else 1
+        self.width = point.n // 2
+        self.count, self.top_k = experts_of(point) if self.experts else (1, 1)
         stack = (self.count,) if self.experts else ()
         self.weights = [weight(*stack, point.n, point.k)]
         if self.experts:
             self.weights.append(weight(*stack, point.k, self.width))
-            chosen = torch.stack([torch.randperm(self.count) for _ in range(point.t)])[:, : min(CHOSEN, self.count)]
+            chosen = torch.stack([torch.randperm(self.count) for _ in range(point.t)])[:, : self.top_k]
             order = chosen.flatten().argsort(stable=True)
             self.counts = torch.bincount(chosen.flatten(), minlength=self.count)
             self.picked = ints(order // chosen.shape[1])
@@ -85,7 +95,8 @@ class Products(Case):
             if point.op == "linear":
                 yield "block_scaled_matmul", {"dtype": dtype, **sizes}
                 continue
-            grouped = {"dtype": dtype, "num_tokens": point.t * CHOSEN, "num_groups": EXPERTS}
+            count, top_k = experts_of(point)
+            grouped = {"dtype": dtype, "num_tokens": point.t * top_k, "num_groups": count}
             first = {"gated": True, "picked": True, "quantized": dtype == "float8_e4m3fn", "in_features": point.k}
             yield "grouped_block_scaled_matmul", {**grouped, **first, "out_features": point.n}
             yield "grouped_block_scaled_matmul", {**grouped, "in_features": point.n // 2, "out_features": point.k}
@@ -129,7 +140,7 @@ class Products(Case):
                 index[begin : begin + int(self.counts[expert])] = expert
             function, sizes, rest = deep_gemm.m_grouped_fp8_gemm_nt_contiguous, (len(index),), (index.to(device()),)
         else:
-            most, expected = max(16, int(self.counts.max()) + 15 & ~15), max(1, self.point.t * CHOSEN // self.count)
+            most, expected = max(16, int(self.counts.max()) + 15 & ~15), max(1, self.point.t * self.top_k // self.count)
             function, sizes = deep_gemm.m_grouped_fp8_gemm_nt_masked, (self.count, most)
             rest = ints(self.counts), expected
         products = []
@@ -159,7 +170,7 @@ class Products(Case):
 
     def floor_us(self, name: str) -> float:
         t, n, k = self.point[1:]
-        products = [(t * CHOSEN, n, k), (t * CHOSEN, k, n // 2)] if self.experts else [(t, n, k)]
+        products = [(t * self.top_k, n, k), (t * self.top_k, k, n // 2)] if self.experts else [(t, n, k)]
         used = int((self.counts > 0).sum()) if self.experts else 1
         moved = sum(used * columns * depth + 2 * rows * columns for rows, columns, depth in products)
         flops = sum(2 * rows * columns * depth for rows, columns, depth in products)
