@@ -7,8 +7,9 @@ DeepSeek-V4 (section 2.1).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -22,7 +23,7 @@ from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, products_of, quantized
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.linear import by_scaled_products, linear, scaled_product
 from tsmla_jax.nn.row_blocks import make_blocks, sort_rows
-from tsmla_jax.nn.scaled_rows import ScaledRows, scaled_rows
+from tsmla_jax.nn.scaled_rows import ScaledRows, scaled, scaled_rows
 from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 
@@ -47,18 +48,36 @@ def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None =
     if len(weights) < 2 or not all(by_scaled_products(x.shape[0], weight, x.dtype) for weight in weights):
         return linear(activate(linear(x, gate_up), limit), down)
     first, second = weights
-    inner = scaled_product(*quantized(x, first), first, gated=True, limit=limit, out_dtype=_inner_dtype(x, second))
-    return cast(jax.Array, scaled_product(*_with_scales(inner), second, out_dtype=x.dtype.name))
+    form = {"gated": True, "limit": limit, "out_dtype": _inner_dtype(x, second)}
+    inner = scaled_product(*quantized(x, first), first, **form)
+    return _down(functools.partial(scaled_product, weight=second), inner, x.dtype)
 
 
 def _inner_dtype(x: jax.Array, down: BlockScaled) -> str:
-    """The dtype of the gated activations that a product with `down` takes."""
-    return "float8_e4m3fn" if down.products == "quantized" else x.dtype.name
+    """The dtype of the gated activations that come before a product with `down`. Those of float16 stay in float32 until
+    each row has a scale: they are products of small numbers, of which float16 would lose bits."""
+    if down.products == "quantized":
+        return "float8_e4m3fn"
+    return "float32" if x.dtype == jnp.float16 else x.dtype.name
 
 
-def _with_scales(result: jax.Array | tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-    """The values and scales of a gated product's result; None for one that has no scales."""
-    return result if isinstance(result, tuple) else (result, None)
+def _down(
+    product: Callable[..., Any], inner: jax.Array | tuple[jax.Array, jax.Array], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """The product of gated activations, of the dtype that `_inner_dtype` says, with the last weight.
+
+    Args:
+      product: takes values, their scales or None, and `out_dtype`.
+      inner: the gated activations [R, I], and their scales if they are quantised.
+      dtype: that of the result, [R, C].
+    """
+    name = jnp.dtype(dtype).name
+    if isinstance(inner, tuple):
+        return cast(jax.Array, product(*inner, out_dtype=name))
+    if inner.dtype != jnp.float32:
+        return cast(jax.Array, product(inner, None, out_dtype=name))
+    values, scales = scaled(inner)
+    return cast(jax.Array, (product(values, None, out_dtype="float32") * scales[:, None]).astype(name))
 
 
 def activate(gate_up: jax.Array, limit: float | None) -> jax.Array:
@@ -270,14 +289,12 @@ def _scaled_experts(
     products are quantised if the weights' `products` says so."""
     rows, cu_rows, places = sort_rows(experts, min(gate_up.shape[0], down.shape[0]))
 
-    def product(given: tuple[jax.Array, jax.Array | None], weight: BlockScaled, **form: Any) -> Any:
-        values, scales = given
+    def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled, **form: Any) -> Any:
         return grouped_block_scaled_matmul(values, weight.values, scales, weight.scales, cu_rows, **form)
 
     gated = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
-    inner = product(quantized(x, gate_up), gate_up, **gated)
-    out: jax.Array = product(_with_scales(inner), down, out_dtype=x.dtype.name)
-    return out[places]
+    inner = product(*quantized(x, gate_up), weight=gate_up, **gated)
+    return _down(functools.partial(product, weight=down), inner, x.dtype)[places]
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:

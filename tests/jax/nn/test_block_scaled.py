@@ -363,3 +363,32 @@ def test_rows_sorted_by_group() -> None:
         np.testing.assert_array_equal(found.rows, order // most)
         np.testing.assert_array_equal(np.asarray(found.places).ravel()[order], np.arange(chosen.size))
         np.testing.assert_array_equal(found.cu_rows, np.searchsorted(np.sort(chosen.ravel()), np.arange(groups + 1)))
+
+
+def test_gated_activations_of_f16_keep_their_bits() -> None:
+    """Products of 1e-4 and 1e-4, below the least number of f16, by both exact products."""
+    rng = np.random.default_rng(10)
+
+    def weight(*shape: int) -> BlockScaled:
+        values = jnp.asarray(rng.standard_normal(shape).clip(-3, 3) * 50, jnp.float8_e4m3fn)
+        blocks = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+        return BlockScaled(values, jnp.asarray(rng.uniform(1e-7, 2e-7, blocks), jnp.float32), "exact")
+
+    x, shares = jnp.asarray(rng.standard_normal((6, 256)), jnp.float16), jnp.asarray(rng.random((6, 2)), jnp.float32)
+    gate_up, down = weight(2, 512, 256), weight(2, 256, 256)
+    down = replace(down, scales=down.scales * 1e9)
+    experts = jnp.asarray([[0, 1]] * 5 + [[1, 2]], jnp.int32)
+    assert moe.takes_scaled_products(x.dtype, gate_up, down)
+    floats = [np.float64(w.widened(jnp.float32)) for w in (gate_up, down)]
+    each = []
+    for up, last in zip(*floats, strict=True):
+        gate, other = np.split(np.float64(x) @ up.T, 2, axis=1)
+        each.append((gate / (1 + np.exp(-gate)) * other) @ last.T)
+    share = np.float64(shares)
+    want = share[:, :1] * each[0] + share[:, 1:] * each[1]
+    want[5] = share[5, 0] * each[1][5]
+    for got, right in (
+        (moe.mix_experts(x, experts, shares, gate_up, down), want),
+        (moe.gated_mlp(x, *(replace(w, values=w.values[0], scales=w.scales[0]) for w in (gate_up, down))), each[0]),
+    ):
+        assert np.linalg.norm(np.float64(got) - right) < 1e-3 * np.linalg.norm(right)

@@ -57,7 +57,7 @@ PICKED = {
     for rows in (1, 16, 128)
     for x_dtype, out_dtype in (
         ("bfloat16", "bfloat16"),
-        ("float16", "float16"),
+        ("float16", "float32"),
         ("float8_e4m3fn", "float8_e4m3fn"),
         ("float8_e4m3fn", "bfloat16"),
     )
