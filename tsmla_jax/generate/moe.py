@@ -48,7 +48,7 @@ def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None =
     if len(weights) < 2 or not all(by_scaled_products(x.shape[0], weight, x.dtype) for weight in weights):
         return linear(activate(linear(x, gate_up), limit), down)
     first, second = weights
-    form = {"gated": True, "limit": limit, "out_dtype": _inner_dtype(x, second)}
+    form: dict[str, Any] = {"gated": True, "limit": limit, "out_dtype": _inner_dtype(x, second)}
     inner = scaled_product(*quantized(x, first), first, **form)
     return _down(functools.partial(scaled_product, weight=second), inner, x.dtype)
 
@@ -292,7 +292,7 @@ def _scaled_experts(
     def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled, **form: Any) -> Any:
         return grouped_block_scaled_matmul(values, weight.values, scales, weight.scales, cu_rows, **form)
 
-    gated = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
+    gated: dict[str, Any] = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
     inner = product(*quantized(x, gate_up), weight=gate_up, **gated)
     return _down(functools.partial(product, weight=down), inner, x.dtype)[places]
 
