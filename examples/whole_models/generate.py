@@ -19,6 +19,8 @@ there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are
 something. Rows have the first of them; --compare adds the share of them that is equal in a record of vllm_steps.py,
 which reads the same checkpoints and has the same prompts.
 
+--fp8_products quantized --fp8_products exact measures both products with fp8 weights, in turn and of the same weights.
+
 --layers makes a slice that fits one GPU's memory, where a mesh is to be compared with one. On a mesh a batch is that
 of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one device: the bytes that it must
 read, or its share of the products; collectives have none. Rows on one device beside those of a mesh are what a second
@@ -68,6 +70,7 @@ from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
 from tsmla_jax.generate.model import fold
 from tsmla_jax.generate.session import StepKind
 from tsmla_jax.nn import MLAConfig, V32Config
+from tsmla_jax.nn.block_scaled import with_products
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 
 CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
@@ -76,6 +79,9 @@ CACHE = flags.DEFINE_string("compilation_cache", None, "folder of jax's compilat
 DATA = flags.DEFINE_integer("data_parallel", 1, "copies of the model", lower_bound=1)
 EXPERT = flags.DEFINE_integer("expert_parallel", 1, "devices of a copy that have texts of their own", lower_bound=1)
 LAYERS = flags.DEFINE_integer("layers", None, "layers of a model, instead of its own number", lower_bound=2)
+FP8_PRODUCTS = flags.DEFINE_multi_enum(
+    "fp8_products", [], ["quantized", "exact"], "products with fp8 weights, instead of the default ones; each has rows"
+)
 CONTEXT_DEVICES = flags.DEFINE_integer("context_parallel", 1, "devices that share the keys of a text", lower_bound=1)
 
 STEPS = 64
@@ -105,10 +111,14 @@ def placed(params: Any) -> Any:
     )
 
 
+def fields_of(model: tuple[str, str]) -> dict[str, Any]:
+    """config.json of a model, with --layers layers."""
+    return MODELS[model] | ({"num_hidden_layers": LAYERS.value} if LAYERS.value else {})
+
+
 def config_of(model: tuple[str, str]) -> ModelConfig:
     """The model's configuration, with --layers layers; no token ends a text."""
-    layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
-    return steps.without_ends(ModelConfig.from_hf({**MODELS[model], **layers}))
+    return steps.without_ends(ModelConfig.from_hf(fields_of(model)))
 
 
 def params_of(model: tuple[str, str]) -> Any:
@@ -120,8 +130,17 @@ def params_of(model: tuple[str, str]) -> Any:
     if not isinstance(config.attention, MLAConfig):
         raise app.UsageError(f"--checkpoints: no checkpoint of {','.join(model)} is made; legal: points of V2 and V3")
     if not (directory / "config.json").exists():
-        write_checkpoint(directory, MODELS[model])
+        write_checkpoint(directory, fields_of(model))
     return load_model(directory, config, keep_fp8=narrow, mesh=mesh_shape(), progress=True)
+
+
+PEERS = {None: "tsmla", "quantized": "tsmla", "exact": "tsmla_exact"}
+"""The peer of a row by its products with fp8 weights, as in `fp8_products.json`; None: the default ones."""
+
+
+def forms() -> list[str | None]:
+    """The products with fp8 weights that are measured."""
+    return list(FP8_PRODUCTS.value) or [None]
 
 
 def _bytes(tree: Any) -> int:
@@ -276,11 +295,12 @@ def options(config: ModelConfig, batch: int, length: int) -> EngineOptions:
     )
 
 
-def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
+def compile_step(config: ModelConfig, narrow: bool, what: str, products: str | None) -> None:
     """Compiles the steps of a point into the cache and prints how long that takes, tracing included. With --checkpoints
     those of a decode row's prompts are among them."""
     replicas = mesh_shape().replicas
-    params = placed(jax.eval_shape(lambda params: fold(params, config), shapes_here(config, narrow)))
+    params = with_products(shapes_here(config, narrow), products)
+    params = placed(jax.eval_shape(lambda params: fold(params, config), params))
     if what.startswith("prompt"):
         engine = Engine(params, config, options(config, 1, int(what.removeprefix("prompt"))))
         engine.compile_ahead()
@@ -307,9 +327,10 @@ def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
         print(f"{step} of {what}: traced in {traced - begin:.1f} s, compiled in {seconds:.1f} s", flush=True)
 
 
-def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> None:
+def measure(record: Record, params: Any, model: tuple[str, str], what: str, products: str | None) -> None:
     """One point: a batch size, "prefill", or "prompt" and its tokens."""
     config, narrow = config_of(model), model[1] == "fp8"
+    params = with_products(params, products)
     row: dict[str, Any]
     if what == "prefill":
         replicas = mesh_shape().replicas
@@ -341,14 +362,15 @@ def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> N
     rate = tokens / us * 1e6
     attention = config.layer(0).attention
     heads = (attention.mla if isinstance(attention, V32Config) else attention).num_attention_heads
-    sizes = {"context": CONTEXT.value, "layers": config.num_layers, "heads": heads}
+    sizes: dict[str, Any] = {"context": CONTEXT.value, "layers": config.num_layers, "heads": heads}
+    sizes |= {"products": products} if products else {}
     if mesh_shape().size > 1:
         sizes |= {f"{axis}_parallel": size for axis, size in dataclasses.asdict(mesh_shape()).items()}
         if "+COLLECTIVES" in os.environ.get("XLA_FLAGS", ""):
             sizes["collectives"] = "in graphs"
-    record.add(**sizes | row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
+    record.add(**sizes | row, peer=PEERS[products], us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
     extra = " ".join(f"{key} {value}" for key, value in row.items() if key.endswith(("_s", "equal_tokens")))
-    print(f"{row['mode']:22s} B {row['b']:4d} {us:9.1f} us, floor {floor:8.1f} ({floor / us:4.0%}), "
+    print(f"{row['mode']:22s} {products or ''} B {row['b']:4d} {us:9.1f} us, floor {floor:8.1f} ({floor / us:4.0%}), "
           f"{rate:9.0f} tokens/s {extra}", flush=True)  # fmt: skip
 
 
@@ -366,7 +388,8 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if COMPILE_ONLY.value:
         for model, weights, what in points:
-            compile_step(config_of((model, weights)), weights == "fp8", what)
+            for products in forms():
+                compile_step(config_of((model, weights)), weights == "fp8", what, products)
         return 0
     record = Record()
     params: dict[tuple[str, str], Any] = {}
@@ -374,7 +397,8 @@ def main(argv: list[str]) -> int:
         if (model, weights) not in params:
             params.clear()
             params[model, weights] = params_of((model, weights))
-        measure(record, params[model, weights], (model, weights), what)
+        for products in forms():
+            measure(record, params[model, weights], (model, weights), what, products)
     return 0
 
 

@@ -154,6 +154,14 @@ def test_a_record_without_checkpoints(tmp_path: Path) -> None:
     assert not any("tokens" in row for row in json.loads((tmp_path / "out.json").read_text()))
 
 
+@pytest.mark.slow
+def test_both_products_of_the_same_weights(tmp_path: Path) -> None:
+    given = ["--points", "v3-slice,fp8,4", "--context", 64, "--layers", 2, "--out", tmp_path / "out.json"]
+    run("generate", [*given, "--fp8_products", "quantized", "--fp8_products", "exact"], STEPS=6)
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["peer"], row["products"]) for row in rows] == [("tsmla", "quantized"), ("tsmla_exact", "exact")]
+
+
 VLLM = '''
 """A stand-in: every request's tokens are 7, 8, 9, ..."""
 import json, sys, types
