@@ -16,7 +16,8 @@ inputs; a row's `form` says which:
 
   tsmla mask, tsmla mask fp8    the same selection as bits, in bf16 and in e4m3
   tsmla dense, tsmla dense fp8  all keys: what the kernel takes without a selection, for comparison alone
-  tsmla bits                    the bits of the selection
+  tsmla bits                    the bits of the selection, from positions
+  tsmla topk, tsmla topk bits   select_topk of random logits of the causal prefix: positions, and bits in their place
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ from tsmla_kernels.sm90.sparse.union_config import HEADS
 FP8, E4M3 = "tsmla fp8 queries", torch.float8_e4m3fn
 UNION = "tsmla union"
 MASK, DENSE, BITS = "tsmla mask", "tsmla dense", "tsmla bits"
+TOPK, TOPK_BITS = "tsmla topk", "tsmla topk bits"
 MASK_FP8, DENSE_FP8 = f"{MASK} fp8", f"{DENSE} fp8"
 EXPANDED = {MASK: "mask", MASK_FP8: "mask", DENSE: "dense", DENSE_FP8: "dense", BITS: "bits"}
+SELECTIONS = {TOPK: "topk", TOPK_BITS: "topk bits"}
 """The functions of the expanded form, and the form of each."""
-FORMS = {**EXPANDED, UNION: "union", "widen": "widen"}
+FORMS = {**EXPANDED, **SELECTIONS, UNION: "union", "widen": "widen"}
 """The form of each function; all others are direct."""
 SELECTED = {"random": 2048, "shared80": 2048, "shared95": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
 """The slots of each mode, the window's apart."""
@@ -131,6 +134,9 @@ class SparsePrefill(packed.PackedCase):
                 yield "mla_prefill", {"dtype": dtype, "selection": True}
         if lengths:
             yield "selection_bits", lengths
+            for bits in (False, True):
+                sizes = {"num_tokens": point.t, "num_columns": point.t, "k": SELECTED[point.mode]}
+                yield "select_topk", {**sizes, "bits": bits}
 
     def ours(self) -> dict[str, Run]:
         found = {"tsmla": self.call(self.q, form="direct")}
@@ -153,7 +159,14 @@ class SparsePrefill(packed.PackedCase):
         mask = functools.partial(dense, selection=bits(), selection_rows=rows)
         narrow = [x.to(E4M3) for x in self.qkv]
         calls = {MASK: (mask, self.qkv), MASK_FP8: (mask, narrow), DENSE: (dense, self.qkv), DENSE_FP8: (dense, narrow)}
-        return {BITS: bits, **{name: functools.partial(call, *given) for name, (call, given) in calls.items()}}
+        logits = torch.randn(t, t, device=device())
+        topk = functools.partial(tsmla_bridge.select_topk, logits, tokens + 1, SELECTED[self.point.mode])
+        selections = {
+            TOPK: functools.partial(topk, order="position"),
+            TOPK_BITS: functools.partial(topk, return_bits=True),
+        }
+        attentions = {name: functools.partial(call, *given) for name, (call, given) in calls.items()}
+        return {BITS: bits, **selections, **attentions}
 
     def of_peer(self, name: str) -> Run:
         if name == "widen":
@@ -173,6 +186,9 @@ class SparsePrefill(packed.PackedCase):
         t, h = self.point[1:]
         if name == BITS:
             return (self.indices.numel() * 4 + t * t / 8) / BYTES_PER_S * 1e6
+        if name in SELECTIONS:
+            written = t / 8 if name == TOPK_BITS else self.indices.shape[1] * 4
+            return t * ((t + 1) / 2 * 4 + written) / BYTES_PER_S * 1e6
         if name in EXPANDED:
             rate = FLOPS_PER_S["fp8" if name in (MASK_FP8, DENSE_FP8) else "bf16"]
             return t * (t + 1) * h * (QK_DIM + V_DIM) / rate * 1e6
@@ -188,7 +204,7 @@ class SparsePrefill(packed.PackedCase):
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
         case |= {"form": FORMS.get(name, "direct")}
-        if name in (DENSE, DENSE_FP8, BITS):
+        if name in (DENSE, DENSE_FP8, BITS, *SELECTIONS):
             return case
         if name == "widen":
             return case | {"rel_err": float((results.float() - self.bf16.float()).norm() / self.bf16.float().norm())}

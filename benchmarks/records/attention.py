@@ -140,6 +140,8 @@ MASK_COLUMNS: Sequence[tb.Column] = (
     tb.time("mask", MASK), tb.over("mask / FlashMLA", MASK, "flashmla"), tb.over("mask / dense", MASK, ALL_KEYS),
     tb.time("mask, fp8", f"{MASK} fp8"), tb.time("bits", BITS),
 )  # fmt: skip
+TOPK, TOPK_BITS = "tsmla topk", "tsmla topk bits"
+TOPK_COLUMNS: Sequence[tb.Column] = (tb.time("top-k", TOPK), tb.time("top-k as bits", TOPK_BITS))
 
 
 def sparse_prefill() -> tb.Record:
@@ -147,7 +149,8 @@ def sparse_prefill() -> tb.Record:
         ours = [tb.our_time(), tb.over("/ FlashMLA", OURS, "flashmla"), tb.OF_FLOOR, tb.time("fp8 queries", FP8)]
         union = UNION_COLUMNS if any(UNION in point.rows for point in loaded.points) else ()
         expanded = MASK_COLUMNS if any(MASK in point.rows for point in loaded.points) else ()
-        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours, *union, *expanded
+        topk = TOPK_COLUMNS if any(TOPK_BITS in point.rows for point in loaded.points) else ()
+        return name, tb.FLOOR, tb.time("FlashMLA", "flashmla"), *ours, *union, *expanded, *topk
 
     def caption(loaded: tb.Loaded) -> str:
         points, said = loaded.points, "Microseconds, medians, bf16 queries. "
@@ -174,6 +177,8 @@ def sparse_prefill() -> tb.Record:
             dense, bits = (tb.mean_and_worst(p.ratio(*pair) for p in points) for pair in pairs)
             said += f"The selection as bits in the expanded form (mask) takes {masks} of FlashMLA's time, {dense} of "
             said += f"what the same kernel takes for all keys; making the bits {bits} of the mask's time. "
+        if topks := tb.mean_and_worst(point.ratio(TOPK_BITS, TOPK) for point in points):
+            said += f"A top-k that writes the bits takes {topks} of the time of one that writes positions. "
         return said + tb.provenance(loaded.rows)
 
     def short(loaded: tb.Loaded) -> list[str]:
