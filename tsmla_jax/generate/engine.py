@@ -33,11 +33,35 @@ from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
 from tsmla_jax.generate.session import ContextPasses, Session, Started, StepKind, Tokens
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, StepConfig
 from tsmla_jax.nn import MLAConfig
+from tsmla_jax.nn.v32 import V32Config
+from tsmla_jax.nn.v32.functional import mask_reasons, mask_refusals
 from tsmla_kernels.contract import FP8
+from tsmla_kernels.contract.forms import StepSizes, selected_form
 
 MAX_EXPANDED_BYTES = 1 << 29
 """Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
 chunk of tokens at once even where these are more."""
+
+
+def reach_of(cached: int, chunk: int) -> int:
+    """A bound of cached tokens: 1, 4, 8, 16, ... chunks, so that programs are few."""
+    reach = chunk if cached <= chunk else 4 * chunk
+    while reach < cached:
+        reach *= 2
+    return reach
+
+
+def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> int | None:
+    """The bound of `cached` tokens by which V3.2's layers choose the form of their attention to a chunk; None where
+    they take the same form without it."""
+    attention = config.attention
+    if not isinstance(attention, V32Config):
+        return None
+    reasons = mask_refusals(quantised=plan.q_dtype == FP8, shared_keys=plan.mesh.context > 1)
+    reasons += mask_reasons(attention, plan.dtype)
+    reach, heads = reach_of(cached, chunk), attention.mla.num_attention_heads
+    form = selected_form(StepSizes(chunk, 1, reach + chunk, heads, attention.index_topk), reasons=reasons)
+    return reach if form.name == "mask" else None
 
 
 def say_on_terminal(step: str, seconds: float | None) -> None:
@@ -251,8 +275,8 @@ class Engine:
             for most in dict.fromkeys((0, self.options.speculative)):
                 self._compile(StepKind("decode", size), steps.no_drafts(plan.mesh.replicas * size, most))
         longest = plan.max_pages * plan.span
-        passes = {self._context_passes(plan, cached) for cached in range(1, longest, self.options.chunk)}
-        kinds = [StepKind("fresh", plan.prefill_rows), *(StepKind("prefill", 1, each) for each in passes)]
+        prefill_kinds = {self._prefill_kind(plan, cached) for cached in range(1, longest, self.options.chunk)}
+        kinds = [StepKind("fresh", plan.prefill_rows), *prefill_kinds]
         for kind in kinds if prefill else ():
             for size in plan.prefill_sizes:
                 self._compile(kind, self._no_prompts(kind, size))
@@ -313,7 +337,7 @@ class Engine:
         plan, replicas = session.plan, session.replicas
         kind = StepKind("fresh", plan.prefill_rows)
         if cached := max(replica.arrived[0].cached for replica in replicas if replica.arrived):
-            kind = StepKind("prefill", 1, self._context_passes(plan, cached))
+            kind = self._prefill_kind(plan, cached)
         parts = [replica.next_prompts(kind.rows, self.options.chunk) for replica in replicas]
         total = max(sum(len(tokens) for _, tokens in own) for own in parts)
         prompts = self._no_prompts(kind, next(size for size in plan.prefill_sizes if size >= total))
@@ -351,18 +375,22 @@ class Engine:
                 return size
         return most
 
+    def _prefill_kind(self, plan: Plan, cached: int) -> StepKind:
+        """A prefill step behind so many cached tokens."""
+        passes = self._context_passes(plan, cached)
+        most_cached = bound_of_context(self.config, plan, chunk=self.options.chunk, cached=cached)
+        return StepKind("prefill", 1, passes, most_cached)
+
     def _context_passes(self, plan: Plan, cached: int) -> ContextPasses | None:
-        """How a prefill step passes over a context: over 1, 4, 8, 16, ... chunks of tokens, so that programs are few,
-        in as few passes as MAX_EXPANDED_BYTES allow, whose results are merged one by one. None (the device counts, or
-        nothing does) where layers are programs of their own, and for V3.2 and V4."""
+        """How a prefill step passes over a context: in as few passes as MAX_EXPANDED_BYTES allow, whose results are
+        merged one by one. None (the device counts, or nothing does) where layers are programs of their own, and for
+        V3.2 and V4."""
         config, chunk = self.config.attention, self.options.chunk
         if not plan.at_once or not isinstance(config, MLAConfig):
             return None
         width = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
         fits = MAX_EXPANDED_BYTES * plan.mesh.context // (width * jnp.dtype(plan.dtype).itemsize)
-        reach = chunk if cached <= chunk else 4 * chunk
-        while reach < cached:
-            reach *= 2
+        reach = reach_of(cached, chunk)
         at_once = reach
         while at_once > max(fits, chunk):
             at_once //= 2
@@ -384,7 +412,8 @@ class Engine:
         tokens = work.tokens.size if isinstance(work, Prompts) else work.tokens.size + work.lens.size
         step = f"{'decode' if kind.phase == 'decode' else 'prefill'} of {tokens} tokens"
         if kind.phase == "prefill":
-            most = f"up to {kind.passes.chunk * kind.passes.number} " if kind.passes else ""
+            cached = kind.passes.chunk * kind.passes.number if kind.passes else kind.most_cached
+            most = f"up to {cached} " if cached else ""
             step += f" after {most}cached ones"
         replicas = self.plan.mesh.replicas
         step += f", up to {replicas * kind.rows} texts" + (f" on {replicas} replicas" if replicas > 1 else "")
@@ -431,6 +460,7 @@ class Engine:
             layout.page_size,
             layout.window_rows,
             session.plan.mesh,
+            most_cached=kind.most_cached,
         )
         config = StepConfig(self._compiled_model, options, kind.rows, given.temperature == 0)
         run = programs.prefill if isinstance(work, Prompts) else programs.decode

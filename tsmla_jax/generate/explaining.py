@@ -218,8 +218,11 @@ def _explain_decode(add: Add, config: MLAConfig, cache: Any, sizes: _Sizes) -> N
     )
 
 
-def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes) -> int:
-    """The indexer's selection; returns how many keys a token chooses at most, on all devices."""
+def _explain_indexer(
+    add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes, returns: str = "return_slots"
+) -> int:
+    """The indexer's selection; returns how many keys a token chooses at most, on all devices. returns: the argument
+    that says what a step on one device takes."""
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
     here = max_pages * keys.shape[1]
@@ -236,27 +239,40 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
         min(config.index_topk, here),
         with_notes=True,  # which part of it is a kernel's
         cu_seqlens_q=None if by_token else _integers(sizes.requests + 1),
-        **{"return_slots" if sizes.context == 1 else "return_scores": True},
+        **{returns if sizes.context == 1 else "return_scores": True},
     )
     return min(config.index_topk, here * sizes.context)
 
 
 def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, cache: V32Cache, sizes: _Sizes) -> None:
-    longest = sizes.max_pages * cache.kv.shape[1]
-    if cache.indexer is None:
-        chosen = min(config.index_topk, longest * sizes.context)
-    else:
-        chosen = _explain_indexer(add, config, cache.indexer, sizes)
-    mla = config.mla
+    page_size, mla = cache.kv.shape[1], config.mla
     quantised = jnp.dtype(sizes.q_dtype) == jnp.float8_e4m3fn
     reasons = mask_refusals(quantised=quantised, shared_keys=sizes.context > 1)
     reasons += [] if quantised else mask_reasons(config, sizes.q_dtype)
-    of_step = StepSizes(sizes.tokens, sizes.requests, longest, mla.num_attention_heads, config.index_topk)
-    add_form(form := selected_form(of_step, reasons=reasons))
+
+    def form_of(longest: int) -> Form:
+        of_step = StepSizes(sizes.tokens, sizes.requests, longest, mla.num_attention_heads, config.index_topk)
+        return selected_form(of_step, reasons=reasons)
+
+    # Prompts begin without a context, of which later chunks may have more and more.
+    whole = sizes.max_pages * page_size
+    longest = min(sizes.tokens, whole) if sizes.requests == 1 else whole
+    form, of_longest = form_of(longest), form_of(whole)
+    if form.name != of_longest.name:
+        form = form._replace(why=f"{form.why}; {of_longest.name} behind a context of up to {whole} tokens")
+    add_form(form)
+    if form.name == "mask":
+        sizes = replace(sizes, max_pages=-(-longest // page_size))
+    if cache.indexer is None:
+        chosen = min(config.index_topk, longest * sizes.context)
+    else:
+        fits = form.name == "mask" and selection_words(sizes.max_pages * page_size) <= config.index_topk
+        chosen = _explain_indexer(add, config, cache.indexer, sizes, "return_bits" if fits else "return_slots")
     if form.name == "mask":
         keys = _floats(longest, mla.num_attention_heads, mla.qk_nope_head_dim + mla.v_head_dim)
         offsets = {"cu_seqlens_q": _integers(sizes.requests + 1), "cu_seqlens_kv": _integers(sizes.requests + 1)}
-        add("selection_bits", _integers(sizes.tokens, chosen), longest)
+        if cache.indexer is None or selection_words(sizes.max_pages * page_size) > config.index_topk:
+            add("selection_bits", _integers(sizes.tokens, chosen), longest)
         add(
             "mla_prefill_kv",
             _array(sizes.q_dtype, sizes.tokens, mla.num_attention_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim),

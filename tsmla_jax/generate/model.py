@@ -91,6 +91,7 @@ class StepOptions:
       implementation: of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
       mesh: of more than one device only inside `jax.shard_map` over its axes.
+      most_cached: "prefill" of V3.2 alone: the most cached tokens of a text; None is what the block tables hold.
     """
 
     phase: Phase
@@ -100,6 +101,7 @@ class StepOptions:
     page_size: int = 64
     window_rows: int = 0
     mesh: MeshShape = ONE_DEVICE
+    most_cached: int | None = None
 
     @property
     def context_axis(self) -> str | None:

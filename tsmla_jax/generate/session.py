@@ -39,11 +39,13 @@ class ContextPasses(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """A step's phase, its rows (texts of a replica, with padding), and how it passes over the context."""
+    """A step's phase, its rows (texts of a replica, with padding), how it passes over the context, and the most cached
+    tokens of a text; None where the step is the same whatever their number."""
 
     phase: Phase
     rows: int
     passes: ContextPasses | None = None
+    most_cached: int | None = None
 
 
 class Started(NamedTuple):

@@ -200,13 +200,23 @@ def _run_layers(
     return model.run_layers(params, config.model, x, caches, batch, constants.scales, config.options, shared)
 
 
-def _ragged_step(tables: Any, seq_lens: Any, cu_seqlens: Any, tokens: int, max_q_len: int, config: StepConfig) -> Step:
+def _ragged_step(
+    tables: Any,
+    seq_lens: Any,
+    cu_seqlens: Any,
+    config: StepConfig,
+    *,
+    tokens: int,
+    max_q_len: int,
+    max_seq_len: int | None = None,
+) -> Step:
     return Step.ragged(
         tables,
         seq_lens,
         cu_seqlens,
         total_tokens=tokens,
         max_q_len=max_q_len,
+        max_seq_len=max_seq_len,
         page_size=config.options.page_size,
         context_axis=config.options.context_axis,
     )
@@ -222,7 +232,16 @@ def _batch(tokens: jax.Array, step: Step, state_slots: jax.Array, config: StepCo
 @partial(jax.jit, static_argnames="config")
 def _pack_prompts(prompts: Prompts, config: StepConfig) -> Batch:
     tokens = prompts.tokens.shape[0]
-    step = _ragged_step(prompts.block_tables, prompts.seq_lens, prompts.cu_seqlens, tokens, tokens, config)
+    cached = 0 if config.options.phase == "fresh" else config.options.most_cached
+    step = _ragged_step(
+        prompts.block_tables,
+        prompts.seq_lens,
+        prompts.cu_seqlens,
+        config,
+        tokens=tokens,
+        max_q_len=tokens,
+        max_seq_len=None if cached is None else cached + tokens,
+    )
     return _batch(prompts.tokens, step, prompts.rows, config)
 
 
@@ -297,7 +316,8 @@ def _pack_texts(state: State, drafts: Drafts, config: StepConfig) -> Batch:
         sizes: dict[str, Any] = {"page_size": options.page_size, "context_axis": options.context_axis}
         step = Step.dense(texts.block_tables, seq_lens, **sizes)
     else:
-        step = _ragged_step(texts.block_tables, seq_lens, places.offsets, tokens.shape[0], most, config)
+        count = tokens.shape[0]
+        step = _ragged_step(texts.block_tables, seq_lens, places.offsets, config, tokens=count, max_q_len=most)
     return _batch(tokens, step, jnp.where(active, jnp.arange(config.rows, dtype=jnp.int32), -1), config)
 
 

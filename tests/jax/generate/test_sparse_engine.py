@@ -14,7 +14,9 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
+from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
+from tsmla_jax.generate.engine import bound_of_context
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_tables, shared_steps
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.plan import make_plan
@@ -206,6 +208,24 @@ def test_the_default_runs_hoppers_kernels(model: str, on_hopper: None) -> None:
     assert all(choice.implementation == "cute" and "as xla" not in choice.why for choice in sparse), sparse
     plan = make_plan(real_widths(model), EngineOptions(cache_dtype="bfloat16"), [[1]], 2, "bfloat16")
     assert any("the logits as xla computes them: q's dtype" in choice.why for choice in plan.choices)
+
+
+def test_prefill_steps_say_how_long_their_texts_are() -> None:
+    """By which V3.2's layers choose their form: the block tables hold the longest text of the run."""
+    config, chunk = real_widths("v3.2"), 4096
+    config = replace(config, attention=replace(config.attention, index_topk=2048))
+    plan = make_plan(config, EngineOptions(chunk=chunk), [[1]], 2, "bfloat16")
+    bound = partial(bound_of_context, config, chunk=chunk)
+    assert [bound(plan, cached=cached) for cached in (1, 4096, 4097, 20000)] == [4096, 4096, None, None]
+    assert bound(replace(plan, q_dtype="float8_e4m3fn"), cached=1) is None
+    assert bound_of_context(real_widths("v3"), plan, chunk=chunk, cached=1) is None
+    for options, most in (
+        (StepOptions("fresh"), 64),
+        (StepOptions("prefill"), None),
+        (StepOptions("prefill", most_cached=128), 192),
+    ):
+        prompts = jax.tree.map(jnp.asarray, steps.no_prompts(64, 1, 8))
+        assert steps._pack_prompts(prompts, steps.StepConfig(config, options, 1, greedy=True)).step.max_seq_len == most
 
 
 def test_the_command_says_that_the_cache_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
