@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tsmla_jax
 from tsmla_jax.nn import MLAConfig, Step, v32
 from tsmla_jax.nn.v32 import expanded
 from tsmla_kernels.contract.forms import StepSizes, selected_form
@@ -77,6 +78,16 @@ def test_both_forms_compute_the_same(new: list[int], done: list[int], monkeypatc
     np.testing.assert_allclose(mask, direct, atol=3e-5)
     everything = run("mask", new, done, top=1000)
     assert np.abs(everything - direct).max() > 1e-3  # the selection counts
+
+
+@pytest.mark.parametrize("first", [0, 31, 32, 77, 320])
+def test_words_of_keys_from_one_on(first: int) -> None:
+    rng = np.random.default_rng(3)
+    positions = jnp.asarray(rng.integers(-1, 384, (4, 60)), jnp.int32)
+    starts = jnp.asarray([first, 0, 383, 5], jnp.int32)
+    words = tsmla_jax.selection_bits(positions, 384)
+    got = expanded.words_from(words, starts, 200)
+    assert np.array_equal(got, tsmla_jax.selection_bits(positions, 200, starts=starts))
 
 
 def test_a_packed_cache_means_the_same() -> None:

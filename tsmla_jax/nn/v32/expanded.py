@@ -7,10 +7,11 @@ the cache, so that a quantised cache means the same as in the direct form.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import tsmla_jax
 from tsmla_jax.nn.mla import functional
@@ -23,6 +24,7 @@ from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
 from tsmla_kernels.contract.layouts import cache_spec
+from tsmla_kernels.contract.selection import WORD_KEYS, selection_words
 
 State = tuple[jax.Array, jax.Array]
 """out and lse."""
@@ -32,15 +34,22 @@ CHUNK_ROWS = 8192
 
 
 class Selected(NamedTuple):
-    """What new tokens attend by: their queries [T, H, K], the positions that each selects [T, k], each once, and their
-    request and position [T]. by_indexer: whether the indexer chose the positions, which are all earlier ones if there
-    are at most k."""
+    """What new tokens attend by.
+
+    Attributes:
+        q: [T, H, K], their queries.
+        request, position: [T], of each token.
+        keys: the positions that each token selects [T, k], each once; or, if are_bits, the words of their bits [T, W].
+        are_bits: what `keys` are.
+        all_below: a token at an earlier position than this one selects all keys up to its own; 0 says nothing.
+    """
 
     q: jax.Array
-    positions: jax.Array
     request: jax.Array
     position: jax.Array
-    by_indexer: bool
+    keys: jax.Array
+    are_bits: bool
+    all_below: int
 
 
 def attend_by_mask(
@@ -58,19 +67,22 @@ def attend_by_mask(
     cu_seqlens_q = needed_when_ragged(step.cu_seqlens_q)
     max_q_len = min(needed_when_ragged(step.max_q_len), new.q.shape[0])
     context_lens = step.context_lens
-    # A token of which the indexer has at most k keys to choose from selects all of them, and needs no bits.
+    # A token that selects all keys needs no bits.
     tokens = jnp.arange(new.q.shape[0], dtype=jnp.int32)
-    rows = jnp.where(new.position < new.positions.shape[1], -1, tokens) if new.by_indexer else tokens
-    counted = jnp.where(rows < 0, 0, new.positions.shape[1]).astype(jnp.int32)
+    rows = jnp.where(new.position < new.all_below, -1, tokens)
+
+    def bits_from(starts: jax.Array, most: int) -> jax.Array:
+        if new.are_bits:
+            return words_from(new.keys, starts, most)
+        counted = jnp.where(rows < 0, 0, new.keys.shape[1]).astype(jnp.int32)
+        options: dict[str, Any] = {"lengths": counted, "starts": starts, "implementation": implementation}
+        return tsmla_jax.selection_bits(new.keys, most, **options)
 
     def attend(slots: jax.Array, cu_seqlens_kv: jax.Array, most: int, starts: jax.Array, *, causal: bool) -> State:
         usable = valid_slots(slots, spec)
         held = gather_rows(kv, jnp.where(usable, slots, 0), spec, jnp.dtype(jnp.float32))
         held = jnp.where(usable[:, None], held * (1.0 if kv_scale is None else kv_scale), 0).astype(new.q.dtype)
         latent, k_rope = jnp.split(held, [mla.kv_lora_rank], axis=-1)
-        bits = tsmla_jax.selection_bits(
-            new.positions, most, lengths=counted, starts=starts, implementation=implementation
-        )
         found = tsmla_jax.mla_prefill_kv(
             new.q,
             functional.expand_joint_kv(params, latent),
@@ -82,7 +94,7 @@ def attend_by_mask(
             softmax_scale=mla.softmax_scale,
             causal=causal,
             return_lse=True,
-            selection=bits,
+            selection=bits_from(starts, most),
             selection_rows=rows,
             implementation=implementation,
         )
@@ -111,3 +123,15 @@ def attend_by_mask(
         return jax.lax.fori_loop(0, needed, add_chunk, wide)[0].astype(out.dtype)
 
     return jax.lax.cond(needed > 0, with_context, lambda out, lse: carry(out, kv, context_lens), out, lse)
+
+
+def words_from(words: jax.Array, starts: jax.Array, num_keys: int) -> jax.Array:
+    """The words of num_keys keys of each token, from key starts[t] on, out of words [T, W] of all its keys. Bits behind
+    the last word are 0."""
+    first, shift = starts // WORD_KEYS, (starts % WORD_KEYS).astype(jnp.uint32)[:, None]
+    at = first[:, None] + jnp.arange(selection_words(num_keys) + 1, dtype=jnp.int32)
+    width = words.shape[1]
+    found = jnp.take_along_axis(words, jnp.minimum(at, width - 1), axis=1)
+    found = lax.bitcast_convert_type(jnp.where(at < width, found, 0), jnp.uint32)
+    low, high = found[:, :-1] >> shift, (found[:, 1:] << 1) << (WORD_KEYS - 1 - shift)
+    return lax.bitcast_convert_type(low | high, jnp.int32)

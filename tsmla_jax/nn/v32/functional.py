@@ -34,6 +34,7 @@ from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.selected import indexer, metadata
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
 from tsmla_kernels.contract.packed import Rotation
+from tsmla_kernels.contract.selection import selection_words
 
 _NORM_EPS = 1e-6
 _MATRICES = ("indexer_wq_b", "indexer_wk", "indexer_weights_proj")
@@ -241,19 +242,28 @@ def _attend(
         assert keys is not None
         index = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
     projected = functional.project_q(params, mla, x, cos, sin)
+    most = min(config.index_topk, step.block_tables.shape[1] * kv.shape[1])
 
     def topk(**more: Any) -> Any:
         assert keys is not None
         run: Any = tsmla_jax.indexer_topk  # whose overloads want its options one by one
-        most = min(config.index_topk, step.block_tables.shape[1] * keys.shape[1])
-        where = keys, step.block_tables, step.seq_lens, most
+        where = keys, known_pages(step, keys.shape[1]), step.seq_lens, most
         return run(*index, *where, cu_seqlens_q=step.cu_seqlens_q, implementation=implementation, **more)
 
     if chosen_form.name == "mask":
-        chosen = cast(jax.Array, topk()) if selected is None else selected
-        new = Selected(jnp.concatenate(projected, axis=-1), chosen, request, positions, by_indexer=chooses)
+        as_bits = chooses and not keep and bits_are_shorter(step, kv.shape[1], most)
+        chosen = cast(jax.Array, topk(return_bits=as_bits)) if selected is None else selected
+        new = Selected(
+            jnp.concatenate(projected, axis=-1),
+            request=request,
+            position=positions,
+            keys=chosen,
+            are_bits=as_bits,
+            all_below=most if chooses else 0,
+        )
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
-        return _Attended(functional.project_out(params, mla, heads.astype(x.dtype)), cache, chosen)
+        y = functional.project_out(params, mla, heads.astype(x.dtype))
+        return _Attended(y, cache, None if as_bits else chosen)
     queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale,
@@ -298,6 +308,18 @@ def _attend(
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
     return _Attended(project(cast(jax.Array, attended)), cache, selected)
+
+
+def known_pages(step: Step, page_size: int) -> jax.Array:
+    """The step's block tables, without the pages that are behind every request's last token."""
+    if step.max_seq_len is None:
+        return step.block_tables
+    return step.block_tables[:, : -(-step.max_seq_len // page_size)]
+
+
+def bits_are_shorter(step: Step, page_size: int, selected: int) -> bool:
+    """Whether the bits of all keys take no more bytes than the positions of `selected` keys."""
+    return selection_words(known_pages(step, page_size).shape[1] * page_size) <= selected
 
 
 def _given(config: V32Config, selected: jax.Array | None, positions: jax.Array) -> jax.Array | None:
