@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tsmla_bridge import selection_reference
 from tsmla_bridge.reference import indexer_logits, put_rows, seen_keys, targets, to_cache_dtype
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed
@@ -35,7 +36,7 @@ def select_topk(
     row_starts: torch.Tensor | None,
     block_tables: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions or slots [T, k], the counts of them [T])."""
+    """(positions or slots [T, k], or the words of the bits [T, W]; the counts of positions [T])."""
     column = torch.arange(spec.num_columns, device=logits.device, dtype=torch.int32)[None, :]
     most = torch.full_like(seq_lens, spec.num_columns)
     if row_starts is not None:
@@ -63,7 +64,10 @@ def select_topk(
             inside = inside & (page < width)
             pages = block_tables.gather(1, page.clamp(0, width - 1))
             order = pages * spec.page_size + order % spec.page_size
-    return torch.where(inside, order, -1).int(), lens.clamp(max=spec.k)
+    found = torch.where(inside, order, -1).int()
+    if spec.bits:
+        found = selection_reference.selection_bits(spec.selection, found, None, None)
+    return found, lens.clamp(max=spec.k)
 
 
 def indexer_topk(
@@ -75,12 +79,13 @@ def indexer_topk(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(positions or slots [T, k], the counts of them [T], their scores [T, k] or, without return_scores, [T, 0]):
-    select_topk of indexer_logits, by chunks of query tokens."""
+    """(positions or slots [T, k] or words [T, W], the counts of positions [T], their scores [T, k] or, without
+    return_scores, [T, 0]): select_topk of indexer_logits, by chunks of query tokens."""
     tokens, width = spec.logits.num_tokens, spec.k if spec.return_scores else 0
     if 0 in (tokens, spec.logits.num_requests, spec.num_columns):
         scores = weights.new_full((tokens, width), -torch.inf)
-        return seq_lens.new_full((tokens, spec.k), -1), seq_lens.new_zeros(tokens), scores
+        nothing = seq_lens.new_full((tokens, spec.topk.width), 0 if spec.return_bits else -1)
+        return nothing, seq_lens.new_zeros(tokens), scores
     request = None
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, tokens)

@@ -70,13 +70,21 @@ _TOPK = {
     "num_columns": "131072",
     "k": "2048",
     "order": "position",
+    "bits": "false",
     "index_n_heads": "64",
     "key_dtype": "",
 }
 _PACKED = {**_TOPK, "rope_offset": "0"}
 _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
 _LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
-_INDEXER_TOPK = {**_LOGITS, "index_n_heads": "", "ragged": "true", "return_slots": "true", "return_scores": "false"}
+_INDEXER_TOPK = {
+    **_LOGITS,
+    "index_n_heads": "",
+    "ragged": "true",
+    "return_slots": "true",
+    "return_scores": "false",
+    "return_bits": "false",
+}
 _PRODUCT = {
     **_TOPK,
     "in_features": "7168",

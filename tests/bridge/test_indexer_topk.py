@@ -57,7 +57,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_as_jax_defines_it(ragged: bool) -> None:
     given = problem(ragged)
-    for options in ({"return_slots": True}, {"return_scores": True}, {"return_slots": True, "return_scores": True}):
+    slots, scores, bits = ({name: True} for name in ("return_slots", "return_scores", "return_bits"))
+    for options in (slots, scores, slots | scores, bits):
         want = jax.jit(functools.partial(tsmla_jax.indexer_topk, k=K, implementation="xla", **options))(**given)
         got = tsmla_bridge.indexer_topk(**tensors_of(given), k=K, **options)
         for one, other in zip(got, want, strict=True):
@@ -89,6 +90,17 @@ def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots:
     assert {operands["logits"].data_ptr() for _, operands in gpu.launches} == {workspace.buffer.data_ptr()}
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_bits_go_to_given_memory(gpu: Gpu) -> None:
+    given = tensors_of(problem(True, jnp.float8_e4m3fn))
+    want = tsmla_bridge.indexer_topk(**given, k=K, return_bits=True, implementation="reference")
+    out = torch.empty(T, 4, dtype=torch.int32)
+    assert tsmla_bridge.indexer_topk(**given, k=K, return_bits=True, out=out) is out
+    assert torch.equal(out, want) and len(gpu.launches) == 6
+    with pytest.raises(ValueError, match=rf"out: got int32\[{T}, {K}\]; legal: int32\[{T}, 4\]"):
+        tsmla_bridge.indexer_topk(**given, k=K, return_bits=True, out=out.new_empty(T, K))
+
+
 class Operations(TorchDispatchMode):
     """Records the names of the torch operations that run."""
 
@@ -109,7 +121,7 @@ def test_nothing_is_launched_beside_the_kernels(gpu: Gpu, ragged: bool, flags: t
     offsets = given.pop("cu_seqlens_q", None)
     gpu.runs = False
     with Operations() as seen:  # the public function would be one operator under it
-        module._select(module.Call(*given.values(), offsets, K, *flags, None), module.Memory())
+        module._select(module.Call(*given.values(), offsets, K, *flags, False, None), module.Memory())
     assert len(gpu.launches) == 6
     assert seen.names <= {"empty", "new_empty", "view", "slice", "split", "detach"}  # memory and views alone
 
@@ -136,7 +148,7 @@ def test_one_chunk_reads_the_tensors_themselves(gpu: Gpu) -> None:
 
 def test_as_an_operator() -> None:
     given = tensors_of(problem(ragged=True))  # opcheck can't compare float8
-    arguments = (*given.values(), K, True, True, None)
+    arguments = (*given.values(), K, True, True, False, None)
     memory = (torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T, K), None)
     torch.library.opcheck(module.topk_operator, arguments)
     torch.library.opcheck(module.topk_into_operator, (*arguments, *memory))

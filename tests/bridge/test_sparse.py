@@ -19,7 +19,8 @@ from tsmla_jax import sparse
 
 ROWS, COLUMNS, K = 5, 37, 12
 JAX_TOPK = jax.jit(
-    functools.partial(tsmla_jax.select_topk, k=K, implementation="reference"), static_argnames=("order", "page_size")
+    functools.partial(tsmla_jax.select_topk, k=K, implementation="reference"),
+    static_argnames=("order", "page_size", "return_bits"),
 )
 
 
@@ -32,7 +33,7 @@ def logits_of(kind: str) -> np.ndarray:
     return np.where(values == 0, -0.0, values).astype(np.float32)
 
 
-@pytest.mark.parametrize("options", ["", "starts", "slots", "starts slots"])
+@pytest.mark.parametrize("options", ["", "starts", "slots", "starts slots", "starts bits"])
 @pytest.mark.parametrize("order", ["value", "position"])
 @pytest.mark.parametrize("kind", ["ties", "nan"])
 def test_topk_is_that_of_jax(kind: str, order: str, options: str) -> None:
@@ -44,6 +45,8 @@ def test_topk_is_that_of_jax(kind: str, order: str, options: str) -> None:
     if "slots" in options:
         arrays["block_tables"] = rng.integers(0, 90, (ROWS, 4)).astype(np.int32)
         static["page_size"] = 8  # the last positions lie past the table
+    if "bits" in options:
+        static["return_bits"] = True
     logits = logits_of(kind)
     got = tsmla_bridge.select_topk(
         *map(tensor, (logits, lens)), K, **{name: tensor(x) for name, x in arrays.items()}, **static

@@ -276,7 +276,7 @@ class StandInLauncher(launch.Launcher):
 
     def _select_topk(self, operands: Operands) -> None:
         config = self.config
-        outputs = ("indices", "counts", "scores")
+        outputs = ("indices", "selection", "counts", "scores")
         given = {name: operands[name] for name in operands if name not in outputs}
         if config.row_requests:
             given["block_tables"] = given["block_tables"][given.pop("row_requests")]
@@ -285,9 +285,9 @@ class StandInLauncher(launch.Launcher):
             logits, lens = given["logits"], given["seq_lens"]
             operands["scores"].copy_(sparse_reference.scores_at(logits, run(logits, lens)))
         given |= {"page_size": config.page_size} if config.page_size else {}
-        found = run(**given)
+        found = run(**given, return_bits=config.bits)
         results = found if isinstance(found, tuple) else (found,)
-        for name, result in zip(("indices", "counts"), results, strict=False):
+        for name, result in zip(("selection" if config.bits else "indices", "counts"), results, strict=False):
             operands[name].copy_(result)
 
 

@@ -89,6 +89,8 @@ def select_topk(logits: jax.Array, lens: jax.Array, *tables: jax.Array, config: 
         tables = (table[request],)
     slots: dict[str, Any] = {"block_tables": tables[0], "page_size": config.page_size} if tables else {}
     options: dict[str, Any] = {"order": config.order, "implementation": "reference"}
+    if config.bits:
+        options["return_bits"] = True
     scores: Results = []
     if config.scores:
         positions = tsmla_jax.select_topk(logits, lens, config.k, **options)

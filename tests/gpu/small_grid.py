@@ -341,8 +341,8 @@ def merge_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def topk_calls(generator: torch.Generator) -> Iterator[Call]:
-    """select_topk: rows of every kind, by value and by position, of columns of their own, and slots; rows of a CTA and
-    of clusters of 4 and 8."""
+    """select_topk: rows of every kind, by value and by position, of columns of their own, slots and bits; rows of a CTA
+    and of clusters of 4 and 8."""
     for columns, k in ((77, 64), (3001, 512), (8256, 64), (40000, 256)):
         logits = normal(generator, 5, columns, dtype=torch.float32)
         logits[1] = 1.5
@@ -356,6 +356,9 @@ def topk_calls(generator: torch.Generator) -> Iterator[Call]:
             for name, given in (("whole", tensors), ("from their starts", starts)):
                 yield Call(f"{columns} {order} {name}", tsmla_bridge.select_topk, given, {"k": k, "order": order})
         yield Call(f"{columns} slots", tsmla_bridge.select_topk, {**tensors, "block_tables": tables}, slots)
+        bits = {"k": k, "return_bits": True}
+        for name, given in (("whole", tensors), ("from their starts", starts)):
+            yield Call(f"{columns} bits {name}", tsmla_bridge.select_topk, given, bits)
 
 
 def indexer_calls(generator: torch.Generator) -> Iterator[Call]:
@@ -383,6 +386,9 @@ def indexer_calls(generator: torch.Generator) -> Iterator[Call]:
         options = {"k": 64, "return_slots": slots, "return_scores": scores}
         what = f"{name}{' slots' * slots}{' scores' * scores}"
         yield Call(what, tsmla_bridge.indexer_topk, {**arrays, **where}, options)
+    for name, where in places:
+        bits = {"k": 64, "return_bits": True}
+        yield Call(f"{name} bits", tsmla_bridge.indexer_topk, {**arrays, **where}, bits)
 
 
 def packed_calls(generator: torch.Generator) -> Iterator[Call]:

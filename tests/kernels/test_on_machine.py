@@ -33,6 +33,7 @@ FAST = {
     ),
     "mla_prefill_selection": ("torch.float8_e4m3fn [130, 1] over [300, 64] causal",),
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),
+    "select_topk": ("3001 bits from their starts",),
     "selection_bits": ("77 lengths starts",),
     "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),
     "sparse_mla_gradient": ("bfloat16 {'heads': 5,",),

@@ -17,12 +17,13 @@ from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.workspace import Workspace, check_workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
+from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm90.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Positions or slots [T, k], their counts [T] and their scores [T, k]. Of those that a call does not return, the counts
-mean nothing and the scores are empty."""
+"""Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Of those that a call does not return, the
+counts mean nothing and the scores are empty."""
 
 
 class Call(NamedTuple):
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     k: int
     return_slots: bool
     return_scores: bool
+    return_bits: bool
     implementation: str | None
 
     @property
@@ -46,6 +48,12 @@ class Call(NamedTuple):
         if self.cu_seqlens_q is None:
             del named["cu_seqlens_q"]
         return named
+
+    @property
+    def width(self) -> int:
+        """Integers of a row of the first result."""
+        columns = self.block_tables.shape[1] * self.k_cache.shape[1]
+        return selection_words(columns) if self.return_bits else self.k
 
 
 class Memory(NamedTuple):
@@ -68,6 +76,7 @@ def indexer_topk(
     cu_seqlens_q: torch.Tensor | None = None,
     return_slots: bool = False,
     return_scores: bool = False,
+    return_bits: bool = False,
     out: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
@@ -90,7 +99,9 @@ def indexer_topk(
         iff j < seq_len - (S - 1) + i; rows of no request see none.
       return_slots: return slots and counts in the place of positions.
       return_scores: return the scores of the selected keys, too, as the last result.
-      out: int32 [T, k] for the positions or slots, or None.
+      return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; without
+        return_slots and return_scores.
+      out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
       counts: int32 [T] for the counts, or None; with return_slots alone.
       scores: float32 [T, k] for the scores, or None; with return_scores alone.
       workspace: memory for a chunk's logits and 8 bytes a token, or None; indexer_topk_workspace_size says how much.
@@ -101,7 +112,8 @@ def indexer_topk(
       int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 behind the
       min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
       number. With return_slots: their slots in k_cache in the same order, and int32 [T], min(k, keys seen). With
-      return_scores also float32 [T, k], their scores in the same order, -inf where there is no key. The scores have a
+      return_scores also float32 [T, k], their scores in the same order, -inf where there is no key. With return_bits:
+      int32 words [T, W], W = ceil(M * Z / 128) * 4, the selection_bits of the positions. The scores have a
       derivative in eager torch operations; where one is asked for, the kernels don't run.
 
     Raises:
@@ -113,8 +125,19 @@ def indexer_topk(
     if scores is not None and not return_scores:
         raise ValueError("scores: got a tensor without return_scores; legal: None")
     check_workspace(workspace)
-    flags = return_slots, return_scores
-    call = Call(q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q, k, *flags, implementation)
+    call = Call(
+        q=q,
+        weights=weights,
+        k_cache=k_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        k=k,
+        return_slots=return_slots,
+        return_scores=return_scores,
+        return_bits=return_bits,
+        implementation=implementation,
+    )
     memory = Memory(out, counts, scores, workspace)
     if torch.compiler.is_compiling() or operators.is_traced(q, weights, k_cache, derivatives=False):
         if all(place is None for place in memory):
@@ -137,7 +160,7 @@ def _results(call: Call, memory: Memory) -> Results:
         return call.q.new_empty(shape, dtype=dtype)
 
     return (
-        new(torch.int32, rows, k) if memory.out is None else memory.out,
+        new(torch.int32, rows, call.width) if memory.out is None else memory.out,
         new(torch.int32, rows) if memory.counts is None else memory.counts,
         new(torch.float32, rows, k if call.return_scores else 0) if memory.scores is None else memory.scores,
     )
@@ -146,7 +169,8 @@ def _results(call: Call, memory: Memory) -> Results:
 def _select(call: Call, memory: Memory) -> Results:
     """The indices, the counts and the scores; without return_slots the kernels write no counts."""
     given = call.tensors
-    options: dict[str, Any] = {"k": call.k, "return_slots": call.return_slots, "return_scores": call.return_scores}
+    flags = ("return_slots", "return_scores", "return_bits")
+    options: dict[str, Any] = {"k": call.k, **{name: getattr(call, name) for name in flags}}
     spec = tensors.describe_call(indexer_topk_spec, **given, **options)
     device = call.q.device
 
@@ -159,7 +183,7 @@ def _select(call: Call, memory: Memory) -> Results:
     by_kernels = loaded_kernels.is_chosen(INDEXER_LOGITS, call.implementation, device, why_not, op="indexer_topk")
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
-    shapes = ((tokens, spec.k), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)
+    shapes = ((tokens, spec.topk.width), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)
     for name, tensor, (shape, dtype) in zip(Memory._fields, memory[:3], shapes, strict=False):
         if tensor is not None and (name != "scores" or call.return_scores):
             tensors.check_output(name, tensor, shape, dtype, device)
@@ -232,7 +256,8 @@ def _chunks(
         indices, counts, scores = (result.narrow(0, first, rows) for result in results)
         of_topk = {"logits": scratch.logits, "seq_lens": seen}
         of_topk |= {"block_tables": tables} | requests if spec.return_slots else {}
-        of_topk |= {"indices": indices} | ({"counts": counts} if spec.return_slots else {})
+        of_topk["selection" if spec.return_bits else "indices"] = indices
+        of_topk |= {"counts": counts} if spec.return_slots else {}
         of_topk |= {"scores": scores} if spec.return_scores else {}
         yield given | cut | {"logits": scratch.logits} | of_rows, of_topk
 
@@ -241,7 +266,7 @@ def _chunks(
 
 _SCHEMA = (
     "Tensor q, Tensor weights, Tensor k_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, int k,"
-    " bool return_slots, bool return_scores, str? implementation"
+    " bool return_slots, bool return_scores, bool return_bits, str? implementation"
 )
 
 

@@ -15,11 +15,12 @@ from tsmla_bridge import operators, sparse_reference
 from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract import values
+from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import TopKSpec, topk_spec
 from tsmla_kernels.sm90.topk.config import topk_config
 
 Results = tuple[torch.Tensor, torch.Tensor]
-"""Positions or slots, and counts."""
+"""Positions, slots or words, and counts."""
 
 
 def select_topk(
@@ -31,12 +32,13 @@ def select_topk(
     row_starts: torch.Tensor | None = None,
     block_tables: torch.Tensor | None = None,
     page_size: int | None = None,
+    return_bits: bool = False,
     out: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor | Results:
     """The positions of the k largest of seq_lens[t] logits of each row, exact, as tsmla_jax.select_topk defines it; or
-    their slots in a cache.
+    their slots in a cache, or their bits.
 
     Args:
       logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
@@ -46,14 +48,17 @@ def select_topk(
       row_starts: [T] int32, the column where each row begins; positions count from there. None is column 0 for all.
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
       page_size: of the block tables: position p is slot block_tables[t, p // page_size] * page_size + p % page_size.
-      out: int32 [T, k] for the positions or slots, or None.
+      return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; without
+        block_tables alone. On Hopper this is the fastest result, because it is the shortest.
+      out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
       counts: int32 [T] for the counts, or None; with block_tables alone.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
       int32 [T, k], `out` if it is given: -1 after the min(k, seq_lens[t]) positions of a row. Of equal logits the one
       at the lower position is the larger, and NaN is below every number. With block_tables: the slots in the order of
-      the positions, -1 for a position past the table; and int32 [T], min(k, seq_lens[t]).
+      the positions, -1 for a position past the table; and int32 [T], min(k, seq_lens[t]). With return_bits: int32 words
+      [T, W], W = ceil(N / 128) * 4, the selection_bits of the positions; `order` has no meaning.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -61,12 +66,13 @@ def select_topk(
     """
     if counts is not None and block_tables is None:
         raise ValueError("counts: got a tensor without block_tables; legal: None")
-    arguments = (logits, seq_lens, k, order, row_starts, block_tables, page_size, implementation)
+    arguments = (logits, seq_lens, k, order, row_starts, block_tables, page_size, return_bits, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(logits, seq_lens, derivatives=False):
         if out is None and counts is None:
             results = torch.ops.tsmla.select_topk(*arguments)
         else:
-            results = _new(logits, seq_lens, k) if out is None or counts is None else (out, counts)
+            width = selection_words(logits.shape[1]) if return_bits else k
+            results = _new(logits, seq_lens, width) if out is None or counts is None else (out, counts)
             results = (results[0] if out is None else out, results[1] if counts is None else counts)
             torch.ops.tsmla.select_topk_into(*arguments, *results)
     else:
@@ -74,8 +80,8 @@ def select_topk(
     return results[0] if block_tables is None else results
 
 
-def _new(logits: torch.Tensor, seq_lens: torch.Tensor, k: int) -> Results:
-    return logits.new_empty((logits.shape[0], k), dtype=torch.int32), torch.empty_like(seq_lens)
+def _new(logits: torch.Tensor, seq_lens: torch.Tensor, width: int) -> Results:
+    return logits.new_empty((logits.shape[0], width), dtype=torch.int32), torch.empty_like(seq_lens)
 
 
 def _select(
@@ -86,15 +92,17 @@ def _select(
     row_starts: torch.Tensor | None,
     block_tables: torch.Tensor | None,
     page_size: int | None,
+    return_bits: bool,
     implementation: str | None,
     out: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> Results:
-    """The indices and the counts; without block tables the kernel writes no counts."""
+    """The indices, or the words, and the counts; without block tables the kernel writes no counts."""
     given: dict[str, Any] = {"logits": logits, "seq_lens": seq_lens}
     given |= {"row_starts": row_starts} if row_starts is not None else {}
     given |= {"block_tables": block_tables} if block_tables is not None else {}
-    spec = tensors.describe_call(topk_spec, **given, k=k, order=order, page_size=page_size)
+    options: dict[str, Any] = {"k": k, "order": order, "page_size": page_size, "return_bits": return_bits}
+    spec = tensors.describe_call(topk_spec, **given, **options)
 
     def why_not() -> list[str]:
         return SELECT_TOPK.reasons(spec) + loaded_kernels.layout_reasons(given)
@@ -105,14 +113,14 @@ def _select(
     else:
         data_checks.check(values.topk_rows, spec.num_columns, seq_lens, row_starts)
     rows = spec.num_tokens
-    for name, tensor, shape in (("out", out, (rows, spec.k)), ("counts", counts, (rows,))):
+    for name, tensor, shape in (("out", out, (rows, spec.width)), ("counts", counts, (rows,))):
         if tensor is not None:
             tensors.check_output(name, tensor, shape, torch.int32, logits.device)
     if not by_kernel or 0 in (rows, spec.num_columns) or (block_tables is not None and not block_tables.shape[1]):
         found = sparse_reference.select_topk(spec, logits, seq_lens, row_starts, block_tables)
         wanted = (out, counts)
         return tuple(x if to is None else to.copy_(x) for x, to in zip(found, wanted, strict=True))  # type: ignore[return-value]
-    new = _new(logits, seq_lens, spec.k) if out is None or counts is None else (out, counts)
+    new = _new(logits, seq_lens, spec.width) if out is None or counts is None else (out, counts)
     results = (new[0] if out is None else out, new[1] if counts is None else counts)
     _launch(spec, given, results)
     return results
@@ -120,7 +128,7 @@ def _select(
 
 def _launch(spec: TopKSpec, given: dict[str, torch.Tensor], results: Results) -> None:
     arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
-    arrays["indices"] = loaded_kernels.view(results[0])
+    arrays["selection" if spec.bits else "indices"] = loaded_kernels.view(results[0])
     if spec.page_size:
         arrays["counts"] = loaded_kernels.view(results[1])
     loaded_kernels.run_on(SELECT_TOPK, topk_config(spec), results[0].device, arrays)
@@ -130,7 +138,7 @@ def _launch(spec: TopKSpec, given: dict[str, torch.Tensor], results: Results) ->
 
 _SCHEMA = (
     "Tensor logits, Tensor seq_lens, int k, str order, Tensor? row_starts, Tensor? block_tables, int? page_size,"
-    " str? implementation"
+    " bool return_bits, str? implementation"
 )
 
 
@@ -144,8 +152,9 @@ topk_into_operator = operators.register(
 )
 
 
-def _fake(logits: Any, seq_lens: Any, k: Any, *_: Any) -> Any:
-    return _new(logits, seq_lens, k)
+def _fake(logits: Any, seq_lens: Any, k: Any, *others: Any) -> Any:
+    return_bits = others[-2]
+    return _new(logits, seq_lens, selection_words(logits.shape[1]) if return_bits else k)
 
 
 operators.register_fake(topk_operator, _fake)

@@ -33,6 +33,7 @@ from tsmla_kernels.contract.rules import (
     static_bool,
     static_int,
 )
+from tsmla_kernels.contract.selection import SelectionBitsSpec, selection_words
 
 INDEX_ROW_ALIGNMENT = 4
 """Rows of int32 indices are padded to a multiple of this: vector loads and TMA gathers need 16 bytes."""
@@ -303,7 +304,7 @@ def indexer_logits_spec(
 class TopKSpec:
     """The static facts of one select_topk call. `dtype` is that of the logits. page_size: the page size of the block
     table through which positions become slots; 0 if positions are written. row_starts: whether rows begin at columns of
-    their own."""
+    their own. bits: whether the words of the selection are written in the place of positions."""
 
     num_tokens: int
     num_columns: int
@@ -312,6 +313,17 @@ class TopKSpec:
     dtype: str = "float32"
     page_size: int = 0
     row_starts: bool = False
+    bits: bool = False
+
+    @property
+    def width(self) -> int:
+        """Integers of a row of the result: k, or the words of the bits of all columns."""
+        return selection_words(self.num_columns) if self.bits else self.k
+
+    @property
+    def selection(self) -> SelectionBitsSpec:
+        """The selection_bits that makes the words of the positions."""
+        return SelectionBitsSpec(self.num_tokens, self.k, selection_words(self.num_columns), False, False)
 
 
 def topk_spec(
@@ -323,6 +335,7 @@ def topk_spec(
     row_starts: Array | None = None,
     block_tables: Array | None = None,
     page_size: int | None = None,
+    return_bits: bool = False,
 ) -> TopKSpec:
     """The spec of select_topk, or ValueError / TypeError naming the argument that is not legal."""
     check_array("logits", logits, "T N", FLOATS)
@@ -341,10 +354,13 @@ def topk_spec(
         if page_size is None:
             raise ValueError("page_size: got None with block_tables; legal: the tokens of a page")
         page_size = static_int("page_size", page_size, minimum=1)
+    bits = static_bool("return_bits", return_bits)
+    if bits and block_tables is not None:
+        raise ValueError("return_bits: got True with block_tables; legal: False, as bits are those of positions")
     num_tokens, num_columns = logits.shape
     return TopKSpec(
         num_tokens=num_tokens, num_columns=num_columns, k=k, order=order, dtype=logits.dtype,
-        page_size=page_size or 0, row_starts=row_starts is not None,
+        page_size=page_size or 0, row_starts=row_starts is not None, bits=bits,
     )  # fmt: skip
 
 
@@ -352,12 +368,13 @@ def topk_spec(
 class IndexerTopkSpec:
     """The static facts of one indexer_topk call: the logits that it never has all at once, and what is selected of
     them. return_slots: whether slots and counts are returned, and not positions. return_scores: whether the selected
-    logits are returned, too."""
+    logits are returned, too. return_bits: whether the words of the selection are returned, and not positions."""
 
     logits: IndexerLogitsSpec
     k: int
     return_slots: bool = False
     return_scores: bool = False
+    return_bits: bool = False
 
     @property
     def num_columns(self) -> int:
@@ -369,7 +386,8 @@ class IndexerTopkSpec:
         """The select_topk that follows indexer_logits in the definition. It writes slots only if no scores are
         returned, because scores are read at the positions that it writes."""
         page_size = self.logits.cache.page_size if self.return_slots and not self.return_scores else 0
-        return TopKSpec(self.logits.num_tokens, self.num_columns, self.k, "position", page_size=page_size)
+        sizes = self.logits.num_tokens, self.num_columns, self.k
+        return TopKSpec(*sizes, order="position", page_size=page_size, bits=self.return_bits)
 
 
 def indexer_topk_spec(
@@ -383,17 +401,23 @@ def indexer_topk_spec(
     cu_seqlens_q: Array | None = None,
     return_slots: bool = False,
     return_scores: bool = False,
+    return_bits: bool = False,
 ) -> IndexerTopkSpec:
     """The spec of indexer_topk, or ValueError / TypeError naming the argument that is not legal."""
     logits = indexer_logits_spec(
         q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
     )
-    return IndexerTopkSpec(
+    spec = IndexerTopkSpec(
         logits,
         static_int("k", k, minimum=1),
-        static_bool("return_slots", return_slots),
-        static_bool("return_scores", return_scores),
+        return_slots=static_bool("return_slots", return_slots),
+        return_scores=static_bool("return_scores", return_scores),
+        return_bits=static_bool("return_bits", return_bits),
     )
+    for name in ("return_slots", "return_scores"):
+        if spec.return_bits and getattr(spec, name):
+            raise ValueError(f"return_bits: got True with {name}; legal: False, as bits are those of positions alone")
+    return spec
 
 
 @dataclass(frozen=True)

@@ -369,14 +369,14 @@ def logits(ragged: bool, k: int | None = None) -> Row:
     )  # fmt: skip
 
 
-def topk() -> Row:
+def topk(bits: bool = False) -> Row:
     def arrays(seed: int) -> Arrays:
         rng = np.random.default_rng(seed)
         return drawn(rng, 4, 9, dtype=F32), ints(rng.integers(0, 10, 4))
 
     data = P("data")
     return Row(
-        named(tsmla_jax.select_topk, "logits seq_lens", k=4, order="position"), arrays, ("t, 9", "t"),
+        named(tsmla_jax.select_topk, "logits seq_lens", k=4, order="position", return_bits=bits), arrays, ("t, 9", "t"),
         [(0, 0), (0, None), (None, 0)], splits={"rows": Split((data, data), (data,))}, derivative="reverse",
     )  # fmt: skip
 
@@ -474,6 +474,7 @@ ROWS: dict[str, Row] = {
     **{op: cache_op(op) for op in ("write_kv_cache", "rope_write_kv_cache", "gather_kv_cache")},
     **{op: packed_op(op) for op in ("write_packed_kv_cache", "write_indexer_cache", "indexer_quantize")},
     "indexer_logits": logits(ragged=False), "indexer_logits-ragged": logits(ragged=True), "select_topk": topk(),
+    "select_topk-bits": topk(bits=True),
     "indexer_topk": logits(ragged=False, k=6), "indexer_topk-ragged": logits(ragged=True, k=6),
     "block_scaled_matmul": product(grouped=False), "grouped_block_scaled_matmul": product(grouped=True),
     "block_scaled_matmul-gated": product(grouped=False, gated=True),

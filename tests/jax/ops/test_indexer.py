@@ -232,6 +232,33 @@ def test_topk_of_subnormal_logits_of_rows_that_start_later(implementation: str) 
     assert got.tolist() == [[1, 3, 0, 4, 2, -1]]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("starts", [False, True])
+def test_bits_of_a_topk_are_those_of_its_positions(implementation: str, starts: bool) -> None:
+    rng = np.random.default_rng(4)
+    logits = np.round(rng.standard_normal((6, 300)), 1).astype(np.float32)
+    logits[2, ::3] = np.nan
+    lens, first = ints([300, 0, 290, 7, 150, 41]), ints([0, 3, 10, 250, 77, 1])
+    lens = jnp.minimum(lens, 300 - first) if starts else lens
+    options: dict[str, Any] = {"row_starts": first} if starts else {}
+    positions = tsmla_jax.select_topk(logits, lens, 40, **options, implementation="reference")
+    got = tsmla_jax.select_topk(logits, lens, 40, **options, return_bits=True, implementation=implementation)
+    assert got.shape == (6, 12) and got.dtype == jnp.int32
+    assert np.array_equal(got, tsmla_jax.selection_bits(positions, 300, implementation="reference"))
+    nothing = tsmla_jax.select_topk(logits[:0], lens[:0], 40, return_bits=True, implementation=implementation)
+    assert nothing.shape == (0, 12)
+
+
+def test_bits_and_slots_are_not_returned_together() -> None:
+    tables = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="return_bits: got True with block_tables; legal: False"):
+        tsmla_jax.select_topk(  # type: ignore[call-overload]
+            jnp.zeros((1, 8)), ints([8]), 2, block_tables=tables, page_size=4, return_bits=True
+        )
+    with pytest.raises(TypeError, match="return_bits: got int; legal: True or False, static"):
+        tsmla_jax.select_topk(jnp.zeros((1, 8)), ints([8]), 2, return_bits=1)  # type: ignore[call-overload]
+
+
 def test_topk_ranks_nan_last() -> None:
     logits = np.asarray([[np.nan, -5.0, np.nan, 3.0]], np.float32)
     below = np.asarray([[np.nan, -np.inf, np.nan, 3.0, -np.inf, -np.inf]], np.float32)

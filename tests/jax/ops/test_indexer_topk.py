@@ -93,6 +93,21 @@ def test_what_is_defined(ragged: bool) -> None:
     equal(select("reference", return_slots=True, return_scores=True)(given), (*want, scores))
 
 
+@pytest.mark.parametrize("name", ["xla", "reference"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.usefixtures("small_blocks")
+def test_bits_are_those_of_the_positions(ragged: bool, name: str) -> None:
+    given = arrays(ragged)
+    want = tsmla_jax.selection_bits(select("reference")(given), M * Z, implementation="reference")
+    equal(select(name, return_bits=True)(given), want)
+
+
+@pytest.mark.parametrize("other", ["return_slots", "return_scores"])
+def test_bits_are_returned_alone(other: str) -> None:
+    with pytest.raises(ValueError, match=f"return_bits: got True with {other}; legal: False"):
+        select("xla", return_bits=True, **{other: True})(arrays(ragged=False))
+
+
 def test_memory_does_not_grow_with_the_keys() -> None:
     struct = jax.ShapeDtypeStruct
     tokens, width = 4096, 128
@@ -199,7 +214,7 @@ def small_chunks(cache_directory: object, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores"])
+@pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores", "return_bits"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_chunks_of_rows(ragged: bool, returned: str) -> None:
     given, options = arrays(ragged, jnp.float8_e4m3fn), dict.fromkeys(returned.split(), True)

@@ -31,6 +31,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[False] = ...,
     return_scores: Literal[False] = ...,
+    return_bits: Literal[False] = ...,
     implementation: Preference = ...,
 ) -> Int32[Array, "T k"]: ...
 
@@ -46,7 +47,25 @@ def indexer_topk(
     *,
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[False] = ...,
+    return_scores: Literal[False] = ...,
+    return_bits: Literal[True],
+    implementation: Preference = ...,
+) -> Int32[Array, "T W"]: ...
+
+
+@overload
+def indexer_topk(
+    q: Float[Array, "T Hi Di"],
+    weights: Float[Array, "T Hi"],
+    k_cache: Array,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    k: int,
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
+    return_slots: Literal[False] = ...,
     return_scores: Literal[True],
+    return_bits: Literal[False] = ...,
     implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]: ...
 
@@ -63,6 +82,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[True],
     return_scores: Literal[False] = ...,
+    return_bits: Literal[False] = ...,
     implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
 
@@ -79,6 +99,7 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[True],
     return_scores: Literal[True],
+    return_bits: Literal[False] = ...,
     implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"], Float32[Array, "T k"]]: ...
 
@@ -94,8 +115,9 @@ def indexer_topk(
     cu_seqlens_q: Int32[Array, " B+1"] | None = None,
     return_slots: bool = False,
     return_scores: bool = False,
+    return_bits: bool = False,
     implementation: Preference = None,
-) -> Int32[Array, "T k"] | tuple[Array, ...]:
+) -> Array | tuple[Array, ...]:
     """The cached keys with the k best scores of the indexer for every query token: select_topk(order="position") of
     indexer_logits, in memory that does not grow with the query tokens times the keys.
 
@@ -111,6 +133,8 @@ def indexer_topk(
         iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none.
       return_slots: static; return slots and counts in the place of positions.
       return_scores: static; return the scores of the selected keys, too, as the last result.
+      return_bits: static; return the selection as bits, which mla_prefill takes, in the place of positions; without
+        return_slots and return_scores.
       implementation: "cute" (the kernels, by chunks of query tokens; logits that their kernel doesn't take as in
         "xla"), "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the best that can run;
         see `explain`.
@@ -121,7 +145,8 @@ def indexer_topk(
       number. With return_slots: their slots in k_cache, block_tables[., p // Z] * Z + p % Z of position p, in the same
       order; and the counts [T] int32, min(k, keys seen). With return_scores also the scores, [T, k] float32, of the
       keys in the order of the positions (or slots), -inf where there is no key; they are the logits that the
-      implementation compared. Integers have no derivative; the scores have one in "reference" alone.
+      implementation compared. With return_bits: [T, W] int32 words, W = ceil(M * Z / 128) * 4, the selection_bits of
+      the positions. Integers have no derivative; the scores have one in "reference" alone.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out

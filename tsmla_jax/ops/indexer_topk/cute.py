@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,24 +65,32 @@ def indexer_topk(
         return unpacked(nothing_selected(spec))
     arch = device.arch_for(SELECT_TOPK)
     offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
-    options = (spec.k, spec.return_slots, spec.return_scores)
+    options = Options(spec.k, spec.return_slots, spec.return_scores, spec.return_bits)
     run = _transformable(options, spec.logits.ragged, arch, device.num_sms(arch))
     results: Results = run(q, weights, block_tables, seq_lens, *offsets, k_cache)
     return results
 
 
+class Options(NamedTuple):
+    """The static arguments of a call."""
+
+    k: int
+    return_slots: bool
+    return_scores: bool
+    return_bits: bool
+
+
 @functools.cache
-def _transformable(options: tuple[int, bool, bool], ragged: bool, arch: str, num_sms: int) -> Callable[..., Any]:
-    """The call as a function of (q, weights, block_tables, seq_lens, cu_seqlens_q if ragged, k_cache). options: k,
-    return_slots and return_scores."""
-    k, return_slots, return_scores = options
+def _transformable(options: Options, ragged: bool, arch: str, num_sms: int) -> Callable[..., Any]:
+    """The call as a function of (q, weights, block_tables, seq_lens, cu_seqlens_q if ragged, k_cache)."""
+    return_slots, return_scores = options.return_slots, options.return_scores
 
     def on_device(*arrays: jax.Array) -> Results:
         names = ("q", "weights", "block_tables", "seq_lens", *("cu_seqlens_q",) * ragged, "k_cache")
         given = dict(zip(names, arrays, strict=True))
-        described = {name: describe(name, array) for name, array in given.items()}
+        described: dict[str, Any] = {name: describe(name, array) for name, array in given.items()}
         # The rows of this device decide.
-        spec = indexer_topk_spec(**described, k=k, return_slots=return_slots, return_scores=return_scores)
+        spec = indexer_topk_spec(**described, **options._asdict())
         return _by_chunks(given, spec, arch, num_sms)
 
     def fold(run: Callable[..., Any], axis_size: int, *arrays: jax.Array) -> Any:

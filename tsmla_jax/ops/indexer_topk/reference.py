@@ -13,7 +13,8 @@ from tsmla_jax.ops.select_topk import reference as topk_reference
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 Results = jax.Array | tuple[jax.Array, ...]
-"""Positions, or slots and counts; behind them scores where they are asked for. One array alone is no tuple."""
+"""Positions, or slots and counts; behind them scores where they are asked for; or the words of the selection. One array
+alone is no tuple."""
 
 
 def indexer_topk(
@@ -63,6 +64,8 @@ def rows_of(spec: IndexerTopkSpec, seq_lens: jax.Array, cu_seqlens_q: jax.Array 
 def nothing_selected(spec: IndexerTopkSpec) -> tuple[jax.Array, ...]:
     """The results, always in a tuple, of a call without query tokens, requests or keys."""
     tokens = spec.logits.num_tokens
+    if spec.return_bits:
+        return (jnp.zeros((tokens, spec.topk.width), jnp.int32),)
     positions = jnp.full((tokens, spec.k), -1, jnp.int32)
     counts = (jnp.zeros(tokens, jnp.int32),) if spec.return_slots else ()
     scores = (jnp.full((tokens, spec.k), -jnp.inf, jnp.float32),) if spec.return_scores else ()

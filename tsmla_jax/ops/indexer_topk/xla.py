@@ -18,6 +18,7 @@ from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selection_bits import xla as bits_xla
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 MIN_WINDOW = 4096
@@ -86,6 +87,8 @@ def indexer_topk(
         block=max(1, BLOCK_BYTES // (4 * window)),
         varying_with=(k_cache, block_tables),
     )
+    if spec.return_bits:
+        return bits_xla.selection_bits(positions, spec=spec.topk.selection)
     if not spec.return_slots:
         return unpacked((positions, *scores))
     page = jnp.where(positions < 0, 0, positions // page_size)

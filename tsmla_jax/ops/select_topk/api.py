@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import jax.numpy as jnp
 
@@ -28,6 +28,7 @@ def select_topk(
     row_starts: Int32[Array, " T"] | None = ...,
     block_tables: None = ...,
     page_size: None = ...,
+    return_bits: Literal[False] = ...,
     implementation: Preference = ...,
 ) -> Int32[Array, "T k"]: ...
 
@@ -40,8 +41,24 @@ def select_topk(
     *,
     order: str = ...,
     row_starts: Int32[Array, " T"] | None = ...,
+    block_tables: None = ...,
+    page_size: None = ...,
+    return_bits: Literal[True],
+    implementation: Preference = ...,
+) -> Int32[Array, "T W"]: ...
+
+
+@overload
+def select_topk(
+    logits: Float[Array, "T N"],
+    seq_lens: Int32[Array, " T"],
+    k: int,
+    *,
+    order: str = ...,
+    row_starts: Int32[Array, " T"] | None = ...,
     block_tables: Int32[Array, "T M"],
     page_size: int,
+    return_bits: Literal[False] = ...,
     implementation: Preference = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
 
@@ -55,9 +72,10 @@ def select_topk(
     row_starts: Int32[Array, " T"] | None = None,
     block_tables: Int32[Array, "T M"] | None = None,
     page_size: int | None = None,
+    return_bits: bool = False,
     implementation: Preference = None,
-) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, " T"]]:
-    """The positions of the k largest of seq_lens[t] logits of each row, exact; or their slots in a cache.
+) -> Array | tuple[Int32[Array, "T k"], Int32[Array, " T"]]:
+    """The positions of the k largest of seq_lens[t] logits of each row, exact; or their slots, or their bits.
 
     Args:
       logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
@@ -69,12 +87,15 @@ def select_topk(
         requests. Positions count from there. None is column 0 for all.
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
       page_size: Z of the block tables, static: position p is slot block_tables[t, p // Z] * Z + p % Z.
+      return_bits: static; return the selection as bits, which mla_prefill takes, in the place of positions; without
+        block_tables alone. On Hopper this is the fastest result, because it is the shortest.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       [T, k] int32. Of equal logits (0.0 and -0.0 are equal) the one at the lower position is the larger, and NaN is
       below every number. -1 after the min(k, seq_lens[t]) positions of a row. With block_tables: the slots in the order
-      of the positions, -1 for a position past the table; and [T] int32, min(k, seq_lens[t]).
+      of the positions, -1 for a position past the table; and [T] int32, min(k, seq_lens[t]). With return_bits: [T, W]
+      int32 words, W = ceil(N / 128) * 4, the selection_bits of the positions; `order` has no meaning.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N, or a row

@@ -29,6 +29,8 @@ def why_not(spec: TopKSpec) -> list[str]:
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
     """What the public select_topk documents. Positions have no derivative, as in XLA."""
     if 0 in logits.shape or (spec.page_size and 0 in others[-1].shape):
+        if spec.bits:
+            return jnp.zeros((logits.shape[0], spec.width), jnp.int32)
         nothing = jnp.full((logits.shape[0], spec.k), -1, jnp.int32)
         return results_of(spec, rows_of(spec, seq_lens, *others), nothing)
     run = _transformable(dataclasses.replace(spec, num_tokens=0, num_columns=0), device.arch_for(SELECT_TOPK))
@@ -38,14 +40,15 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
 
 @functools.cache
 def _transformable(spec: TopKSpec, arch: str) -> Callable[..., Any]:
-    """The call as a function (logits, seq_lens[, row_starts][, block_tables]) -> positions [T, k], or slots [T, k] and
-    counts [T]; of rows and columns of any number, whatever the spec's are."""
+    """The call as a function (logits, seq_lens[, row_starts][, block_tables]) -> positions [T, k], words [T, W], or
+    slots [T, k] and counts [T]; of rows and columns of any number, whatever the spec's are."""
 
     def on_device(logits: jax.Array, *others: jax.Array) -> Results:
         rows, columns = logits.shape
         # The rows of this device decide.
-        config = topk_config(dataclasses.replace(spec, num_tokens=rows, num_columns=columns))
-        shapes = ((rows, spec.k), (rows,)) if spec.page_size else ((rows, spec.k),)
+        local = dataclasses.replace(spec, num_tokens=rows, num_columns=columns)
+        config = topk_config(local)
+        shapes = ((rows, local.width), (rows,)) if spec.page_size else ((rows, local.width),)
         results = kernel_call(SELECT_TOPK, config, (logits, *others), shapes, arch=arch)
         return (results[0], results[1]) if spec.page_size else results[0]
 

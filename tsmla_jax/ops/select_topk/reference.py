@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.selected import numerics
+from tsmla_jax.ops.selection_bits import reference as bits_reference
 from tsmla_kernels.contract.sparse import TopKSpec
 
 Results = jax.Array | tuple[jax.Array, jax.Array]
-"""Positions; or slots and counts."""
+"""Positions, or the words of their bits; or slots and counts."""
 
 
 class Rows(NamedTuple):
@@ -41,6 +42,8 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
     order = jnp.lexsort((~numerics.ordered(logits), ~in_row), axis=-1).astype(jnp.int32)
     order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys)))) - rows.starts[:, None]
     positions = jnp.where(jnp.arange(k) < rows.lens[:, None], order, -1)
+    if spec.bits:
+        return bits_reference.selection_bits(positions, spec=spec.selection)
     return results_of(spec, rows, ascending(positions) if spec.order == "position" else positions)
 
 

@@ -9,6 +9,7 @@ from jax import lax
 from tsmla_jax.ops.select_topk.reference import Results, ascending, results_of, rows_of
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected.blocks import over_token_blocks
+from tsmla_jax.ops.selection_bits import xla as bits_xla
 from tsmla_kernels.contract.sparse import TopKSpec
 
 BLOCK_BYTES = 4 << 20
@@ -20,6 +21,8 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
     (num_tokens, num_keys), k = logits.shape, spec.k
     rows = rows_of(spec, seq_lens, *others)
     if num_keys == 0 or num_tokens == 0:
+        if spec.bits:
+            return jnp.zeros((num_tokens, spec.width), jnp.int32)
         return results_of(spec, rows, jnp.full((num_tokens, k), -1, jnp.int32))
 
     def block(logits: jax.Array, lens: jax.Array, starts: jax.Array) -> tuple[jax.Array]:
@@ -52,4 +55,6 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
         (jax.ShapeDtypeStruct((num_tokens, k), jnp.int32),),
         block=max(1, BLOCK_BYTES // (num_keys * logits.dtype.itemsize)),
     )
+    if spec.bits:
+        return bits_xla.selection_bits(positions, spec=spec.selection)
     return results_of(spec, rows, positions)

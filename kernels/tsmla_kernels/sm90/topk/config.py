@@ -19,6 +19,7 @@ MANY_ROWS = 1 << 20  # takes the place of a symbolic number of rows
 UNIT = 128  # columns that a warp reads at once: 16 bytes per lane
 BINS = 4096  # bins of a histogram
 FEW_ROWS = 264  # two rows for each of 132 multiprocessors
+MAX_BIT_COLUMNS = 32 * BINS  # the words of a row's bits take the place of a histogram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class TopkConfig:
       row_requests: whether the block table has a row for each request, and an operand says the request of each row of
         logits. Otherwise the block table has a row for each row of logits. Only if page_size is not 0.
       scores: whether the selected logits are also written.
+      bits: whether the words of the selection are written in the place of positions. One CTA has the row.
       cluster: how many CTAs share a row. warps: how many warps a CTA has.
       stages, stage_units: each warp's shared memory in ExactSearch: how many copies may be in flight, and how many
         UNITs a copy has. If a warp's part of the row fits, it is copied once; otherwise every walk copies it again.
@@ -54,6 +56,7 @@ class TopkConfig:
     row_starts: bool = False
     row_requests: bool = False
     scores: bool = False
+    bits: bool = False
     cluster: int = 1
     warps: int = 16
     stages: int = 4
@@ -125,6 +128,9 @@ def topk_reasons(spec: TopKSpec) -> list[str]:
         reasons.append(f"num_columns (N) is {spec.num_columns}; the sm_90 top-k kernel takes at most {MAX_COLUMNS}")
     if spec.order == "value" and spec.page_size:
         reasons.append("slots are written by position; order is 'value'")
+    if spec.bits and isinstance(spec.num_columns, int) and spec.num_columns > MAX_BIT_COLUMNS:
+        limit = f"the sm_90 top-k kernel writes bits of at most {MAX_BIT_COLUMNS} columns"
+        reasons.append(f"num_columns (N) is {spec.num_columns}; {limit}")
     return reasons
 
 
@@ -132,8 +138,8 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     """The configuration that serves `spec`. There are only a few for all sizes, so that few kernels are compiled. The
     number of rows may be symbolic."""
     rows, columns = spec.num_tokens, spec.num_columns
-    if not isinstance(rows, int):
-        rows = MANY_ROWS
+    if not isinstance(rows, int) or spec.bits:
+        rows = MANY_ROWS  # bits are of prompts, which have many rows
     # (cluster, warps, held, most_chunks). One CTA takes a whole row if that leaves no multiprocessor idle.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
@@ -151,9 +157,10 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     cluster, warps, held, most_chunks = shape
     return TopkConfig(
         k=spec.k,
-        order=spec.order,
+        order="position" if spec.bits else spec.order,  # bits have no order
         page_size=spec.page_size,
         row_starts=spec.row_starts,
+        bits=spec.bits,
         cluster=cluster,
         warps=warps,
         stages=4,

@@ -178,6 +178,10 @@ class ExactSearch:
             limit, offset, copied = self.share_equals(row, shared, place, key, copied)
         if const_expr(self.cluster.size > 1 and not self.writer.by_value):
             cute.arch.cluster_arrive()  # from here on this CTA reads no other CTA's shared memory
+        if const_expr(self.writer.bits is not None):
+            cute.arch.sync_threads()  # the bins have been read
+            self.writer.bits.clear(shared, place, output)
+            cute.arch.sync_threads()
         selection = Selection(
             shared, place, output, key=key, limit=limit, low=least_float(key), high=least_float(key + 1)
         )
@@ -186,6 +190,9 @@ class ExactSearch:
             self.writer.put_entries(shared, place, output)
         elif const_expr(self.cluster.size > 1):
             cute.arch.cluster_wait()
+        elif const_expr(self.writer.bits is not None):
+            cute.arch.sync_threads()
+            self.writer.bits.put(shared, place, output)
 
     @cute.jit
     def count_floats(
@@ -371,7 +378,8 @@ class ExactSearch:
     def emit(
         self, row: Row, context: Selection, unit: Int32, values: cute.Tensor, index: Int32, second: Int32
     ):  # fmt: skip
-        """Walk callback: write the selected columns of a unit, from `index` of the row's results on."""
+        """Walk callback: write the selected columns of a unit, from `index` of the row's results on, or set their
+        bits."""
         key, limit = context.key, context.limit
         begin = unit * UNIT - row.lead
         floor = context.low
@@ -387,7 +395,9 @@ class ExactSearch:
                 if other > key or (other == key and position <= limit):
                     if position >= 0 and position < row.length:
                         mask |= 1 << i
-        if cute.arch.vote_any_sync(mask != 0):
+        if const_expr(self.writer.bits is not None):
+            self.writer.bits.add(context.shared, self.rows.position(row, unit, 0), mask)
+        elif cute.arch.vote_any_sync(mask != 0):
             count = cute.arch.popc(mask)
             through = running_sum(count, context.place.lane)
             at = index + through - count

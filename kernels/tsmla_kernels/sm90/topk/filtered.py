@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.topk.bins import BinSearch
+from tsmla_kernels.sm90.topk.bits import joined_nibbles
 from tsmla_kernels.sm90.topk.candidates import BinCounts, Candidates
 from tsmla_kernels.sm90.topk.cluster import Cluster
 from tsmla_kernels.sm90.topk.config import BINS, TopkConfig
@@ -306,10 +307,12 @@ class FilteredSearch:
     @cute.jit
     def write_marked(self, span: Span, shared: Shared, place: Place, output: Output):
         """Write, in order, the positions of the columns that are marked as above the bin, and of as many of the first
-        equal columns as are needed. If results are sorted by value, sort them first."""
+        equal columns as are needed; or the bits of these columns. If results are sorted by value, sort them first."""
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_arrive()  # from here on this CTA reads no other CTA's shared memory
         cute.arch.sync_threads()
+        if const_expr(self.writer.bits is not None):
+            self.writer.bits.clear(shared, place, output)
         words = quotient(span.chunks + 3, 4)
         begin, count = place.thread * words, Int32(0)
         for i in cutlass.range(words, unroll=1):
@@ -342,17 +345,23 @@ class FilteredSearch:
                     equals = equals & (equals - 1)
                     needed -= 1
             position = (span.begin + (begin + i) * 4) * 4 - span.lead
-            while word != 0:
-                bit = 31 - Int32(cute.arch.clz(word & -word))
-                column = position + (quotient(bit, 8) * 4 + (bit & 3))
-                if const_expr(by_value):
-                    key = ordered(global_column(span.address, column + span.lead))
-                    self.writer.enter(shared.entries, base + at, entry(key, column))
-                else:
-                    shared.sample.bins[at] = column
-                word = word & (word - 1)
-                at += 1
-        if const_expr(not by_value):
+            if const_expr(self.writer.bits is not None):
+                self.writer.bits.add(shared, position, joined_nibbles(word))
+            else:
+                while word != 0:
+                    bit = 31 - Int32(cute.arch.clz(word & -word))
+                    column = position + (quotient(bit, 8) * 4 + (bit & 3))
+                    if const_expr(by_value):
+                        key = ordered(global_column(span.address, column + span.lead))
+                        self.writer.enter(shared.entries, base + at, entry(key, column))
+                    else:
+                        shared.sample.bins[at] = column
+                    word = word & (word - 1)
+                    at += 1
+        if const_expr(self.writer.bits is not None):
+            cute.arch.sync_threads()
+            self.writer.bits.put(shared, place, output)
+        elif const_expr(not by_value):
             cute.arch.sync_threads()
             for i in cutlass.range(place.thread, total, self.config.threads, unroll=1):
                 self.writer.put(output, place.row, base + i, shared.sample.bins[i])

@@ -31,8 +31,8 @@ class SelectTopk:
 
     Operands of the launcher: logits [T, N] f32; seq_lens [T] i32; if config.row_starts, row_starts [T] i32; if
     config.page_size is not 0, block_tables [T, M] i32, or [B, M] if config.row_requests; if config.row_requests,
-    row_requests [T] i32; indices [T, k] i32; if config.page_size is not 0, counts [T] i32; if config.scores, scores
-    [T, k] f32.
+    row_requests [T] i32; indices [T, k] i32 or, if config.bits, the words of the selection [T, W] i32; if
+    config.page_size is not 0, counts [T] i32; if config.scores, scores [T, k] f32.
     """
 
     def __init__(self, config: TopkConfig) -> None:

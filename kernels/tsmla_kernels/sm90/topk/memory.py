@@ -97,7 +97,8 @@ class Place(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a launch. A field is None if the config has no use for it."""
+    """The arrays of a launch. A field is None if the config has no use for it. indices: the words of the selection, if
+    config.bits."""
 
     logits: cute.Tensor
     seq_lens: cute.Tensor
@@ -113,7 +114,7 @@ class Output(NamedTuple):
     """The arrays of a row's results, and the sources of slots and scores.
 
     Attributes:
-      indices, block_tables, scores: arrays of the launch.
+      indices, block_tables, scores: arrays of the launch, as in Arrays.
       table: which row of the block table is used.
       address: the address of the row's first logit.
     """

@@ -12,20 +12,24 @@ from tsmla_kernels.sm90.topk.config import TopkConfig, topk_config, topk_reasons
 
 
 def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
-    """The operands of select_topk. The logits' array begins at a multiple of 16 bytes, each row at any multiple
-    of 4. Block tables have a row for each row of logits or, if config.row_requests, for each request."""
+    """The operands of select_topk. The logits' array and the words of a selection begin at a multiple of 16 bytes, each
+    row of logits at any multiple of 4. Block tables have a row for each row of logits or, if config.row_requests, for
+    each request."""
     starts = (Operand("row_starts", "int32", (None,), align=4),) if config.row_starts else ()
     tables = (Operand("block_tables", "int32", (None, None), align=4),) if config.page_size else ()
     requests = (Operand("row_requests", "int32", (None,), align=4),) if config.row_requests else ()
     counts = (Operand("counts", "int32", (None,), output=True, align=4),) if config.page_size else ()
     scores = (Operand("scores", "float32", (None, config.k), output=True, align=4),) if config.scores else ()
+    selected = Operand("indices", "int32", (None, config.k), output=True, align=4)
+    if config.bits:
+        selected = Operand("selection", "int32", (None, None), output=True)
     return (
         Operand("logits", "float32", (None, None), wide=True),
         Operand("seq_lens", "int32", (None,), align=4),
         *starts,
         *tables,
         *requests,
-        Operand("indices", "int32", (None, config.k), output=True, align=4),
+        selected,
         *counts,
         *scores,
     )

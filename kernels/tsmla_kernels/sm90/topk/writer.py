@@ -1,5 +1,5 @@
-"""Writes select_topk's results: positions or slots, and their scores. Results that are sorted by value are first
-collected as entries."""
+"""Writes select_topk's results: positions or slots, and their scores; or the words of a selection. Results that are
+sorted by value are first collected as entries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint64, const_expr
 
+from tsmla_kernels.sm90.topk.bits import BitWriter
 from tsmla_kernels.sm90.topk.cluster import Cluster
 from tsmla_kernels.sm90.topk.config import TopkConfig
 from tsmla_kernels.sm90.topk.keys import position_of
@@ -19,11 +20,13 @@ NOWHERE = -1
 
 
 class Writer:
-    """Device functions that write the selected columns. by_value: whether results are sorted by value."""
+    """Device functions that write the selected columns. by_value: whether results are sorted by value. bits: the
+    BitWriter that writes words in the place of positions, or None."""
 
     def __init__(self, config: TopkConfig, cluster: Cluster) -> None:
         self.config, self.cluster = config, cluster
         self.by_value = config.order == "value"
+        self.bits = BitWriter(config) if config.bits else None
         self.sort = EntrySort(config.sorted_entries, config.threads)
 
     @cute.jit
@@ -55,15 +58,19 @@ class Writer:
 
     @cute.jit
     def put_all(self, length: Int32, place: Place, output: Output):
-        """Write every position of a row of at most k columns, and NOWHERE as the results behind them."""
+        """Write every position of a row of at most k columns, and NOWHERE as the results behind them; or write the bits
+        of these positions."""
         cute.arch.inline_ptx("cp.async.wait_all;")
-        step = self.cluster.size * self.config.threads
-        first = place.rank * self.config.threads + place.thread
-        for i in cutlass.range(first, self.config.k, step, unroll=1):
-            if i < length:
-                self.put(output, place.row, i, i)
-            else:
-                self.put_none(output, place.row, i)
+        if const_expr(self.bits is not None):
+            self.bits.put_all(length, place, output)
+        else:
+            step = self.cluster.size * self.config.threads
+            first = place.rank * self.config.threads + place.thread
+            for i in cutlass.range(first, self.config.k, step, unroll=1):
+                if i < length:
+                    self.put(output, place.row, i, i)
+                else:
+                    self.put_none(output, place.row, i)
 
     @cute.jit
     def clear_entries(self, shared: Shared, place: Place):

@@ -22,6 +22,8 @@ CONFIGS = {
     "few long rows": topk_config(TopKSpec(8, 131072, 2048, "position")),
     "many short rows": topk_config(TopKSpec(4096, 8192, 2048, "position")),
     "long rows": topk_config(TopKSpec(64, 131072, 2048, "position")),
+    "bits of short rows": topk_config(TopKSpec(4096, 8192, 2048, bits=True)),
+    "bits of long rows": topk_config(TopKSpec(4096, 131072, 2048, row_starts=True, bits=True)),
     "by value": topk_config(TopKSpec(64, 32768, 4096)),
     "by value in a cluster": topk_config(TopKSpec(8, 32768, 2048)),
     "slots, row starts": topk_config(TopKSpec(64, 32768, 1, "position", page_size=64, row_starts=True)),
@@ -31,7 +33,7 @@ CONFIGS = {
     "slots of requests, scores, long rows": slots_of_requests(256, 131072),
     "slots of requests, scores, in a cluster": slots_of_requests(8, 131072),
 }
-FAST = ("few short rows", "few long rows", "slots, row starts")
+FAST = ("few short rows", "few long rows", "slots, row starts", "bits of short rows")
 """Compiled in every run of the tests. The others are slow tests."""
 
 
@@ -62,3 +64,4 @@ def test_reasons_name_what_is_not_taken() -> None:
     assert "num_columns (N) is" in topk_reasons(TopKSpec(1, MAX_COLUMNS + 1, 1))[0]
     assert "dtype is float64" in topk_reasons(TopKSpec(1, 8, 1, dtype="float64"))[0]
     assert "slots" in topk_reasons(TopKSpec(1, 8, 1, page_size=64))[0]
+    assert "writes bits of at most 131072 columns" in topk_reasons(TopKSpec(1, 131073, 1, bits=True))[0]
