@@ -21,6 +21,7 @@ import numpy as np
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import cache_bytes
 from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.contexts import bound_of_context, context_passes
 from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.explaining import Choice
 from tsmla_jax.generate.figures import Figures
@@ -30,38 +31,9 @@ from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text
 from tsmla_jax.generate.programs import programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
 from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
-from tsmla_jax.generate.session import ContextPasses, Session, Started, StepKind, Tokens
+from tsmla_jax.generate.session import Session, Started, StepKind, Tokens
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, StepConfig
-from tsmla_jax.nn import MLAConfig
-from tsmla_jax.nn.v32 import V32Config
-from tsmla_jax.nn.v32.functional import mask_reasons, mask_refusals
 from tsmla_kernels.contract import FP8
-from tsmla_kernels.contract.forms import StepSizes, selected_form
-
-MAX_EXPANDED_BYTES = 1 << 29
-"""Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
-chunk of tokens at once even where these are more."""
-
-
-def reach_of(cached: int, chunk: int) -> int:
-    """A bound of cached tokens: 1, 4, 8, 16, ... chunks, so that programs are few."""
-    reach = chunk if cached <= chunk else 4 * chunk
-    while reach < cached:
-        reach *= 2
-    return reach
-
-
-def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> int | None:
-    """The bound of `cached` tokens by which V3.2's layers choose the form of their attention to a chunk; None where
-    they take the same form without it."""
-    attention = config.attention
-    if not isinstance(attention, V32Config):
-        return None
-    reasons = mask_refusals(quantised=plan.q_dtype == FP8, shared_keys=plan.mesh.context > 1)
-    reasons += mask_reasons(attention, plan.dtype)
-    reach, heads = reach_of(cached, chunk), attention.mla.num_attention_heads
-    form = selected_form(StepSizes(chunk, 1, reach + chunk, heads, attention.index_topk), reasons=reasons)
-    return reach if form.name == "mask" else None
 
 
 def say_on_terminal(step: str, seconds: float | None) -> None:
@@ -377,24 +349,9 @@ class Engine:
 
     def _prefill_kind(self, plan: Plan, cached: int) -> StepKind:
         """A prefill step behind so many cached tokens."""
-        passes = self._context_passes(plan, cached)
+        passes = context_passes(self.config, plan, chunk=self.options.chunk, cached=cached)
         most_cached = bound_of_context(self.config, plan, chunk=self.options.chunk, cached=cached)
         return StepKind("prefill", 1, passes, most_cached)
-
-    def _context_passes(self, plan: Plan, cached: int) -> ContextPasses | None:
-        """How a prefill step passes over a context: in as few passes as MAX_EXPANDED_BYTES allow, whose results are
-        merged one by one. None (the device counts, or nothing does) where layers are programs of their own, and for
-        V3.2 and V4."""
-        config, chunk = self.config.attention, self.options.chunk
-        if not plan.at_once or not isinstance(config, MLAConfig):
-            return None
-        width = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        fits = MAX_EXPANDED_BYTES * plan.mesh.context // (width * jnp.dtype(plan.dtype).itemsize)
-        reach = reach_of(cached, chunk)
-        at_once = reach
-        while at_once > max(fits, chunk):
-            at_once //= 2
-        return ContextPasses(at_once, reach // at_once)
 
     def _no_prompts(self, kind: StepKind, tokens: int) -> Prompts:
         return steps.no_prompts(tokens, kind.rows, self.plan.max_pages, self.plan.mesh.replicas)

@@ -317,7 +317,7 @@ class TopKSpec:
 
     @property
     def width(self) -> int:
-        """Integers of a row of the result: k, or the words of the bits of all columns."""
+        """Integers of a row of the result."""
         return selection_words(self.num_columns) if self.bits else self.k
 
     @property
@@ -357,9 +357,8 @@ def topk_spec(
     bits = static_bool("return_bits", return_bits)
     if bits and block_tables is not None:
         raise ValueError("return_bits: got True with block_tables; legal: False, as bits are those of positions")
-    num_tokens, num_columns = logits.shape
     return TopKSpec(
-        num_tokens=num_tokens, num_columns=num_columns, k=k, order=order, dtype=logits.dtype,
+        num_tokens=logits.shape[0], num_columns=logits.shape[1], k=k, order=order, dtype=logits.dtype,
         page_size=page_size or 0, row_starts=row_starts is not None, bits=bits,
     )  # fmt: skip
 
@@ -386,8 +385,8 @@ class IndexerTopkSpec:
         """The select_topk that follows indexer_logits in the definition. It writes slots only if no scores are
         returned, because scores are read at the positions that it writes."""
         page_size = self.logits.cache.page_size if self.return_slots and not self.return_scores else 0
-        sizes = self.logits.num_tokens, self.num_columns, self.k
-        return TopKSpec(*sizes, order="position", page_size=page_size, bits=self.return_bits)
+        tokens, columns, bits = self.logits.num_tokens, self.num_columns, self.return_bits
+        return TopKSpec(tokens, columns, self.k, "position", page_size=page_size, bits=bits)
 
 
 def indexer_topk_spec(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, contexts
 from tsmla_jax.generate import engine as engines
 from tsmla_jax.generate import step as steps
 
@@ -124,7 +124,7 @@ def test_long_prompts_after_their_first_chunk(
     tiny_model: Model, expanded_bytes: int, passes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one program a step: the passes over the cached part are 1, 4, 8, ... chunks in all, and enough."""
-    monkeypatch.setattr(engines, "MAX_EXPANDED_BYTES", expanded_bytes)
+    monkeypatch.setattr(contexts, "MAX_EXPANDED_BYTES", expanded_bytes)
     config, params = tiny_model
     prompt = np.random.default_rng(5).integers(0, 101, 31).tolist()
     compiled: list[str] = []

@@ -16,7 +16,7 @@ from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
-from tsmla_jax.generate.engine import bound_of_context
+from tsmla_jax.generate.contexts import bound_of_context
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_tables, shared_steps
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.plan import make_plan

@@ -1,0 +1,55 @@
+"""What a prefill step is told of the cached tokens before its own: in few kinds, so that programs are few."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.plan import Plan
+from tsmla_jax.generate.session import ContextPasses
+from tsmla_jax.nn import MLAConfig
+from tsmla_jax.nn.v32 import V32Config
+from tsmla_jax.nn.v32.functional import mask_reasons, mask_refusals
+from tsmla_kernels.contract import FP8
+from tsmla_kernels.contract.forms import StepSizes, selected_form
+
+MAX_EXPANDED_BYTES = 1 << 29
+"""Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
+chunk of tokens at once even where these are more."""
+
+
+def reach_of(cached: int, chunk: int) -> int:
+    """A bound of cached tokens: 1, 4, 8, 16, ... chunks, so that programs are few."""
+    reach = chunk if cached <= chunk else 4 * chunk
+    while reach < cached:
+        reach *= 2
+    return reach
+
+
+def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> int | None:
+    """The bound of `cached` tokens by which V3.2's layers choose the form of their attention to a chunk; None where
+    they take the same form without it."""
+    attention = config.attention
+    if not isinstance(attention, V32Config):
+        return None
+    reasons = mask_refusals(quantised=plan.q_dtype == FP8, shared_keys=plan.mesh.context > 1)
+    reasons += mask_reasons(attention, plan.dtype)
+    reach, heads = reach_of(cached, chunk), attention.mla.num_attention_heads
+    form = selected_form(StepSizes(chunk, 1, reach + chunk, heads, attention.index_topk), reasons=reasons)
+    return reach if form.name == "mask" else None
+
+
+def context_passes(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> ContextPasses | None:
+    """How a prefill step passes over a context: in as few passes as MAX_EXPANDED_BYTES allow, whose results are
+    merged one by one. None (the device counts, or nothing does) where layers are programs of their own, and for
+    V3.2 and V4."""
+    attention = config.attention
+    if not plan.at_once or not isinstance(attention, MLAConfig):
+        return None
+    width = attention.num_attention_heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    fits = MAX_EXPANDED_BYTES * plan.mesh.context // (width * jnp.dtype(plan.dtype).itemsize)
+    reach = reach_of(cached, chunk)
+    at_once = reach
+    while at_once > max(fits, chunk):
+        at_once //= 2
+    return ContextPasses(at_once, reach // at_once)
