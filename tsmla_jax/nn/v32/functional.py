@@ -254,24 +254,16 @@ def _attend(
         as_bits = chooses and not keep and bits_are_shorter(step, kv.shape[1], most)
         chosen = cast(jax.Array, topk(return_bits=as_bits)) if selected is None else selected
         new = Selected(
-            jnp.concatenate(projected, axis=-1),
-            request=request,
-            position=positions,
-            keys=chosen,
-            are_bits=as_bits,
+            jnp.concatenate(projected, axis=-1), request=request, position=positions, keys=chosen, are_bits=as_bits,
             all_below=most if chooses else 0,
-        )
+        )  # fmt: skip
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
-        y = functional.project_out(params, mla, heads.astype(x.dtype))
-        return _Attended(y, cache, None if as_bits else chosen)
+        return _Attended(functional.project_out(params, mla, heads.astype(x.dtype)), cache, None if as_bits else chosen)
     queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
     attention: dict[str, Any] = {
-        "softmax_scale": mla.softmax_scale,
-        "latent_dim": mla.kv_lora_rank,
-        "q_scale": q_scale,
-        "kv_scale": kv_scale,
+        "softmax_scale": mla.softmax_scale, "latent_dim": mla.kv_lora_rank, "q_scale": q_scale, "kv_scale": kv_scale,
         "implementation": implementation,
-    }
+    }  # fmt: skip
 
     def project(out: jax.Array) -> jax.Array:
         heads = jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
