@@ -347,6 +347,13 @@ class _Encoder:
         slots = (*self.slots(d), *self.slots(a), self.slot(b), self.slot(adds))
         return Encoding("wgmma", slots, Kind.CONVERGE, aux=aux)
 
+    def small_product(self, i: Instruction) -> Encoding:
+        """mma.sync.aligned.m16n8k16 of 16-bit numbers, summed in f32."""
+        if i.modifiers[2:5] != ("m16n8k16", "row", "col") or i.modifiers[-4] != "f32" or i.modifiers[-1] != "f32":
+            raise NotImplementedError(i.opcode)
+        slots = [slot for operand in i.operands for slot in self.slots(operand)]
+        return Encoding("mma", slots, Kind.CONVERGE, aux=("bf16", "f16").index(i.modifiers[-2]))
+
 
 _SPECIAL_FORMS: dict[str, Callable[[_Encoder, Instruction], Encoding]] = {
     "mov": _Encoder.move,
@@ -370,6 +377,7 @@ _SPECIAL_FORMS: dict[str, Callable[[_Encoder, Instruction], Encoding]] = {
     "fence": _Encoder.fence,
     "cp": _Encoder.copy,
     "wgmma": _Encoder.product,
+    "mma": _Encoder.small_product,
     "griddepcontrol": lambda self, i: Encoding(i.opcode, (), Kind.CONVERGE),
     "nanosleep": lambda self, i: Encoding("sleep", ()),
 }

@@ -494,3 +494,33 @@ def test_a_part_of_a_grid_runs_alone() -> None:
 def test_an_unknown_instruction_is_refused() -> None:
     with pytest.raises((AssertionError, NotImplementedError), match="tanh"):
         run("tanh.approx.f32 %r5, %r6;", NUMBERS[:32])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_small_product(dtype: str) -> None:
+    """mma.m16n8k16: every lane loads its registers of A [16, 16], B [8, 16] and C [16, 8] and stores those of D."""
+    generator, kind = np.random.default_rng(0), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = (generator.standard_normal((rows, 16)).astype(kind) for rows in (16, 8))
+    c = generator.standard_normal((16, 8)).astype(np.float32)
+    row, quad = np.divmod(np.arange(32), 4)
+    words = np.zeros((10, 32), np.int32)
+    for part in range(4):
+        first = 2 * quad + part // 2 * 8
+        pair = a[row + part % 2 * 8, first], a[row + part % 2 * 8, first + 1]
+        words[part] = np.stack(pair, axis=1).copy().view(np.int32)[:, 0]
+    for part in range(2):
+        pair = b[row, 2 * quad + 8 * part], b[row, 2 * quad + 8 * part + 1]
+        words[4 + part] = np.stack(pair, axis=1).copy().view(np.int32)[:, 0]
+    for part in range(4):
+        words[6 + part] = c[row + part // 2 * 8, 2 * quad + part % 2].view(np.int32)
+    loads = "".join(f"ld.global.b32 %r{10 + i}, [%rd4+{128 * i}]; " for i in range(10))
+    stores = "".join(f"st.global.b32 [%rd5+{128 * i}], %r{20 + i}; " for i in range(4))
+    name = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    body = (
+        f"{loads} mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{%r20, %r21, %r22, %r23}},"
+        f" {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {{%r16, %r17, %r18, %r19}}; {stores}"
+    )
+    got, _ = run(body, words, count=128)
+    want = c + a.astype(np.float32) @ b.astype(np.float32).T
+    for part, values in enumerate(got.view(np.float32).reshape(4, 32)):
+        np.testing.assert_allclose(values, want[row + part // 2 * 8, 2 * quad + part % 2], rtol=1e-5, atol=1e-5)

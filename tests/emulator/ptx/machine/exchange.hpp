@@ -399,6 +399,26 @@ inline Flow product(Warp& warp, const Instruction& i, uint32_t) {
   return Flow::next;
 }
 
+// mma.m16n8k16 of 16-bit numbers: slots D (4), A (4), B (2), C (4). aux: 0 for bf16, 1 for f16.
+inline Flow small_product(Warp& warp, const Instruction& i, uint32_t) {
+  constexpr int depth = 16, columns = 8;
+  const Shape shape{columns, depth, i.aux ? F16 : BF16, 2};
+  float a[16 * depth], b[columns * depth];
+  fragment(warp, i.slots + 4, shape, a);
+  const float* decoded = table(shape.format);
+  for (int lane = 0; lane < LANES; ++lane)
+    for (int part = 0; part < 2; ++part)
+      for (int half = 0; half < 2; ++half) {
+        const auto word = static_cast<uint32_t>(warp.slot(i.slots[8 + part])[lane]);
+        b[lane / 4 * depth + lane % 4 * 2 + part * 8 + half] = decoded[word >> (16 * half) & 0xffff];
+      }
+  uint64_t before[4][LANES];
+  for (int part = 0; part < 4; ++part) std::copy_n(warp.slot(i.slots[10 + part]), LANES, before[part]);
+  for (int part = 0; part < 4; ++part) std::copy_n(before[part], LANES, warp.slot(i.slots[part]));
+  accumulate(warp, i.slots, a, b, shape, true);
+  return Flow::next;
+}
+
 inline Flow products_commit(Warp& warp, const Instruction&, uint32_t) {
   warp.product_groups.push_back(std::move(warp.open_products));
   warp.open_products.clear();
@@ -450,6 +470,7 @@ inline void add_exchange(Handlers& handlers) {
   handlers["griddepcontrol.wait"] = kernels_wait;
   handlers["store_later"] = store_later;
   handlers["wgmma"] = product;
+  handlers["mma"] = small_product;
   handlers["wgmma.commit"] = products_commit;
   handlers["wgmma.wait"] = products_wait;
   handlers["mapa"] = OP2(uint32_t, uint32_t, offset_of(a) | b << RANK_SHIFT);
