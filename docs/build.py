@@ -45,6 +45,8 @@ KERNEL_PAGES = {
     "selection.md": KERNELS / "selection/DESIGN.md",
     "products.md": KERNELS / "sm90/products/DESIGN.md",
     "products_log.md": KERNELS / "sm90/products/LOG.md",
+    "few_tokens.md": KERNELS / "sm90/few_tokens/DESIGN.md",
+    "few_tokens_log.md": KERNELS / "sm90/few_tokens/LOG.md",
     "caches.md": KERNELS / "cache_ops/DESIGN.md",
     "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
 }

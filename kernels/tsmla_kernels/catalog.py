@@ -5,6 +5,13 @@ from tsmla_kernels.cache_ops.record import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE,
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.selection.record import SELECTION_BITS
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
+from tsmla_kernels.sm90.few_tokens.record import (
+    FEW_TOKEN_EXPERTS_DOWN,
+    FEW_TOKEN_EXPERTS_UP,
+    FEW_TOKEN_MATMUL,
+    FEW_TOKEN_QUERIES,
+    FEW_TOKEN_ROUTER,
+)
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.products.record import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
@@ -44,6 +51,11 @@ KERNELS = {
         BLOCK_SCALED_MATMUL,
         GROUPED_BLOCK_SCALED_MATMUL,
         QUANTIZE_BLOCKS,
+        FEW_TOKEN_MATMUL,
+        FEW_TOKEN_QUERIES,
+        FEW_TOKEN_ROUTER,
+        FEW_TOKEN_EXPERTS_UP,
+        FEW_TOKEN_EXPERTS_DOWN,
     )
 }
 

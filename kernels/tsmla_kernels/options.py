@@ -27,6 +27,7 @@ from tsmla_kernels.contract.sparse import (
     SparseMLASpec,
     TopKSpec,
 )
+from tsmla_kernels.sm90.few_tokens.config import ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
 
 Spec = TypeVar("Spec")
 
@@ -96,6 +97,16 @@ _PRODUCT = {
     "picked": "false",
     "quantized": "false",
 }
+_FEW_TOKENS = {
+    **_PRODUCT,
+    "num_tokens": "1",
+    "eps": "1e-6",
+    "residual": "false",
+    "choices": "8",
+    "num_experts": "256",
+    "nope_dim": "128",
+}
+"""Of the kernels of few tokens. `dtype` is that of weights or, in few_token_queries, of the absorbed queries."""
 _BITS = {**_TOPK, "lengths": "false", "starts": "false"}
 _SPARSE = {
     **_TOPK,
@@ -298,6 +309,61 @@ def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:
     shape = tuple(_parsed(values, name, int) for name in ("num_tokens", "in_features"))
     in_dtype = contract.attention_out_dtype(values["dtype"])
     return QuantizeBlocksSpec(shape, in_dtype, _parsed(values, "power_of_two", bool))
+
+
+def few_token_matmul_spec(options: Mapping[str, str]) -> MatmulSpec:
+    """The spec of few_token_matmul: num_tokens tokens times a weight [out_features, in_features] of `dtype`. eps is the
+    norm's before it; "" is for no norm."""
+    values = _filled_in(options, _FEW_TOKENS)
+    return MatmulSpec(
+        _parsed(values, "num_tokens", int),
+        _parsed(values, "in_features", int),
+        _parsed(values, "out_features", int),
+        values["dtype"],
+        eps=_float_or_none(values, "eps"),
+        gated=_parsed(values, "gated", bool),
+        limit=_float_or_none(values, "limit"),
+        residual=_parsed(values, "residual", bool),
+    )
+
+
+def few_token_experts_up_spec(options: Mapping[str, str]) -> ExpertsSpec:
+    """The spec of few_token_experts_up: num_tokens tokens of in_features columns with `choices` experts each, of
+    out_features rows of `dtype`, their gate's and up's."""
+    values = _filled_in(options, _FEW_TOKENS)
+    return ExpertsSpec(
+        _parsed(values, "num_tokens", int),
+        _parsed(values, "choices", int),
+        _parsed(values, "in_features", int),
+        _parsed(values, "out_features", int) // 2,
+        values["dtype"],
+        eps=_float_or_none(values, "eps"),
+        limit=_float_or_none(values, "limit"),
+    )
+
+
+def few_token_experts_down_spec(options: Mapping[str, str]) -> ExpertsSpec:
+    """The spec of few_token_experts_down, of the same experts."""
+    return dataclasses.replace(few_token_experts_up_spec(options), eps=None, limit=None)
+
+
+def few_token_queries_spec(options: Mapping[str, str]) -> QueriesSpec:
+    """The spec of few_token_queries: num_tokens tokens of num_heads heads. `dtype` is that of the absorbed queries and,
+    without a kv_dtype, of the cache."""
+    values = _filled_in(options, _FEW_TOKENS)
+    return _spec(QueriesSpec, values, tokens=_parsed(values, "num_tokens", int), heads=1)
+
+
+def few_token_router_spec(options: Mapping[str, str]) -> RouterSpec:
+    """The spec of few_token_router: num_tokens tokens of in_features columns, and num_experts experts."""
+    values = _filled_in(options, _FEW_TOKENS)
+    sizes = [_parsed(values, name, int) for name in ("num_tokens", "in_features", "num_experts")]
+    return RouterSpec(sizes[0], sizes[1], sizes[2], _float_or_none(values, "eps"))
+
+
+def _float_or_none(values: Mapping[str, str], name: str) -> float | None:
+    value: float | None = _parsed(values, name, float) if values[name] else None
+    return value
 
 
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:

@@ -1,0 +1,262 @@
+"""Which kernels of few tokens serve which calls. Imports no cutlass.
+
+The calls are those of a decoder layer's step of up to MOST_TOKENS tokens, whose time is that of reading the weights and
+of starting kernels. Sizes are read at the launch; an object is compiled for the facts below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tsmla_kernels.sm90.constants import FP8
+
+MOST_TOKENS = 16
+TOKEN_TILE = 8
+"""Columns of a tensor core's product: tokens come in tiles of so many."""
+TILE_ROWS = 16
+"""Weight rows of a CTA."""
+UNIT = 128
+"""Terms that a warp multiplies at a time, and for which block-scaled weights have one scale."""
+WARPS = 8
+WEIGHTS = ("bfloat16", FP8)
+CACHES = ("bfloat16", FP8)
+MOST_EXPERTS = 512
+"""Experts among which a warp chooses: their scores lie in registers."""
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """A call of few_token_matmul: tokens, terms (K) and weight rows (N) of the product; the other fields as in
+    MatmulConfig."""
+
+    tokens: int
+    terms: int
+    rows: int
+    weight_dtype: str
+    eps: float | None = None
+    gated: bool = False
+    limit: float | None = None
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """The static facts that an object of few_token_matmul is compiled for.
+
+    Attributes:
+      weight_dtype: "bfloat16", or FP8 for e4m3 with a scale for each block of 128 x 128.
+      token_tiles: tiles of TOKEN_TILE tokens.
+      eps: of the RMS norm through which x goes first; None for no norm.
+      gated: the result has N / 2 columns, silu(x W_gate^T) * (x W_up^T).
+      limit: if gated, gate is at most that, and up lies between its negative and it; None for no limit.
+      residual: an array is added to the result.
+    """
+
+    weight_dtype: str
+    token_tiles: int = 1
+    eps: float | None = None
+    gated: bool = False
+    limit: float | None = None
+    residual: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the weights are block-scaled."""
+        return self.weight_dtype == FP8
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A call of few_token_experts_up or few_token_experts_down: tokens, each with `choices` experts; C hidden columns,
+    and I columns of an expert; the other fields as in ExpertsConfig."""
+
+    tokens: int
+    choices: int
+    hidden: int
+    width: int
+    weight_dtype: str
+    eps: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The static facts that an object of few_token_experts_up or few_token_experts_down is compiled for.
+
+    Attributes:
+      weight_dtype, token_tiles, eps, limit: as in MatmulConfig; eps and limit are None in few_token_experts_down.
+      choices: experts of a token, the shared ones among them.
+    """
+
+    weight_dtype: str
+    choices: int
+    token_tiles: int = 1
+    eps: float | None = None
+    limit: float | None = None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the weights are block-scaled."""
+        return self.weight_dtype == FP8
+
+
+@dataclass(frozen=True)
+class QueriesSpec:
+    """A call of few_token_queries: tokens, H heads of N columns without rope, L latent and R rope columns."""
+
+    tokens: int
+    heads: int
+    nope_dim: int
+    latent_dim: int
+    rope_dim: int
+    q_dtype: str
+    kv_dtype: str
+    rope_interleave: bool
+    rope_layout: str
+    eps: float
+
+
+@dataclass(frozen=True)
+class QueriesConfig:
+    """The static facts that an object of few_token_queries is compiled for.
+
+    Attributes:
+      token_tiles: as in MatmulConfig.
+      q_dtype: the dtype of the absorbed queries. kv_dtype: the dtype of the cache.
+      nope_dim, latent_dim, rope_dim: N, L and R.
+      rope_interleave, rope_layout: as in rope_write_kv_cache.
+      eps: of the latent's RMS norm.
+    """
+
+    token_tiles: int
+    q_dtype: str
+    kv_dtype: str
+    nope_dim: int = 128
+    latent_dim: int = 512
+    rope_dim: int = 64
+    rope_interleave: bool = True
+    rope_layout: str = "interleaved"
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """A call of few_token_router: tokens, C columns of x, and experts; eps as in RouterConfig."""
+
+    tokens: int
+    terms: int
+    experts: int
+    eps: float | None = None
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The static facts that an object of few_token_router is compiled for.
+
+    Attributes:
+      tokens: tokens of a warp's sums, a power of two: at least those of the call.
+      eps: as in MatmulConfig.
+    """
+
+    tokens: int
+    eps: float | None = None
+
+
+def token_tiles(tokens: int) -> int:
+    """Tiles of TOKEN_TILE tokens."""
+    return -(-tokens // TOKEN_TILE)
+
+
+def _token_reasons(tokens: int) -> list[str]:
+    if 0 < tokens <= MOST_TOKENS:
+        return []
+    return [f"there are {tokens} tokens; the kernels of few tokens take 1 to {MOST_TOKENS}"]
+
+
+def _weight_reasons(dtype: str, terms: int, rows: int, gated: bool) -> list[str]:
+    reasons = []
+    if dtype not in WEIGHTS:
+        reasons.append(f"weight.dtype is {dtype}; the kernels of few tokens take {', '.join(WEIGHTS)}")
+    if terms < UNIT or terms % UNIT:
+        reasons.append(f"the weight has {terms} terms; the kernels of few tokens take multiples of {UNIT}")
+    legal = 2 * TOKEN_TILE if gated else TOKEN_TILE
+    if rows < legal or rows % legal:
+        reasons.append(f"the weight has {rows} rows; the kernels of few tokens take multiples of {legal}")
+    return reasons
+
+
+def matmul_reasons(spec: MatmulSpec) -> list[str]:
+    """Why few_token_matmul can't run this call; empty if it can."""
+    return _token_reasons(spec.tokens) + _weight_reasons(spec.weight_dtype, spec.terms, spec.rows, spec.gated)
+
+
+def matmul_config(spec: MatmulSpec) -> MatmulConfig:
+    """The configuration that serves `spec`."""
+    return MatmulConfig(
+        spec.weight_dtype,
+        token_tiles(spec.tokens),
+        eps=spec.eps,
+        gated=spec.gated,
+        limit=spec.limit,
+        residual=spec.residual,
+    )
+
+
+def experts_reasons(spec: ExpertsSpec) -> list[str]:
+    """Why few_token_experts_up and few_token_experts_down can't run this call; empty if they can."""
+    reasons = _token_reasons(spec.tokens)
+    reasons += _weight_reasons(spec.weight_dtype, spec.hidden, 2 * spec.width, gated=True)
+    if spec.width % UNIT:
+        reasons.append(f"an expert is {spec.width} wide; the kernels of few tokens take multiples of {UNIT}")
+    if not 0 < spec.choices <= MOST_TOKENS:
+        reasons.append(f"a token has {spec.choices} experts; the kernels of few tokens take 1 to {MOST_TOKENS}")
+    return reasons
+
+
+def experts_config(spec: ExpertsSpec) -> ExpertsConfig:
+    """The configuration that serves `spec`."""
+    return ExpertsConfig(spec.weight_dtype, spec.choices, token_tiles(spec.tokens), eps=spec.eps, limit=spec.limit)
+
+
+def queries_reasons(spec: QueriesSpec) -> list[str]:
+    """Why few_token_queries can't run this call; empty if it can."""
+    reasons = _token_reasons(spec.tokens)
+    for name, dtype in (("q_dtype", spec.q_dtype), ("kv_cache.dtype", spec.kv_dtype)):
+        if dtype not in CACHES:
+            reasons.append(f"{name} is {dtype}; few_token_queries takes {', '.join(CACHES)}")
+    if spec.nope_dim % UNIT or not spec.nope_dim:
+        reasons.append(f"a head has {spec.nope_dim} columns without rope; few_token_queries takes multiples of {UNIT}")
+    if spec.latent_dim % UNIT or not 0 < spec.latent_dim <= 1024:
+        reasons.append(f"a latent has {spec.latent_dim} columns; few_token_queries takes multiples of {UNIT} to 1024")
+    if spec.rope_dim % 8 or not 0 < spec.rope_dim <= 256:
+        reasons.append(f"{spec.rope_dim} columns have rope; few_token_queries takes multiples of 8 to 256")
+    return reasons
+
+
+def queries_config(spec: QueriesSpec) -> QueriesConfig:
+    """The configuration that serves `spec`."""
+    return QueriesConfig(
+        token_tiles(spec.tokens),
+        spec.q_dtype,
+        spec.kv_dtype,
+        nope_dim=spec.nope_dim,
+        latent_dim=spec.latent_dim,
+        rope_dim=spec.rope_dim,
+        rope_interleave=spec.rope_interleave,
+        rope_layout=spec.rope_layout,
+        eps=spec.eps,
+    )
+
+
+def router_reasons(spec: RouterSpec) -> list[str]:
+    """Why few_token_router can't run this call; empty if it can."""
+    reasons = _token_reasons(spec.tokens)
+    if spec.terms % UNIT or not spec.terms:
+        reasons.append(f"the router has {spec.terms} columns; few_token_router takes multiples of {UNIT}")
+    return reasons
+
+
+def router_config(spec: RouterSpec) -> RouterConfig:
+    """The configuration that serves `spec`."""
+    return RouterConfig(1 << (spec.tokens - 1).bit_length(), spec.eps)

@@ -1,0 +1,164 @@
+"""The kernels of few tokens on Hopper: operands and records."""
+
+from __future__ import annotations
+
+from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.options import (
+    few_token_experts_down_spec,
+    few_token_experts_up_spec,
+    few_token_matmul_spec,
+    few_token_queries_spec,
+    few_token_router_spec,
+)
+from tsmla_kernels.sm90.few_tokens.config import (
+    ExpertsConfig,
+    MatmulConfig,
+    QueriesConfig,
+    RouterConfig,
+    experts_config,
+    experts_reasons,
+    matmul_config,
+    matmul_reasons,
+    queries_config,
+    queries_reasons,
+    router_config,
+    router_reasons,
+)
+
+BF16 = "bfloat16"
+
+
+def scales(given: bool, *stack: None) -> tuple[Operand, ...]:
+    """The operand of a block-scaled weight's scales, if the weight is one."""
+    return (Operand("weight_scales", "float32", (*stack, None, None), align=4),) if given else ()
+
+
+def matmul_operands(config: MatmulConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes are read at the launch."""
+    return (
+        Operand("x", BF16, (None, None)),
+        Operand("weight", config.weight_dtype, (None, None)),
+        *scales(config.narrow),
+        *((Operand("norm_weight", BF16, (None,)),) if config.eps is not None else ()),
+        *((Operand("residual", BF16, (None, None)),) if config.residual else ()),
+        Operand("out", BF16, (None, None), output=True),
+    )
+
+
+FEW_TOKEN_MATMUL = Kernel(
+    name="few_token_matmul",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.matmul:FewTokenMatmul",
+    config=MatmulConfig,
+    operands=matmul_operands,
+    spec_from_options=few_token_matmul_spec,
+    reasons=matmul_reasons,
+    config_for=matmul_config,
+    presets=(),
+)
+
+
+def experts_up_operands(config: ExpertsConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes but the number of a token's experts are read at the launch."""
+    return (
+        Operand("x", BF16, (None, None)),
+        Operand("weight", config.weight_dtype, (None, None, None)),
+        *scales(config.narrow, None),
+        *((Operand("norm_weight", BF16, (None,)),) if config.eps is not None else ()),
+        Operand("experts", "int32", (None, config.choices), align=4),
+        Operand("out", BF16, (None, None), output=True),
+    )
+
+
+FEW_TOKEN_EXPERTS_UP = Kernel(
+    name="few_token_experts_up",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.experts_up:FewTokenExpertsUp",
+    config=ExpertsConfig,
+    operands=experts_up_operands,
+    spec_from_options=few_token_experts_up_spec,
+    reasons=experts_reasons,
+    config_for=experts_config,
+    presets=(),
+)
+
+
+def experts_down_operands(config: ExpertsConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes but the number of a token's experts are read at the launch."""
+    return (
+        Operand("x", BF16, (None, None)),
+        Operand("weight", config.weight_dtype, (None, None, None)),
+        *scales(config.narrow, None),
+        Operand("experts", "int32", (None, config.choices), align=4),
+        Operand("weights", "float32", (None, config.choices), align=4),
+        Operand("residual", BF16, (None, None)),
+        Operand("out", BF16, (None, None), output=True),
+    )
+
+
+FEW_TOKEN_EXPERTS_DOWN = Kernel(
+    name="few_token_experts_down",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.experts_down:FewTokenExpertsDown",
+    config=ExpertsConfig,
+    operands=experts_down_operands,
+    spec_from_options=few_token_experts_down_spec,
+    reasons=experts_reasons,
+    config_for=experts_config,
+    presets=(),
+)
+
+
+def queries_operands(config: QueriesConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes but N, L and R are read at the launch."""
+    latent, width = config.latent_dim, config.latent_dim + config.rope_dim
+    return (
+        Operand("q", BF16, (None, None)),
+        Operand("joint", BF16, (None, None)),
+        Operand("w_uk", BF16, (None, latent, config.nope_dim)),
+        Operand("norm_weight", BF16, (latent,)),
+        Operand("cos", "float32", (None, config.rope_dim // 2), align=4),
+        Operand("sin", "float32", (None, config.rope_dim // 2), align=4),
+        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("q_scale", "float32", (1,), align=4),
+        Operand("kv_scale", "float32", (1,), align=4),
+        Operand("kv_cache", config.kv_dtype, (None, None, width), wide=True),
+        Operand("absorbed", config.q_dtype, (None, None, width), output=True),
+        Operand("new_kv_cache", config.kv_dtype, (None, None, width), output=True, wide=True, alias="kv_cache"),
+    )
+
+
+FEW_TOKEN_QUERIES = Kernel(
+    name="few_token_queries",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.queries:FewTokenQueries",
+    config=QueriesConfig,
+    operands=queries_operands,
+    spec_from_options=few_token_queries_spec,
+    reasons=queries_reasons,
+    config_for=queries_config,
+    presets=(),
+)
+
+
+def router_operands(config: RouterConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes are read at the launch."""
+    return (
+        Operand("x", BF16, (None, None)),
+        Operand("router", "float32", (None, None)),
+        *((Operand("norm_weight", BF16, (None,)),) if config.eps is not None else ()),
+        Operand("logits", "float32", (None, None), output=True, align=4),
+    )
+
+
+FEW_TOKEN_ROUTER = Kernel(
+    name="few_token_router",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.router:FewTokenRouter",
+    config=RouterConfig,
+    operands=router_operands,
+    spec_from_options=few_token_router_spec,
+    reasons=router_reasons,
+    config_for=router_config,
+    presets=(),
+)

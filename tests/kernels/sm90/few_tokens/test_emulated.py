@@ -1,0 +1,218 @@
+"""The compiled kernels of few tokens on the emulated machine, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.emulator.ptx import machine
+from tests.emulator.ptx.arrays import launch
+from tests.emulator.ptx.machine import Order
+from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.few_tokens.config import ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+
+pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
+
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+DTYPES = {"bfloat16": BF16, FP8: E4M3}
+ORDERS = (Order(0, 4), Order(1, 1))
+EPS = 1e-6
+
+
+class Draw:
+    """Random arrays; `wide` of weights and activations are their values in float64."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def bf16(self, *shape: int) -> np.ndarray:
+        return self.rng.normal(size=shape).astype(BF16)
+
+    def weight(self, dtype: str, *shape: int) -> np.ndarray:
+        return self.rng.normal(size=shape).astype(DTYPES[dtype])
+
+    def scales(self, *shape: int) -> np.ndarray:
+        blocks = (-(-size // 128) for size in shape[-2:])
+        return self.rng.uniform(0.5, 2, size=(*shape[:-2], *blocks)).astype(np.float32)
+
+
+def wide(weight: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
+    found = weight.astype(np.float64)
+    if weight.dtype != E4M3 or scales is None:
+        return found
+    each = np.repeat(np.repeat(scales, 128, axis=-2)[..., : weight.shape[-2], :], 128, axis=-1)
+    return found[: len(each)] * each
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * weight.astype(np.float64)
+
+
+def gated(both: np.ndarray, limit: float | None) -> np.ndarray:
+    gate, up = np.split(both, 2, axis=-1)
+    if limit is not None:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def run(name: str, spec: Any, arrays: dict[str, np.ndarray], written: str) -> None:
+    """Run the call in several orders of warps, and leave its result in `arrays`."""
+    kernel = KERNELS[name]
+    assert kernel.reasons(spec) == []
+    results = []
+    for order in ORDERS:
+        arrays[written].fill(np.nan)
+        assert launch(kernel, kernel.config_for(spec), arrays, order).hazards == []
+        results.append(arrays[written].copy())
+    for result in results[1:]:
+        np.testing.assert_array_equal(result.view(np.uint8), results[0].view(np.uint8))
+
+
+def close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    found = got.astype(np.float64)
+    assert np.linalg.norm(found - want) <= tolerance * np.linalg.norm(want)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MatmulSpec(3, 384, 256, FP8, EPS, residual=True),
+        MatmulSpec(16, 2432, 48, "bfloat16", EPS, gated=True),
+        slow(MatmulSpec(1, 256, 40, "bfloat16", EPS)),
+        slow(MatmulSpec(9, 512, 256, FP8, None, gated=True, limit=3.0)),
+    ],
+)
+def test_a_product(spec: MatmulSpec) -> None:
+    """Rows of x are wider than the weight has terms; the last tile has eight rows."""
+    draw, columns = Draw(), spec.rows // (2 if spec.gated else 1)
+    x, weight = draw.bf16(spec.tokens, spec.terms + 64), draw.weight(spec.weight_dtype, spec.rows, spec.terms)
+    scales, norm, residual = draw.scales(spec.rows, spec.terms), draw.bf16(spec.terms), draw.bf16(spec.tokens, columns)
+    x[:, spec.terms :] = np.nan
+    arrays = {"x": x, "weight": weight, "weight_scales": scales, "norm_weight": norm, "residual": residual}
+    arrays["out"] = np.empty((spec.tokens, columns), BF16)
+    run("few_token_matmul", spec, arrays, "out")
+    own = x[:, : spec.terms]
+    want = (normed(own, norm) if spec.eps else own.astype(np.float64)) @ wide(weight, scales).T
+    want = gated(want, spec.limit) if spec.gated else want
+    close(arrays["out"], want + residual.astype(np.float64) * spec.residual, 4e-3)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ExpertsSpec(11, 3, 256, 128, FP8, EPS, 10.0),
+        slow(ExpertsSpec(1, 8, 256, 128, "bfloat16", EPS)),
+        slow(ExpertsSpec(16, 4, 256, 128, "bfloat16", EPS)),
+    ],
+)
+def test_experts(spec: ExpertsSpec) -> None:
+    """A row of padding has no experts and is NaN; a stack has an unused matrix behind its last."""
+    draw, (tokens, choices, hidden, width) = Draw(), dataclasses.astuple(spec)[:4]
+    count, padding = 9, tokens // 2 if tokens > 1 else None
+    experts = np.stack([draw.rng.permutation(count)[:choices] for _ in range(tokens)]).astype(np.int32)
+    weights = draw.rng.uniform(size=(tokens, choices)).astype(np.float32)
+    spare = spec.weight_dtype == FP8
+    up = draw.weight(spec.weight_dtype, count + spare, 2 * width, hidden)
+    down = draw.weight(spec.weight_dtype, count + spare, hidden, width)
+    up_scales, down_scales = draw.scales(count, 2 * width, hidden), draw.scales(count, hidden, width)
+    x, norm, residual = draw.bf16(tokens, hidden), draw.bf16(hidden), draw.bf16(tokens, hidden)
+    if padding is not None:
+        experts[padding] = count
+        x[padding] = residual[padding] = np.nan
+    arrays = {"x": x, "weight": up, "weight_scales": up_scales, "norm_weight": norm, "experts": experts}
+    arrays["out"] = np.empty((tokens * choices, width), BF16)
+    run("few_token_experts_up", spec, arrays, "out")
+    inner, exists = arrays["out"], experts.reshape(-1) < count
+    assert np.isnan(inner[~exists].astype(np.float64)).all()  # not written
+    own, rows = wide(up, up_scales), normed(x, norm)
+    want = [gated(own[experts[pair // choices, pair % choices]] @ rows[pair // choices], spec.limit)
+            for pair in np.flatnonzero(exists)]  # fmt: skip
+    close(inner[exists], np.array(want), 5e-3)
+
+    arrays = {"x": inner, "weight": down, "weight_scales": down_scales, "experts": experts, "weights": weights}
+    arrays |= {"residual": residual, "out": np.empty((tokens, hidden), BF16)}
+    run("few_token_experts_down", dataclasses.replace(spec, eps=None, limit=None), arrays, "out")
+    own, total = wide(down, down_scales), residual.astype(np.float64)
+    for pair in np.flatnonzero(exists):
+        token, choice = divmod(int(pair), choices)
+        total[token] += weights[token, choice] * (own[experts[token, choice]] @ inner[pair].astype(np.float64))
+    real = np.arange(tokens) != padding
+    close(arrays["out"][real], total[real], 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "low"),
+    [
+        (QueriesSpec(3, 2, 128, 512, 64, FP8, FP8, False, "halves", EPS), 64),
+        slow(QueriesSpec(1, 2, 128, 512, 64, "bfloat16", "bfloat16", True, "interleaved", EPS), None),
+        slow(QueriesSpec(11, 1, 128, 256, 32, "bfloat16", FP8, True, "halves", EPS), 128),
+    ],
+)
+def test_queries_and_the_cache(spec: QueriesSpec, low: int | None) -> None:
+    """One token has no slot. low: the columns of the low-rank query; None for queries that lie beside the latent."""
+    draw, tokens, heads = Draw(), spec.tokens, spec.heads
+    nope, latent, rope = spec.nope_dim, spec.latent_dim, spec.rope_dim
+    joint = draw.bf16(tokens, (heads * (nope + rope) if low is None else low) + latent + rope)
+    q = joint if low is None else draw.bf16(tokens, heads * (nope + rope))
+    w_uk, norm = (draw.bf16(heads, latent, nope).astype(np.float32) / 8).astype(BF16), draw.bf16(latent)
+    cos, sin = (draw.rng.normal(size=(tokens, rope // 2)).astype(np.float32) for _ in range(2))
+    slots = draw.rng.permutation(24)[:tokens].astype(np.int32)
+    if tokens > 1:
+        slots[1] = -1
+    q_scale, kv_scale = (
+        np.array([factor if dtype == FP8 else 1], np.float32)
+        for factor, dtype in ((0.5, spec.q_dtype), (2, spec.kv_dtype))
+    )
+    cache = draw.weight(spec.kv_dtype, 3, 8, latent + rope)
+    before = cache.copy().reshape(-1, latent + rope)
+    absorbed = np.empty((tokens, heads, latent + rope), DTYPES[spec.q_dtype])
+    arrays = {"q": q, "joint": joint, "w_uk": w_uk, "norm_weight": norm, "cos": cos, "sin": sin,
+              "slot_mapping": slots, "q_scale": q_scale, "kv_scale": kv_scale, "kv_cache": cache,
+              "new_kv_cache": cache, "absorbed": absorbed}  # fmt: skip
+    run("few_token_queries", spec, arrays, "absorbed")
+
+    def rotated(x: np.ndarray) -> np.ndarray:
+        half = rope // 2
+        a, b = (x[..., 0::2], x[..., 1::2]) if spec.rope_interleave else (x[..., :half], x[..., half:])
+        c, s = (angle.reshape(tokens, *[1] * (x.ndim - 2), half) for angle in (cos, sin))
+        pairs = a * c - b * s, b * c + a * s
+        if spec.rope_layout == "interleaved":
+            return np.stack(pairs, axis=-1).reshape(x.shape)
+        return np.concatenate(pairs, axis=-1)
+
+    own = q[:, : heads * (nope + rope)].astype(np.float64).reshape(tokens, heads, -1)
+    latents = np.einsum("thn,hln->thl", own[..., :nope], w_uk.astype(np.float64))
+    want = np.concatenate([latents, rotated(own[..., nope:])], axis=-1) / q_scale[0]
+    close(arrays["absorbed"], want, 0.03 if spec.q_dtype == FP8 else 3e-3)
+    row = joint[:, -(latent + rope) :]
+    rows = np.concatenate([normed(row[:, :latent], norm), rotated(row[:, latent:].astype(np.float64))], axis=-1)
+    flat, written = cache.reshape(-1, latent + rope), slots >= 0
+    close(flat[slots[written]], rows[written] / kv_scale[0], 0.03 if spec.kv_dtype == FP8 else 4e-3)
+    others = np.setdiff1d(np.arange(len(flat)), slots[written])
+    np.testing.assert_array_equal(flat[others].view(np.uint8), before[others].view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "spec", [RouterSpec(5, 256, 9, EPS), slow(RouterSpec(1, 384, 7, EPS)), slow(RouterSpec(16, 1280, 64))]
+)
+def test_a_router(spec: RouterSpec) -> None:
+    """Logits have the error of float32."""
+    draw = Draw()
+    x, norm = draw.bf16(spec.tokens, spec.terms + 8), draw.bf16(spec.terms)
+    router = draw.rng.normal(size=(spec.experts, spec.terms)).astype(np.float32)
+    arrays = {"x": x, "router": router, "norm_weight": norm}
+    arrays["logits"] = np.empty((spec.tokens, spec.experts), np.float32)
+    run("few_token_router", spec, arrays, "logits")
+    own = x[:, : spec.terms]
+    want = (normed(own, norm) if spec.eps else own.astype(np.float64)) @ router.astype(np.float64).T
+    close(arrays["logits"], want, 1e-6)

@@ -1,0 +1,82 @@
+"""The kernels of few tokens as they are compiled, and which configurations serve which calls. Needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.kernels.object_checks import ARCH, all_but_slow, check_object
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.few_tokens.config import (
+    ExpertsSpec,
+    MatmulSpec,
+    QueriesSpec,
+    RouterSpec,
+    experts_reasons,
+    matmul_reasons,
+    queries_reasons,
+    router_reasons,
+)
+
+MATMUL = MatmulSpec(16, 7168, 2112, FP8, eps=1e-6)
+EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
+QUERIES = QueriesSpec(16, 128, 128, 512, 64, "bfloat16", "bfloat16", True, "interleaved", 1e-6)
+ROUTER = RouterSpec(16, 7168, 256, 1e-6)
+CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | QueriesSpec | RouterSpec]] = {
+    "matmul": ("few_token_matmul", MATMUL),
+    "matmul gated": ("few_token_matmul", dataclasses.replace(MATMUL, gated=True)),
+    "matmul of bf16": ("few_token_matmul", dataclasses.replace(MATMUL, weight_dtype="bfloat16")),
+    "matmul residual": ("few_token_matmul", dataclasses.replace(MATMUL, eps=None, residual=True)),
+    "matmul 1 token": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1)),
+    "up": ("few_token_experts_up", EXPERTS),
+    "up of bf16": ("few_token_experts_up", dataclasses.replace(EXPERTS, weight_dtype="bfloat16", limit=10.0)),
+    "up 1 token": ("few_token_experts_up", dataclasses.replace(EXPERTS, tokens=1)),
+    "down": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None)),
+    "down of bf16": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, weight_dtype="bfloat16")),
+    "down 1 token": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, tokens=1)),
+    "queries": ("few_token_queries", QUERIES),
+    "queries of fp8": ("few_token_queries", dataclasses.replace(QUERIES, q_dtype=FP8, kv_dtype=FP8)),
+    "router": ("few_token_router", ROUTER),
+    "router 1 token": ("few_token_router", dataclasses.replace(ROUTER, tokens=1)),
+}
+FAST = ("matmul", "down")
+
+
+@pytest.mark.parametrize("name", all_but_slow(CALLS, FAST))
+def test_everything_stays_in_registers(name: str) -> None:
+    """Two CTAs find room on a multiprocessor, so that the next kernel starts beside this one."""
+    kernel, spec = KERNELS[CALLS[name][0]], CALLS[name][1]
+    assert kernel.reasons(spec) == []
+    most = 255 if name == "router" else 128
+    check_object(object_cache.load_or_compile(kernel, kernel.config_for(spec), ARCH), kernels=1, registers=most)
+
+
+def test_what_the_kernels_refuse() -> None:
+    refused: list[tuple[list[str], str]] = [
+        (matmul_reasons(dataclasses.replace(MATMUL, tokens=17)), "there are 17 tokens"),
+        (matmul_reasons(dataclasses.replace(MATMUL, tokens=0)), "there are 0 tokens"),
+        (matmul_reasons(dataclasses.replace(MATMUL, terms=7168 + 64)), "has 7232 terms"),
+        (matmul_reasons(dataclasses.replace(MATMUL, rows=20)), "has 20 rows"),
+        (matmul_reasons(dataclasses.replace(MATMUL, rows=24, gated=True)), "has 24 rows; the kernels of few tokens take"
+         " multiples of 16"),
+        (matmul_reasons(dataclasses.replace(MATMUL, weight_dtype="float16")), "weight.dtype is float16"),
+        (experts_reasons(dataclasses.replace(EXPERTS, width=1408 + 8)), "an expert is 1416 wide"),
+        (experts_reasons(dataclasses.replace(EXPERTS, choices=17)), "a token has 17 experts"),
+        (queries_reasons(dataclasses.replace(QUERIES, nope_dim=64)), "a head has 64 columns without rope"),
+        (queries_reasons(dataclasses.replace(QUERIES, latent_dim=576)), "a latent has 576 columns"),
+        (queries_reasons(dataclasses.replace(QUERIES, rope_dim=0)), "0 columns have rope"),
+        (queries_reasons(dataclasses.replace(QUERIES, kv_dtype="float16")), "kv_cache.dtype is float16"),
+        (router_reasons(dataclasses.replace(ROUTER, terms=100)), "the router has 100 columns"),
+    ]  # fmt: skip
+    for found, message in refused:
+        assert len(found) == 1 and message in found[0]
+
+
+def test_tokens_share_an_object() -> None:
+    configs = {KERNELS["few_token_matmul"].config_for(dataclasses.replace(MATMUL, tokens=t)) for t in range(1, 17)}
+    assert len(configs) == 2
+    configs = {KERNELS["few_token_router"].config_for(dataclasses.replace(ROUTER, tokens=t)) for t in range(1, 17)}
+    assert {config.tokens for config in configs} == {1, 2, 4, 8, 16}
