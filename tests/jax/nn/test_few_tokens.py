@@ -1,0 +1,129 @@
+"""A step of up to 16 tokens: the same values as of the parts, and on Hopper one kernel for each part."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax.generate import few_tokens as few_token_mlp
+from tsmla_jax.generate import moe
+from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params
+from tsmla_jax.nn.block_scaled import BlockScaled, with_products
+from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
+from tsmla_jax.nn.norms import Norm, rms_norm
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PAGE = 64
+LOW_RANK = MLAConfig(
+    hidden_size=256,
+    num_attention_heads=2,
+    kv_lora_rank=128,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=16,
+    v_head_dim=64,
+    q_lora_rank=128,
+)
+CONFIG = dataclasses.replace(LOW_RANK, q_lora_rank=None)
+EXPERTS = MoEConfig(8, 3, 128, 1, "greedy", 1, 1, True, 1.5)
+
+
+def random(seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
+    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def step(texts: int) -> Step:
+    tables = jnp.arange(2 * texts, dtype=jnp.int32).reshape(texts, 2)
+    return Step.dense(tables, jnp.arange(1, texts + 1, dtype=jnp.int32), page_size=PAGE)
+
+
+def attention(config: MLAConfig) -> dict[str, Any]:
+    shapes = jax.eval_shape(lambda: functional.fold(init_params(jax.random.key(0), config), config))
+    return {name: random(index, *shape.shape, scale=0.06) for index, (name, shape) in enumerate(shapes.items())}
+
+
+def mlp(count: int | None = None) -> dict[str, Any]:
+    """A gated MLP, or the stacks of experts with their router."""
+    stack = () if count is None else (count,)
+    router = {} if count is None else {"router": random(7, EXPERTS.num_experts, 256, dtype=jnp.float32, scale=0.1)}
+    return {"gate_up": random(5, *stack, 256, 256, scale=0.1), "down": random(6, *stack, 256, 128, scale=0.1), **router}
+
+
+def close(got: jax.Array, want: jax.Array, tolerance: float = 1e-2) -> None:
+    found, right = (np.asarray(x, np.float64) for x in (got, want))
+    assert np.linalg.norm(found - right) <= tolerance * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LOW_RANK], ids=["one matrix", "low rank"])
+def test_attention_is_that_of_decode(config: MLAConfig) -> None:
+    params, texts = attention(config), 3
+    x, cache = random(1, texts, 256), random(2, 2 * texts, PAGE, config.cache_dim)
+    norm = Norm(random(3, 256), 1e-6)
+    got, written = jax.jit(lambda: mla_few_tokens.decode(params, config, x, norm, cache, step(texts)))()
+    y, want = jax.jit(lambda: functional.decode(params, config, rms_norm(x, *norm)[:, None], cache, step(texts)))()
+    close(got, x + y[:, 0])
+    close(written, want)
+
+
+def test_scales_of_queries_and_of_the_cache() -> None:
+    params, x, norm = attention(CONFIG), random(1, 2, 256), Norm(random(3, 256), 1e-6)
+    cache = random(2, 4, PAGE, CONFIG.cache_dim).astype(jnp.float8_e4m3fn)
+    scales = {"kv_scale": jnp.float32(0.5), "q_scale": jnp.float32(0.25)}
+    got, written = jax.jit(lambda: mla_few_tokens.decode(params, CONFIG, x, norm, cache, step(2), **scales))()
+    y, want = jax.jit(
+        lambda: functional.decode(params, CONFIG, rms_norm(x, *norm)[:, None], cache, step(2), **scales)
+    )()
+    close(got, x + y[:, 0])
+    close(written, want)
+
+
+def test_the_mlp_and_the_experts() -> None:
+    x, norm = random(1, 5, 256), Norm(random(2, 256), 1e-6)
+    valid, tokens = jnp.arange(5) != 3, jnp.zeros(5, jnp.int32)
+    dense, mixed = mlp(), mlp(EXPERTS.num_experts + EXPERTS.num_shared)
+    want = moe.gated_mlp(rms_norm(x, *norm), dense["gate_up"], dense["down"])
+    close(few_token_mlp.mlp(dense, None, x, norm, valid, tokens), x + want)
+    want = jax.jit(lambda: moe.mixture_of_experts(mixed, rms_norm(x, *norm), valid, EXPERTS, tokens))()
+    got = jax.jit(lambda: few_token_mlp.mlp(mixed, EXPERTS, x, norm, valid, tokens))()
+    close(got[valid], (x + want)[valid])
+
+
+def test_wide_rows_and_limits() -> None:
+    x, weight, residual = random(1, 2, 300), random(2, 32, 256), random(3, 2, 16)
+    both = np.asarray(x[:, :256], np.float32) @ np.asarray(weight, np.float32).T
+    gate, up = np.minimum(both[:, :16], 1.0), np.clip(both[:, 16:], -1.0, 1.0)
+    want = gate / (1 + np.exp(-gate)) * up + np.asarray(residual, np.float32)
+    close(few_tokens.matmul(x, weight, gated=True, limit=1.0, residual=residual), jnp.asarray(want), 2e-2)
+
+
+# ---- on Hopper
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, cache_directory: Any) -> Any:
+    """Programs are traced for a Hopper GPU that is not here."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_block_scaled_weights(hopper: None) -> None:
+    """Unless their products are to be quantised."""
+    x, norm = random(1, 4, 256), Norm(random(2, 256), 1e-6)
+    weight = BlockScaled(jnp.zeros((256, 256), jnp.float8_e4m3fn), jnp.ones((2, 2)))
+    assert few_tokens.why_not_matmul(x, weight, norm) == []
+    assert few_tokens.why_not_matmul(x, with_products(weight, "exact"), norm) == []
+    (reason,) = few_tokens.why_not_matmul(x, with_products(weight, "quantized"), norm)
+    assert "quantized" in reason
+    (reason,) = few_tokens.why_not_matmul(x.astype(jnp.float16), weight)
+    assert "float16" in reason
+    (reason,) = few_tokens.why_not_matmul(x, weight.widened(jnp.float32))
+    assert "a weight is float32" in reason

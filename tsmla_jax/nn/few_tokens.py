@@ -1,0 +1,280 @@
+"""The parts of a decoder layer's step of up to 16 tokens, each as one kernel on Hopper.
+
+Such a step's time is that of reading the weights, and of starting kernels: so a norm is part of the product behind it,
+a residual's sum of the product before it, and what writes the cache also makes the absorbed queries. Elsewhere, and for
+more tokens, every function here is the same computation in XLA.
+
+A program with these kernels is not partitioned automatically over devices (it may run under `jax.shard_map`), has no
+derivative and can't be vmapped. Axes: T tokens, K terms, N rows of a weight, E experts, P experts of a token, C hidden
+columns, I columns of an expert, H heads, N, L and R nope, latent and rope columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.nn.block_scaled import BlockScaled, widened
+from tsmla_jax.nn.linear import linear
+from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.ops import device
+from tsmla_jax.ops.inputs import scale_operand
+from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.quantize import quantize_q
+from tsmla_jax.ops.rotation import rotate
+from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+from tsmla_kernels.kernel import Kernel
+from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.few_tokens import record
+from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
+from tsmla_kernels.sm90.few_tokens.config import ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+
+Weight = jax.Array | BlockScaled
+
+
+class Rope(NamedTuple):
+    """The rotation of rope columns: cos and sin f32 [T, R / 2], and how pairs lie before and after it (`rotate`)."""
+
+    cos: jax.Array
+    sin: jax.Array
+    interleave: bool
+    layout: str
+
+
+class Written(NamedTuple):
+    """Results of `queries`: absorbed queries [T, H, L + R], and the cache with the new tokens written."""
+
+    absorbed: jax.Array
+    cache: jax.Array
+
+
+def why_not_dtypes(x: Any, *weights: Weight, norm: Norm | None = None) -> list[str]:
+    """Why the kernels can't take these arrays, on jax's default device; empty if they can."""
+    if reasons := device.why_not(record.FEW_TOKEN_MATMUL) + device.why_not_by_default():
+        return reasons
+    if x.dtype != jnp.bfloat16 or (norm is not None and norm.weight.dtype != jnp.bfloat16):
+        return [f"activations are {x.dtype}; the kernels of few tokens take bfloat16, and norms of it"]
+    for weight in weights:
+        if isinstance(weight, BlockScaled) and weight.products == "quantized":
+            return ["products are quantized; the kernels of few tokens take activations as they are"]
+        if not isinstance(weight, BlockScaled) and weight.dtype != jnp.bfloat16:
+            return [f"a weight is {weight.dtype}; the kernels of few tokens take bfloat16 and block-scaled weights"]
+    return []
+
+
+def _values(weight: Weight) -> tuple[jax.Array, ...]:
+    """The operands of a weight: its values, and its scales if it is block-scaled."""
+    return (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
+
+
+def _dtype(weight: Weight) -> str:
+    return FP8 if isinstance(weight, BlockScaled) else jnp.dtype(weight.dtype).name
+
+
+def _run(kernel: Kernel, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int, ...]) -> list[jax.Array]:
+    return kernel_call(kernel, kernel.config_for(spec), inputs, shapes, arch=device.arch_for(kernel))
+
+
+# ---- a product
+
+
+def _matmul_spec(x: Any, weight: Weight, norm: Norm | None, gated: bool, limit: float | None, add: bool) -> MatmulSpec:
+    rows, terms = weight.shape
+    eps = None if norm is None else norm.eps
+    return MatmulSpec(x.shape[0], terms, rows, _dtype(weight), eps, gated, limit, add)
+
+
+def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: bool = False) -> list[str]:
+    """Why `matmul` of these is not one kernel; empty if it is."""
+    if reasons := why_not_dtypes(x, weight, norm=norm):
+        return reasons
+    return record.FEW_TOKEN_MATMUL.reasons(_matmul_spec(x, weight, norm, gated, None, False))
+
+
+def matmul(
+    x: jax.Array,
+    weight: Weight,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    limit: float | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """The RMS norm of x times the transpose of a weight, plus the residual.
+
+    Args:
+      x: [T, K], or wider rows that begin with these columns.
+      weight: [N, K], bf16 or block-scaled.
+      norm: None for none.
+      gated: the weight's first half and its second make silu(x first) * (x second), of N / 2 columns.
+      limit: if gated, x first is at most that, x second between its negative and it.
+      residual: [T, N] or None.
+
+    Returns:
+      [T, N], gated [T, N / 2], in x's dtype.
+    """
+    if why_not_matmul(x, weight, norm, gated=gated):
+        normed = x[:, : weight.shape[1]]
+        normed = normed if norm is None else rms_norm(normed, *norm)
+        out = linear(normed, weight)
+        out = _gated(out, limit) if gated else out
+        return out if residual is None else residual + out
+    spec = _matmul_spec(x, weight, norm, gated, limit, residual is not None)
+    others = [] if norm is None else [norm.weight]
+    others += [] if residual is None else [residual]
+    columns = weight.shape[0] // (2 if gated else 1)
+    return _run(record.FEW_TOKEN_MATMUL, spec, (x, *_values(weight), *others), (x.shape[0], columns))[0]
+
+
+def _gated(both: jax.Array, limit: float | None) -> jax.Array:
+    gate, up = jnp.split(both, 2, axis=-1)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
+# ---- experts
+
+
+def why_not_experts(x: Any, gate_up: Weight, down: Weight, choices: int, norm: Norm | None = None) -> list[str]:
+    """Why `experts_up` and `experts_down` of these are not two kernels; empty if they are."""
+    if reasons := why_not_dtypes(x, gate_up, down, norm=norm):
+        return reasons
+    _, hidden, width = down.shape
+    specs = [ExpertsSpec(x.shape[0], choices, hidden, width, _dtype(weight)) for weight in (gate_up, down)]
+    return list(dict.fromkeys(reason for spec in specs for reason in record.FEW_TOKEN_EXPERTS_UP.reasons(spec)))
+
+
+def experts_up(
+    x: jax.Array, gate_up: Weight, experts: jax.Array, *, norm: Norm | None = None, limit: float | None = None
+) -> jax.Array:
+    """The gated first products of each token's experts, of the RMS norm of x.
+
+    Args:
+      x: [T, C].
+      gate_up: [E, 2 I, C].
+      experts: [T, P] i32; one past the last expert for none.
+      norm, limit: as in `matmul`.
+
+    Returns:
+      [T P, I] in x's dtype; rows of no expert hold anything.
+    """
+    tokens, choices = experts.shape
+    count, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    if why_not_dtypes(x, gate_up, norm=norm) or record.FEW_TOKEN_EXPERTS_UP.reasons(
+        ExpertsSpec(tokens, choices, hidden, width, _dtype(gate_up))
+    ):
+        normed = x if norm is None else rms_norm(x, *norm)
+        own = widened(_chosen(gate_up, experts, count), x.dtype)
+        return _gated(jnp.einsum("tc,tpic->tpi", normed, own), limit).reshape(tokens * choices, width)
+    spec = ExpertsSpec(tokens, choices, hidden, width, _dtype(gate_up), None if norm is None else norm.eps, limit)
+    others = () if norm is None else (norm.weight,)
+    inputs = (x, *_values(gate_up), *others, experts)
+    return _run(record.FEW_TOKEN_EXPERTS_UP, spec, inputs, (tokens * choices, width))[0]
+
+
+def _chosen(stack: Weight, experts: jax.Array, count: int) -> Weight:
+    """The matrices of each token's experts, [T, P, ...]; of no expert any one's."""
+    chosen: Weight = jax.tree.map(lambda weight: weight[jnp.clip(experts, 0, count - 1)], stack)
+    return chosen
+
+
+def experts_down(
+    inner: jax.Array, down: Weight, experts: jax.Array, weights: jax.Array, *, residual: jax.Array
+) -> jax.Array:
+    """The weighted sum of each token's experts' second products, plus the residual.
+
+    Args:
+      inner: [T P, I], of `experts_up`.
+      down: [E, C, I].
+      experts: [T, P] i32, as there.
+      weights: f32 [T, P].
+      residual: [T, C].
+
+    Returns:
+      [T, C] in the residual's dtype.
+    """
+    tokens, choices = experts.shape
+    count, hidden, width = down.shape
+    spec = ExpertsSpec(tokens, choices, hidden, width, _dtype(down))
+    if why_not_dtypes(inner, down) or record.FEW_TOKEN_EXPERTS_DOWN.reasons(spec):
+        own = widened(_chosen(down, experts, count), inner.dtype)
+        each = jnp.einsum("tpi,tpci->tpc", inner.reshape(tokens, choices, width), own).astype(jnp.float32)
+        exists = (experts >= 0) & (experts < count)
+        total = jnp.where(exists[:, :, None], each * weights[:, :, None], 0).sum(axis=1)
+        return (residual + total).astype(residual.dtype)
+    inputs = (inner, *_values(down), experts, weights, residual)
+    return _run(record.FEW_TOKEN_EXPERTS_DOWN, spec, inputs, residual.shape)[0]
+
+
+def router_logits(x: jax.Array, router: jax.Array, *, norm: Norm | None = None) -> jax.Array:
+    """The RMS norm of x [T, C] times the transpose of router [E, C]: f32 [T, E], with the error of f32."""
+    spec = RouterSpec(x.shape[0], x.shape[1], router.shape[0], None if norm is None else norm.eps)
+    if why_not_dtypes(x, norm=norm) or router.dtype != jnp.float32 or record.FEW_TOKEN_ROUTER.reasons(spec):
+        normed = x if norm is None else rms_norm(x, *norm)
+        wide = [array.astype(jnp.float32) for array in (normed, router)]
+        return jnp.einsum("tc,ec->te", *wide, precision="highest")
+    inputs = (x, router) if norm is None else (x, router, norm.weight)
+    return _run(record.FEW_TOKEN_ROUTER, spec, inputs, (x.shape[0], router.shape[0]))[0]
+
+
+# ---- attention
+
+
+def _queries_spec(x: Any, w_uk: Any, rope: Rope, norm: Norm, kv_cache: Any, quantises: bool) -> QueriesSpec:
+    heads, latent, nope = w_uk.shape
+    q_dtype = FP8 if quantises else jnp.dtype(x.dtype).name
+    sizes = (heads, nope, latent, 2 * rope.cos.shape[-1])
+    kv_dtype = jnp.dtype(kv_cache.dtype).name
+    return QueriesSpec(x.shape[0], *sizes, q_dtype, kv_dtype, rope.interleave, rope.layout, norm.eps)
+
+
+def why_not_queries(x: Any, w_uk: Any, rope: Rope, norm: Norm, kv_cache: Any, *, quantises: bool = False) -> list[str]:
+    """Why `queries` of these are not one kernel; empty if they are. quantises: whether there is a q_scale."""
+    if reasons := why_not_dtypes(x, w_uk, norm=norm):
+        return reasons
+    return record.FEW_TOKEN_QUERIES.reasons(_queries_spec(x, w_uk, rope, norm, kv_cache, quantises))
+
+
+def queries(
+    q: jax.Array,
+    joint: jax.Array,
+    w_uk: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    norm: Norm,
+    rope: Rope,
+    q_scale: float | jax.Array | None = None,
+    kv_scale: float | jax.Array | None = None,
+) -> Written:
+    """Absorbed queries, and the cache with the new tokens' latents and rotated k_rope.
+
+    Args:
+      q: [T, H (N + R)], a head's columns without rope first, or wider rows that begin with these.
+      joint: [T, A + L + R], whose rows end with the latent before its norm and k_rope before its rotation.
+      w_uk: [H, L, N].
+      kv_cache: [P, Z, L + R].
+      slot_mapping: [T] i32, as of `tsmla_jax.write_kv_cache`.
+      norm: the latent's.
+      rope: of the queries and of k_rope.
+      q_scale: quantises the queries to float8_e4m3fn (q / q_scale); None leaves them in q's dtype.
+      kv_scale: of an fp8 cache.
+    """
+    heads, latent, nope = w_uk.shape
+    width = latent + 2 * rope.cos.shape[-1]
+    if why_not_queries(q, w_uk, rope, norm, kv_cache, quantises=q_scale is not None):
+        own = q[:, : heads * (nope + width - latent)].reshape(q.shape[0], heads, nope + width - latent)
+        turned: dict[str, Any] = {"interleave": rope.interleave, "layout": rope.layout}
+        q_rope = rotate(own[..., nope:], rope.cos[:, None], rope.sin[:, None], **turned)
+        absorbed = jnp.concatenate([jnp.einsum("thn,hln->thl", own[..., :nope], w_uk), q_rope], axis=-1)
+        row, k_rope = joint[:, -width : -width + latent], joint[:, -width + latent :]
+        k_rope = rotate(k_rope, rope.cos, rope.sin, **turned)
+        cache = write_kv_cache(kv_cache, rms_norm(row, *norm), k_rope, slot_mapping, kv_scale=kv_scale)
+        return Written(quantize_q(absorbed, q_scale), cache)
+    spec = _queries_spec(q, w_uk, rope, norm, kv_cache, q_scale is not None)
+    scales = scale_operand(q_scale), scale_operand(kv_scale)
+    inputs = (q, joint, w_uk, norm.weight, rope.cos, rope.sin, slot_mapping, *scales, kv_cache)
+    return Written(*_run(record.FEW_TOKEN_QUERIES, spec, inputs, (q.shape[0], heads, width), kv_cache.shape))

@@ -1,0 +1,106 @@
+"""A decode step of up to 16 tokens of the MLA layer, norm and residual included, by `nn.few_tokens`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+import tsmla_jax
+from tsmla_jax.nn import few_tokens
+from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.norms import Norm
+from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.weights import Params
+
+
+def why_not(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    norm: Norm,
+    kv_cache: jax.Array,
+    *,
+    quantises: bool = False,
+    context_axis: str | None = None,
+    implementation: str | None = None,
+) -> list[str]:
+    """Why `decode` of x [T, E] would not run by the kernels of few tokens, or not at all; empty if it would.
+
+    quantises: whether there is a q_scale. Other arguments as of `functional.decode`."""
+    if "in_proj" not in params:
+        return ["parameters are not folded"]
+    if config.attention_bias or context_axis is not None or implementation not in (None, "cute"):
+        return ["the layer has biases, devices share its keys, or another implementation is asked for"]
+    reasons = few_tokens.why_not_matmul(x, params["in_proj"], norm) or few_tokens.why_not_matmul(x, params["o_proj"])
+    if config.q_lora_rank is not None:
+        low = Norm(params["q_a_layernorm"], config.a_layernorm_eps)
+        reasons = reasons or few_tokens.why_not_matmul(x, params["q_b_proj"], low)
+    angles = jax.ShapeDtypeStruct((x.shape[0], config.qk_rope_head_dim // 2), jnp.float32)
+    rope = _rope(config, cast(jax.Array, angles), cast(jax.Array, angles))
+    latent = Norm(params["kv_a_layernorm"], config.a_layernorm_eps)
+    w_uk = params["w_uk"]
+    return reasons or few_tokens.why_not_queries(x, w_uk, rope, latent, kv_cache, quantises=quantises)
+
+
+def _rope(config: MLAConfig, cos: jax.Array, sin: jax.Array) -> few_tokens.Rope:
+    return few_tokens.Rope(cos, sin, config.rope_interleave, config.rope_layout)
+
+
+def decode(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    norm: Norm,
+    kv_cache: jax.Array,
+    step: Step,
+    *,
+    kv_scale: float | jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """x + functional.decode(norm(x)), and the cache with the new tokens written: five kernels, six with a low-rank
+    query, and the two of `tsmla_jax.mla_decode`.
+
+    Args:
+        params: folded.
+        config: without biases.
+        x: [T, E], the tokens of a ragged step, or one of each request.
+        norm: the one before attention.
+        kv_cache, step, kv_scale, q_scale, implementation: as of `functional.decode`.
+    """
+    dense = step.cu_seqlens_q is None
+    shape = (x.shape[0], 1) if dense else (x.shape[0],)
+    angles = [part.reshape(x.shape[0], -1) for part in rope_cos_sin(config, step.positions(shape))]
+    joint = few_tokens.matmul(x, params["in_proj"], norm=norm)
+    q = joint
+    if config.q_lora_rank is not None:
+        low = Norm(params["q_a_layernorm"], config.a_layernorm_eps)
+        q = few_tokens.matmul(joint, params["q_b_proj"], norm=low)
+    absorbed, kv_cache = few_tokens.queries(
+        q,
+        joint,
+        params["w_uk"],
+        kv_cache,
+        step.slot_mapping.reshape(-1),
+        norm=Norm(params["kv_a_layernorm"], config.a_layernorm_eps),
+        rope=_rope(config, angles[0], angles[1]),
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+    )
+    options: dict[str, Any] = {
+        "softmax_scale": config.softmax_scale,
+        "latent_dim": config.kv_lora_rank,
+        "cu_seqlens_q": step.cu_seqlens_q,
+        "max_q_len": step.max_q_len,
+        "q_scale": q_scale,
+        "kv_scale": kv_scale,
+        "implementation": implementation,
+    }
+    absorbed = absorbed.reshape(*shape, *absorbed.shape[1:])
+    out = tsmla_jax.mla_decode(absorbed, kv_cache, step.block_tables, step.seq_lens, **options)
+    out = cast(jax.Array, out).reshape(x.shape[0], -1, config.kv_lora_rank).astype(x.dtype)
+    heads = jnp.einsum("thl,hvl->thv", out, params["w_uv"]).reshape(x.shape[0], -1)
+    return few_tokens.matmul(heads, params["o_proj"], residual=x), kv_cache
