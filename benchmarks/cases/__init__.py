@@ -14,7 +14,7 @@ CASES = {
     "segment_attention": "segment_attention:SegmentAttention",
     "select_topk": "select_topk:SelectTopk", "indexer_logits": "indexer_logits:Logits",
     "indexer_topk": "indexer_topk:Selection", "cache": "cache:Cache", "merge": "cache:Merge",
-    "compress": "compress:Compress", "bridge_overhead": "bridge_overhead:Overhead",
+    "compress": "compress:Compress", "bridge_overhead": "bridge_overhead:Overhead", "sglang": "sglang:SGLang",
     "fp8_products": "fp8_products:Products", "sparse_layer": "examples.whole_models.sparse_layer:SparseLayer",
 }  # fmt: skip
 

@@ -51,6 +51,30 @@ def v4(name: str, q: Any, caches: tuple[Any, Any], indices: tuple[Any, Any], sca
     return _decode(NAMESPACES[name], q, near, indices[0], scale, sinks, far, indices[1])
 
 
+def package_decode(given: dict[str, Any]) -> Run:
+    """sgl-flash-mla's sparse decode with flash_mla_with_kvcache's arguments, its schedule made beforehand."""
+    operator = torch.ops.flash_mla_legacy.sparse_decode_fwd
+    names = ("q", "k_cache", "indices", "topk_length", "attn_sink")
+    extra = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "head_dim_v", "softmax_scale")
+    first, rest = ([given.get(name) for name in each] for each in (names, (*extra, "kv_format")))
+    *_, schedule, splits = operator(*first, None, None, *rest)
+    return lambda: operator(*first, schedule, splits, *rest)[:2]
+
+
+def package_dense(given: dict[str, Any]) -> Run:
+    """sgl-flash-mla's dense decode with flash_mla_with_kvcache's arguments, its schedule made beforehand."""
+    library = torch.ops.flash_mla_legacy
+    names = ("q", "k_cache", "head_dim_v", "cache_seqlens", "block_table", "softmax_scale", "causal")
+    arguments = [given[name] for name in names]
+    if given["is_fp8_kvcache"]:
+        rows = given["q"].shape[1] * given["q"].shape[2]
+        schedule, splits = library.get_mla_decoding_metadata_dense_fp8(given["cache_seqlens"], rows, 1)
+        scales = (given["descale_q"], given["descale_k"])
+        return lambda: tuple(library.fwd_kvcache_mla_fp8(*arguments, schedule, splits, *scales))
+    *_, schedule, splits = library.dense_decode_fwd(*arguments, None, None)
+    return lambda: library.dense_decode_fwd(*arguments, schedule, splits)[:2]
+
+
 def fa3(q: Any, rows: Any, indices: Any, scale: float) -> Run:
     """FA3 over bf16 rows [N, 576] as pages of one token, a token's slots [T, K] its block table."""
     counts = torch.full((len(q),), indices.shape[1], dtype=torch.int32, device=q.device)

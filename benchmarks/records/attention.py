@@ -118,6 +118,42 @@ def sparse() -> tb.Record:
     )  # fmt: skip
 
 
+# ---- SGLang's calls
+
+
+def sglang() -> tb.Record:
+    """Decode attention through SGLang's import of flash_mla."""
+    columns: Sequence[tb.Column] = (
+        ("model, B, H, keys", lambda p: f"{p['mode']}, {p['b']}, {p['h']}, {p['keys']}"),
+        tb.time("sgl-flash-mla", "legacy"), tb.our_time(), tb.over("/ sgl-flash-mla", OURS, "legacy"),
+    )  # fmt: skip
+
+    def kind(mode: str) -> str:
+        """What the sparse modes of a model have in common; "v3" of dense ones."""
+        return mode.partition(" ")[0]
+
+    def caption(loaded: tb.Loaded) -> str:
+        kinds = dict.fromkeys(kind(point["mode"]) for point in loaded.points)
+        ratios = {
+            name: tb.mean_and_worst(p.ratio(OURS, "legacy") for p in loaded.points if kind(p["mode"]) == name)
+            for name in kinds
+        }
+        said = ", ".join(f"{name} {each}" for name, each in ratios.items() if each)
+        return (
+            "Microseconds of a layer's decode attention as SGLang 0.5.23 calls flash_mla, with queries of 64 or 128 "
+            "heads for sparse models and all that the call does. tsmla's time over that of SGLang's own kernels: "
+            f"{said}, geometric means. {tb.provenance(loaded.rows)}"
+        )
+
+    def short(loaded: tb.Loaded) -> list[str]:
+        return [tb.table([p for p in loaded.points if p["b"] in (1, 64)] or loaded.points, columns, loaded.points)]
+
+    return tb.Record(
+        "sglang", "SGLang's decode attention", ("mode", "b", "h", "keys"), caption, tb.whole(lambda _: columns), short,
+        folder="h100",
+    )  # fmt: skip
+
+
 # ---- a prompt over packed caches
 
 FP8 = "tsmla fp8 queries"
@@ -369,6 +405,6 @@ def segment_attention() -> tb.Record:
 
 
 RECORDS = (
-    decode("bf16"), decode("fp8"), sparse(), sparse_prefill(), prefill(), prefill_backward(), sparse_backward(),
-    segment_attention(),
+    decode("bf16"), decode("fp8"), sparse(), sglang(), sparse_prefill(), prefill(), prefill_backward(),
+    sparse_backward(), segment_attention(),
 )  # fmt: skip

@@ -48,6 +48,10 @@ POINTS = {
     "fp8_products": ["linear,5,264,272", "experts,9,256,272"],
     "merge": ["merge_attention_states,float32,float32,20"], "compress": ["v4_4,2,some", "indexer_4,16,prefill"],
     "bridge_overhead": ["4,1,16,256"],
+    "sglang": [
+        "v3.2 decode,2,4,64", "v4-flash c4 decode,2,4,160", "v4-pro window decode,2,4,128", "v3 decode,2,4,100",
+        "v3 fp8 decode,2,4,100",
+    ],
 }  # fmt: skip
 """Points for a CPU; the other cases are tested below, or need a GPU."""
 
@@ -226,6 +230,10 @@ OBJECTS = {  # of each kernel
     "prefill": ("", {"mla_prefill": 3}),
     "prefill_backward": ("", {"mla_prefill": 2, "mla_prefill_backward": 4}),
     "select_topk": ("64,8192", {"select_topk": 2}),
+    "sglang": (
+        "v3.2 decode,8,64,2048/v4-flash c4 decode,8,64,640/v4-flash window decode,8,64,128/v3 decode,8,16,4096",
+        {"sparse_mla": 9, "mla_decode": 1},
+    ),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
     "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2, "sparse_mla_union": 1}),
     "sparse_backward": (
