@@ -47,6 +47,8 @@ MIXED = [
     pytest.param([1, 20, 40], [130, 90, 170], id="prefills with context"),
     pytest.param([1, 20, 40], [130, 90, 40], id="prefills, the last one without context"),
     pytest.param([1, 1, 1], [1, 64, 129], id="decodes"),
+    pytest.param([1, 1, 2, 3], [70, 129, 66, 131], id="decodes and prompts with 2 and 3 tokens that are not cached"),
+    pytest.param([2, 1, 3, 40], [130, 65, 3, 40], id="prompts with 1 to 3 tokens that are not cached, and a whole one"),
 ]
 
 
@@ -196,9 +198,7 @@ def test_drafts_that_see_all_keys(speculative: Layer) -> None:
 
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("new", [[1, 1, 1], [4, 4, 4], [4, 1, 3]], ids=str)
-def test_context_parallel(
-    speculative: Layer, new: list[int], interleave: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallel(speculative: Layer, new: list[int], interleave: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that hold every other key (or 16 keys in turn): their results, merged by lse, are the whole. The tokens
     of a request share its keys."""
     layer, world = speculative, 2

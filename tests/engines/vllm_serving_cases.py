@@ -3,15 +3,18 @@ version."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 import vllm.model_executor.layers.attention.mla_attention as mla_attention
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -402,3 +405,37 @@ def test_names_of_backends_that_are_none() -> None:
 
     with pytest.raises(AttributeError, match="has no attribute 'Other'"):
         _ = backends.Other
+
+
+# ---- DeepSeek-V4
+
+
+@pytest.mark.parametrize("model", ["deepseek_v4", "deepseek_v41"])
+@pytest.mark.parametrize("name", ["CUSTOM", "TSMLA", "TSMLA_SPARSE"])
+def test_v4_runs_vllms_own_attention_whatever_is_named(model: str, name: str) -> None:
+    """The guide says so. vLLM's function is taken out of its module, which can't be imported without a GPU."""
+    path = Path(vllm.__file__).parent / "models" / model / "nvidia" / "model.py"
+    if not path.exists() or "_select_dsv4_attn_cls" not in (source := path.read_text()):
+        pytest.skip("this version has no such model")
+    if name not in AttentionBackendEnum.__members__:
+        pytest.skip("this version has one name for plug-ins")
+    found = next(
+        node for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_select_dsv4_attn_cls"
+    )  # fmt: skip
+    classes = {
+        node.id: type(node.id, (), {"is_available_for": classmethod(lambda cls, config: False)})
+        for node in ast.walk(found)
+        if isinstance(node, ast.Name) and node.id.startswith("DeepseekV4")
+    }
+    platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(major=9, minor=0))
+    for argument in found.args.args:
+        argument.annotation = None
+    found.returns = None
+    names: dict[str, Any] = {"AttentionBackendEnum": AttentionBackendEnum, "current_platform": platform, **classes}
+    exec(compile(ast.Module([found], []), str(path), "exec"), names)
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=AttentionBackendEnum[name]),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+    )
+    assert names["_select_dsv4_attn_cls"](config).__name__ == "DeepseekV4FlashMLAAttention"

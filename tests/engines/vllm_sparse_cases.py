@@ -181,6 +181,7 @@ def layer() -> SparseLayer:
         pytest.param([1, 40], [70, 40], id="a short prompt, by dense prefill"),
         pytest.param([1, 40], [150, 100], id="a short prompt with context"),
         pytest.param([1, 40, 20], [70, 40, 300], id="a long prompt"),
+        pytest.param([1, 2, 3, 1], [300, 66, 131, 65], id="prompts with 1 to 3 tokens that are not cached"),
     ],
 )
 def test_batches(layer: SparseLayer, new: list[int], lens: list[int]) -> None:
