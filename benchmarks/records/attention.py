@@ -149,8 +149,7 @@ def sglang() -> tb.Record:
         return [tb.table([p for p in loaded.points if p["b"] in (1, 64)] or loaded.points, columns, loaded.points)]
 
     return tb.Record(
-        "sglang", "SGLang's decode attention", ("mode", "b", "h", "keys"), caption, tb.whole(lambda _: columns), short,
-        folder="h100",
+        "sglang", "SGLang's decode attention", ("mode", "b", "h", "keys"), caption, tb.whole(lambda _: columns), short
     )  # fmt: skip
 
 

@@ -461,3 +461,20 @@ def test_errors_are_drawn_of_every_record_that_has_them(tmp_path: Path) -> None:
     put(tmp_path, "decode_fp8", [{"us": 1.0}])
     with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):
         operations.write_errors(results, tmp_path / "benchmarks" / "figures")
+
+
+def test_sglangs_calls_are_compared_by_model(tmp_path: Path) -> None:
+    """With SGLang's own kernels alone; the short table has one and 64 requests."""
+    rows = [
+        row(peer, us, mode=mode, b=b, h=64, keys=2048)
+        for mode, b, times in (
+            ("v3.2 decode", 64, (8.0, 10.0)), ("v3.2 decode", 8, (9.0, 10.0)), ("v4 decode", 1, (12.0, 10.0))
+        )
+        for peer, us in zip(("tsmla", "legacy"), times, strict=True)
+    ]  # fmt: skip
+    put(tmp_path, "sglang", rows)
+    assert written(with_markers(tmp_path, "sglang")) == 0
+    readme = page_of(tmp_path)
+    assert "v3.2 0.85 (worst 0.90, 2 points), v4 1.20 (1 point)" in readme
+    assert "| v3.2 decode, 64, 64, 2048 | 10.0 | **8.0** | 0.80 |" in readme and "| v3.2 decode, 8, " not in readme
+    assert "| v3.2 decode, 8, 64, 2048 |" in (tmp_path / "benchmarks" / "figures" / "sglang.md").read_text()
