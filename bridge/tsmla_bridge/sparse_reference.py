@@ -18,7 +18,7 @@ from tsmla_kernels.contract import FP8_MAX
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, SparseMLASpec, TopKSpec
-from tsmla_kernels.sm90.topk.chunks import chunk_rows
+from tsmla_kernels.topk.chunks import chunk_rows
 
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1

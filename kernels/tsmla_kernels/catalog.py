@@ -17,7 +17,6 @@ from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.products.record import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
 from tsmla_kernels.sm90.sparse.record import SPARSE_MLA, SPARSE_MLA_UNION
 from tsmla_kernels.sm90.sparse_backward.record import SPARSE_MLA_BACKWARD
-from tsmla_kernels.sm90.topk.record import INDEXER_TOPK, SELECT_TOPK
 from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
 from tsmla_kernels.sparse_cache.record import (
     COMPRESS_WRITE_KV_CACHE,
@@ -25,6 +24,7 @@ from tsmla_kernels.sparse_cache.record import (
     WRITE_INDEXER_CACHE,
     WRITE_PACKED_KV_CACHE,
 )
+from tsmla_kernels.topk.record import INDEXER_TOPK, SELECT_TOPK
 
 KERNELS = {
     kernel.name: kernel

@@ -18,7 +18,7 @@ import tsmla_jax
 from tests.bridge.inputs import tensor, tensors_of
 from tests.emulator.launcher import Gpu
 from tsmla_bridge.ops import indexer_topk as module
-from tsmla_kernels.sm90.topk import chunks
+from tsmla_kernels.topk import chunks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

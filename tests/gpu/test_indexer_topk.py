@@ -18,7 +18,7 @@ import tsmla_bridge
 import tsmla_jax
 from tests.gpu.front_ends import tensor
 from tsmla_jax.ops.indexer_topk import cute
-from tsmla_kernels.sm90.topk import chunks
+from tsmla_kernels.topk import chunks
 
 pytestmark = pytest.mark.gpu
 

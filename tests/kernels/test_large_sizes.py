@@ -36,9 +36,9 @@ from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_reasons
 from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig, backward_workspaces
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 from tsmla_kernels.sm90.sparse.config import sparse_reasons
-from tsmla_kernels.sm90.topk.config import TopkConfig
 from tsmla_kernels.sparse_cache.compress_config import CompressWriteConfig, compress_write_reasons
 from tsmla_kernels.sparse_cache.config import IndexerWriteConfig
+from tsmla_kernels.topk.config import TopkConfig
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 

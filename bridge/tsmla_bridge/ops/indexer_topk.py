@@ -19,7 +19,7 @@ from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.sm90.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
+from tsmla_kernels.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Of those that a call does not return, the

@@ -17,7 +17,7 @@ from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import TopKSpec, topk_spec
-from tsmla_kernels.sm90.topk.config import topk_config
+from tsmla_kernels.topk.config import topk_config
 
 Results = tuple[torch.Tensor, torch.Tensor]
 """Positions, slots or words, and counts."""

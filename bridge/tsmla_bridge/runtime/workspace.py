@@ -18,7 +18,7 @@ from tsmla_kernels.sm90.decode import config as sm90_decode
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
 from tsmla_kernels.sm90.sparse import union_config as sm90_union
 from tsmla_kernels.sm90.sparse.record import SPARSE_MLA, SPARSE_MLA_UNION, Serving, workspaces_of
-from tsmla_kernels.sm90.topk import chunks as sm90_topk
+from tsmla_kernels.topk import chunks as sm90_topk
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
 

@@ -15,7 +15,7 @@ import tsmla_jax
 from tests.emulator import operations
 from tests.jax.ops.programs import calls, ints, primitives
 from tsmla_jax.ops.indexer_topk import xla
-from tsmla_kernels.sm90.topk import chunks
+from tsmla_kernels.topk import chunks
 
 HEADS, DIM, PAGES, Z, M, T, K = 8, 128, 5, 16, 4, 23, 6
 REQUESTS = [0, 5, 5, 20, 22]  # one has no token, and the last row is of no request

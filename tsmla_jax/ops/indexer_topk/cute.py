@@ -23,7 +23,7 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.sm90.topk import chunks
+from tsmla_kernels.topk import chunks
 
 
 def why_not(spec: IndexerTopkSpec) -> list[str]:

@@ -18,7 +18,7 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.select_topk.reference import Results, results_of, rows_of
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
-from tsmla_kernels.sm90.topk.config import topk_config
+from tsmla_kernels.topk.config import topk_config
 
 
 def why_not(spec: TopKSpec) -> list[str]:

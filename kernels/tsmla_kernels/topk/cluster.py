@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from tsmla_kernels.sm90.topk.memory import Place, Shared, Total
+from tsmla_kernels.topk.memory import Place, Shared, Total
 
 
 class Cluster:

@@ -9,10 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from tsmla_kernels.sm90.topk.config import TopkConfig
-from tsmla_kernels.sm90.topk.keys import NAN
-from tsmla_kernels.sm90.topk.memory import Place, global_column
 from tsmla_kernels.sm90.warp import quotient
+from tsmla_kernels.topk.config import TopkConfig
+from tsmla_kernels.topk.keys import NAN
+from tsmla_kernels.topk.memory import Place, global_column
 
 SIGMAS = 5.0
 """Standard deviations by which the sample's target count exceeds k times the sampled fraction: see sample_target."""

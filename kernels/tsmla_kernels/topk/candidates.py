@@ -8,12 +8,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from tsmla_kernels.sm90.topk.cluster import Cluster
-from tsmla_kernels.sm90.topk.config import TopkConfig
-from tsmla_kernels.sm90.topk.keys import entry, joined, ordered
-from tsmla_kernels.sm90.topk.memory import Place, Result, Shared, Total, add_to, bound
-from tsmla_kernels.sm90.topk.span import Span
 from tsmla_kernels.sm90.warp import sum_before
+from tsmla_kernels.topk.cluster import Cluster
+from tsmla_kernels.topk.config import TopkConfig
+from tsmla_kernels.topk.keys import entry, joined, ordered
+from tsmla_kernels.topk.memory import Place, Result, Shared, Total, add_to, bound
+from tsmla_kernels.topk.span import Span
 
 
 class BinCounts(NamedTuple):

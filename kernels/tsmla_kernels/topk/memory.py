@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from tsmla_kernels.sm90.storage import checked_storage
-from tsmla_kernels.sm90.topk.config import BINS, TopkConfig
+from tsmla_kernels.topk.config import BINS, TopkConfig
 
 GROUPS = 32
 """How many groups of neighbouring bins there are. The groups' sums are searched first, then the bins of one group."""

@@ -13,11 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
-from tsmla_kernels.sm90.topk.bins import BinSearch
-from tsmla_kernels.sm90.topk.candidates import BinCounts, Candidates
-from tsmla_kernels.sm90.topk.config import TopkConfig
-from tsmla_kernels.sm90.topk.keys import NAN, NAN_BIN, bin_floor, entry, least_float, ordered, pair_bins
-from tsmla_kernels.sm90.topk.memory import (
+from tsmla_kernels.sm90.warp import running_sum, sum_before
+from tsmla_kernels.topk.bins import BinSearch
+from tsmla_kernels.topk.candidates import BinCounts, Candidates
+from tsmla_kernels.topk.config import TopkConfig
+from tsmla_kernels.topk.keys import NAN, NAN_BIN, bin_floor, entry, least_float, ordered, pair_bins
+from tsmla_kernels.topk.memory import (
     Output,
     Place,
     Result,
@@ -26,9 +27,8 @@ from tsmla_kernels.sm90.topk.memory import (
     global_column,
     global_vector,
 )
-from tsmla_kernels.sm90.topk.span import Span
-from tsmla_kernels.sm90.topk.writer import Writer
-from tsmla_kernels.sm90.warp import running_sum, sum_before
+from tsmla_kernels.topk.span import Span
+from tsmla_kernels.topk.writer import Writer
 
 VECTOR = 4
 """Columns that a thread loads at once."""

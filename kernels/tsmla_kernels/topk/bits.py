@@ -7,9 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from tsmla_kernels.sm90.topk.config import TopkConfig
-from tsmla_kernels.sm90.topk.memory import Output, Place, Shared
 from tsmla_kernels.sm90.warp import quotient, remainder
+from tsmla_kernels.topk.config import TopkConfig
+from tsmla_kernels.topk.memory import Output, Place, Shared
 
 WORD = 32
 """Columns of a word."""

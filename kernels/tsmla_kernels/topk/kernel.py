@@ -13,17 +13,17 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.topk.bins import BinSearch
-from tsmla_kernels.sm90.topk.candidates import Candidates
-from tsmla_kernels.sm90.topk.cluster import Cluster
-from tsmla_kernels.sm90.topk.config import BINS, TopkConfig
-from tsmla_kernels.sm90.topk.exact import ExactSearch
-from tsmla_kernels.sm90.topk.filtered import PLENTY, FilteredSearch
-from tsmla_kernels.sm90.topk.memory import Arrays, Output, Place, Shared, shared_tensors, storage_of
-from tsmla_kernels.sm90.topk.registers import RegisterSearch
-from tsmla_kernels.sm90.topk.span import Span, span_of
-from tsmla_kernels.sm90.topk.writer import Writer
 from tsmla_kernels.sm90.warp import quotient, remainder
+from tsmla_kernels.topk.bins import BinSearch
+from tsmla_kernels.topk.candidates import Candidates
+from tsmla_kernels.topk.cluster import Cluster
+from tsmla_kernels.topk.config import BINS, TopkConfig
+from tsmla_kernels.topk.exact import ExactSearch
+from tsmla_kernels.topk.filtered import PLENTY, FilteredSearch
+from tsmla_kernels.topk.memory import Arrays, Output, Place, Shared, shared_tensors, storage_of
+from tsmla_kernels.topk.registers import RegisterSearch
+from tsmla_kernels.topk.span import Span, span_of
+from tsmla_kernels.topk.writer import Writer
 
 
 class SelectTopk:

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
-from tests.kernels.object_checks import all_but_slow, check_compiled
+from tests.kernels.object_checks import all_but_slow, check_compiled, check_object
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
-from tsmla_kernels.sm90.topk.config import MAX_COLUMNS, TopkConfig, topk_config, topk_reasons
-from tsmla_kernels.sm90.topk.memory import storage_of
+from tsmla_kernels.topk.config import MAX_COLUMNS, TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.topk.memory import storage_of
 
 
 def slots_of_requests(rows: int, columns: int) -> TopkConfig:
@@ -40,6 +41,12 @@ FAST = ("few short rows", "few long rows", "slots, row starts", "bits of short r
 @pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
 def test_everything_stays_in_registers(name: str) -> None:
     check_compiled(SELECT_TOPK, CONFIGS[name], kernels=1)
+
+
+@pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST[:1]))
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.slow)])
+def test_everything_stays_in_registers_on_blackwells(name: str, arch: str) -> None:
+    check_object(object_cache.load_or_compile(SELECT_TOPK, CONFIGS[name], arch), kernels=1)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 128, 4096])

@@ -15,13 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.topk.bins import BinSearch
-from tsmla_kernels.sm90.topk.bits import joined_nibbles
-from tsmla_kernels.sm90.topk.candidates import BinCounts, Candidates
-from tsmla_kernels.sm90.topk.cluster import Cluster
-from tsmla_kernels.sm90.topk.config import BINS, TopkConfig
-from tsmla_kernels.sm90.topk.keys import NAN_BIN, bin_floor, entry, least_float, ordered, pair_bins, position_of
-from tsmla_kernels.sm90.topk.memory import (
+from tsmla_kernels.sm90.warp import quotient, running_sum, sum_before
+from tsmla_kernels.topk.bins import BinSearch
+from tsmla_kernels.topk.bits import joined_nibbles
+from tsmla_kernels.topk.candidates import BinCounts, Candidates
+from tsmla_kernels.topk.cluster import Cluster
+from tsmla_kernels.topk.config import BINS, TopkConfig
+from tsmla_kernels.topk.keys import NAN_BIN, bin_floor, entry, least_float, ordered, pair_bins, position_of
+from tsmla_kernels.topk.memory import (
     Output,
     Place,
     Result,
@@ -32,9 +33,8 @@ from tsmla_kernels.sm90.topk.memory import (
     global_column,
     global_vector,
 )
-from tsmla_kernels.sm90.topk.span import Span, mend_vector, sample_target
-from tsmla_kernels.sm90.topk.writer import Writer
-from tsmla_kernels.sm90.warp import quotient, running_sum, sum_before
+from tsmla_kernels.topk.span import Span, mend_vector, sample_target
+from tsmla_kernels.topk.writer import Writer
 
 LAST_BIN = BINS - 1
 """A bin that no float falls into. Its count is set to PLENTY if a thread runs out of room."""

@@ -14,9 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from tsmla_kernels.sm90.topk.config import UNIT, TopkConfig
-from tsmla_kernels.sm90.topk.keys import NAN
 from tsmla_kernels.sm90.warp import quotient, remainder
+from tsmla_kernels.topk.config import UNIT, TopkConfig
+from tsmla_kernels.topk.keys import NAN
 
 VECTORS = UNIT // 4
 """Vectors of 16 bytes in a unit."""

@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from tsmla_kernels.sm90.topk.cluster import Cluster
-from tsmla_kernels.sm90.topk.config import BINS, TopkConfig
-from tsmla_kernels.sm90.topk.memory import GROUP_BINS, GROUPS, Histogram, Place, Result, Shared, Total
 from tsmla_kernels.sm90.warp import running_sum
+from tsmla_kernels.topk.cluster import Cluster
+from tsmla_kernels.topk.config import BINS, TopkConfig
+from tsmla_kernels.topk.memory import GROUP_BINS, GROUPS, Histogram, Place, Result, Shared, Total
 
 
 class BinSearch:

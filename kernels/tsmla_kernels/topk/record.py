@@ -1,4 +1,5 @@
-"""The record of select_topk on Hopper, and of indexer_topk, which launches it behind the indexer's logits."""
+"""The records of select_topk, for Hopper and newer architectures, and of indexer_topk, which launches it on Hopper
+behind the indexer's logits."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from tsmla_kernels.kernel import V32_MODEL, Chain, Kernel, Operand
 from tsmla_kernels.options import indexer_topk_spec, topk_spec
 from tsmla_kernels.sm90.logits.config import LogitsConfig
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
-from tsmla_kernels.sm90.topk.chunks import chunks_of, indexer_topk_reasons
-from tsmla_kernels.sm90.topk.config import TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.topk.chunks import chunks_of, indexer_topk_reasons
+from tsmla_kernels.topk.config import ARCHS, TopkConfig, topk_config, topk_reasons
 
 
 def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
@@ -37,8 +38,8 @@ def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
 
 SELECT_TOPK = Kernel(
     name="select_topk",
-    archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.topk.kernel:SelectTopk",
+    archs=ARCHS,
+    launcher="tsmla_kernels.topk.kernel:SelectTopk",
     config=TopkConfig,
     operands=topk_operands,
     spec_from_options=topk_spec,

@@ -9,10 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
-from tsmla_kernels.sm90.topk.bins import BinSearch
-from tsmla_kernels.sm90.topk.cluster import Cluster
-from tsmla_kernels.sm90.topk.config import UNIT, TopkConfig
-from tsmla_kernels.sm90.topk.keys import (
+from tsmla_kernels.sm90.warp import running_sum, sum_before
+from tsmla_kernels.topk.bins import BinSearch
+from tsmla_kernels.topk.cluster import Cluster
+from tsmla_kernels.topk.config import UNIT, TopkConfig
+from tsmla_kernels.topk.keys import (
     NAN_BIN,
     bin_floor,
     entry,
@@ -23,10 +24,9 @@ from tsmla_kernels.sm90.topk.keys import (
     pair_bins,
     position_of,
 )
-from tsmla_kernels.sm90.topk.memory import Output, Place, Result, Shared, Total, add_one, add_to, bound
-from tsmla_kernels.sm90.topk.rows import Row, RowWalker
-from tsmla_kernels.sm90.topk.writer import NOWHERE, Writer
-from tsmla_kernels.sm90.warp import running_sum, sum_before
+from tsmla_kernels.topk.memory import Output, Place, Result, Shared, Total, add_one, add_to, bound
+from tsmla_kernels.topk.rows import Row, RowWalker
+from tsmla_kernels.topk.writer import NOWHERE, Writer
 
 BIN_BITS = 12
 EVERYWHERE = (1 << 31) - 1

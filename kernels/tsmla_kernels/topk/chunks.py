@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_config, logits_reasons
-from tsmla_kernels.sm90.topk.config import TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.topk.config import TopkConfig, topk_config, topk_reasons
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import IndexerTopkSpec

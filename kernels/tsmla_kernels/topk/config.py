@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import TopKSpec
 
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")  # CTAs of sm_120a have too little shared memory
 MAX_K = 4096
 MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in int32
 MANY_ROWS = 1 << 20  # takes the place of a symbolic number of rows

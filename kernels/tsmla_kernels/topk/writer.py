@@ -7,13 +7,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint64, const_expr
 
-from tsmla_kernels.sm90.topk.bits import BitWriter
-from tsmla_kernels.sm90.topk.cluster import Cluster
-from tsmla_kernels.sm90.topk.config import TopkConfig
-from tsmla_kernels.sm90.topk.keys import position_of
-from tsmla_kernels.sm90.topk.memory import Output, Place, Shared, global_column
-from tsmla_kernels.sm90.topk.sort import EntrySort
 from tsmla_kernels.sm90.warp import quotient
+from tsmla_kernels.topk.bits import BitWriter
+from tsmla_kernels.topk.cluster import Cluster
+from tsmla_kernels.topk.config import TopkConfig
+from tsmla_kernels.topk.keys import position_of
+from tsmla_kernels.topk.memory import Output, Place, Shared, global_column
+from tsmla_kernels.topk.sort import EntrySort
 
 NOWHERE = -1
 """An index that names no position."""
