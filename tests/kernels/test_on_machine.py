@@ -15,7 +15,7 @@ from tests.emulator.ptx.machine import Order
 from tests.gpu.small_grid import CALLS, Call, int32, wrong
 from tests.kernels.object_checks import check_object
 from tests.kernels.on_machine import MASKED_KEYS, forget
-from tsmla_kernels.sm90.topk import chunks
+from tsmla_kernels.topk import chunks
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 
@@ -41,6 +41,17 @@ FAST = {
 """Calls of every run of the tests, by the beginning of their names: compiling takes a second, or ten for attention."""
 
 
+FOR_ALL_ARCHITECTURES = (
+    "compress_write_kv_cache",
+    "kv_cache",
+    "merge_attention_states",
+    "packed_caches",
+    "select_topk",
+    "selection_bits",
+)
+"""The calls of kernels that are compiled for Blackwell, too."""
+
+
 def calls(ops: Iterable[str]) -> list[Any]:
     found = []
     for op in ops:
@@ -61,7 +72,9 @@ def nothing_kept() -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Drawing the inputs takes seconds: those of all operations only where slow tests may be wanted."""
     if "call" in metafunc.fixturenames:
-        metafunc.parametrize("call", calls(FAST if metafunc.config.option.markexpr == "not slow" else CALLS))
+        wanted = FAST if metafunc.config.option.markexpr == "not slow" else CALLS
+        every = "arch" in metafunc.fixturenames
+        metafunc.parametrize("call", calls(op for op in wanted if op in FOR_ALL_ARCHITECTURES or not every))
 
 
 def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +92,20 @@ def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pyte
     for key in launcher.EmulatedLauncher.compiled.keys() - before:
         emulated = launcher.EmulatedLauncher.compiled[key]
         check_object(emulated.compiled, kernels=len(emulated.programs))
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.slow)])
+def test_kernels_of_all_architectures_on_a_machine_of_blackwells(
+    call: Call, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their code for Blackwell uses no instruction that Hopper lacks, so the machine runs it."""
+    cpu = torch.device("cpu")
+    want = call.on(cpu)
+    forget()
+    gpu = launcher.install(monkeypatch, arch)
+    assert wrong(call, call.on(cpu), want) == []
+    assert gpu.launches and launcher.EmulatedLauncher.hazards == []
+    assert {key[-1] for key in launcher.EmulatedLauncher.compiled} >= {arch}
 
 
 @pytest.mark.slow

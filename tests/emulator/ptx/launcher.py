@@ -13,25 +13,29 @@ from tests.emulator.ptx.machine import EmulatedKernel, Memory, Order
 from tsmla_bridge.runtime import loaded_kernels
 from tsmla_kernels.kernel import ITEMSIZE, Config, Kernel, Operand
 
+HOPPER = "sm_90a"
+
 
 class EmulatedLauncher(launcher.StandInLauncher):
     """A Launcher of a kernel that the machine runs.
 
     Attributes:
-      compiled: the kernels that were compiled, by name and config; many launchers share one.
+      compiled: the kernels that were compiled, by name, config and architecture; many launchers share one.
+      arch: the architecture of the next launcher's kernel.
       order: of the next launch.
       hazards: of all launches.
     """
 
-    compiled: ClassVar[dict[tuple[str, str], EmulatedKernel]] = {}
+    compiled: ClassVar[dict[tuple[str, str, str], EmulatedKernel]] = {}
+    arch: ClassVar[str] = HOPPER
     order: ClassVar[Order] = Order()
     hazards: ClassVar[list[str]] = []
 
     def __init__(self, gpu: launcher.Gpu, kernel: Kernel, config: Config) -> None:
         super().__init__(gpu, kernel, config)
-        key = (kernel.name, kernel.config_json(config))
+        key = (kernel.name, kernel.config_json(config), self.arch)
         if key not in self.compiled:
-            self.compiled[key] = EmulatedKernel(kernel, config)
+            self.compiled[key] = EmulatedKernel(kernel, config, self.arch)
         self.emulated = self.compiled[key]
 
     def _run(self, arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:
@@ -52,9 +56,13 @@ class EmulatedLauncher(launcher.StandInLauncher):
         return Memory(operand.name, address, math.prod(shape) * ITEMSIZE[operand.dtype], operand.output)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> launcher.Gpu:
-    """From here on CPU tensors are on a Hopper GPU that the machine stands in for."""
+def install(monkeypatch: pytest.MonkeyPatch, arch: str = HOPPER) -> launcher.Gpu:
+    """From here on CPU tensors are on a GPU of this architecture, for which the machine stands in. A kernel that runs
+    on several architectures is chosen there as on Hopper, without being named."""
     gpu = launcher.install(monkeypatch)
+    gpu.capability = (int(arch[3:-2]), int(arch[-2]))
+    monkeypatch.setattr(loaded_kernels, "PROVEN", (arch,))
+    monkeypatch.setattr(EmulatedLauncher, "arch", arch)
     monkeypatch.setattr(loaded_kernels, "_load", lambda kernel, config, index: EmulatedLauncher(gpu, kernel, config))
     monkeypatch.setattr(EmulatedLauncher, "hazards", [])
     return gpu

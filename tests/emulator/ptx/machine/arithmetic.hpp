@@ -212,6 +212,24 @@ uint32_t halves(uint32_t a, uint32_t b, Format format, F operation) {
   return half(0) | half(16);
 }
 
+// Two float32 in one register of 64 bits, as Blackwell computes with them.
+template <class F>
+uint64_t pairs(uint64_t a, uint64_t b, uint64_t c, F operation) {
+  const auto half = [&](int by) {
+    const auto number = [&](uint64_t pair) { return bits<float>(static_cast<uint32_t>(pair >> by)); };
+    return static_cast<uint64_t>(bits<uint32_t>(operation(number(a), number(b), number(c)))) << by;
+  };
+  return half(0) | half(32);
+}
+
+inline void add_pairs(Handlers& handlers) {
+  handlers["add.f32x2"] = OP2(uint64_t, uint64_t, pairs(a, b, 0, [](float x, float y, float) { return x + y; }));
+  handlers["sub.f32x2"] = OP2(uint64_t, uint64_t, pairs(a, b, 0, [](float x, float y, float) { return x - y; }));
+  handlers["mul.f32x2"] = OP2(uint64_t, uint64_t, pairs(a, b, 0, [](float x, float y, float) { return x * y; }));
+  handlers["fma.f32x2"] =
+      OP3(uint64_t, uint64_t, pairs(a, b, c, [](float x, float y, float z) { return std::fma(x, y, z); }));
+}
+
 inline void add_narrow(Handlers& handlers) {
   handlers["cvt.f32.bf16"] = OP1(float, uint32_t, widen(BF16, a & 0xffff));
   handlers["cvt.f32.f16"] = OP1(float, uint32_t, widen(F16, a & 0xffff));
@@ -298,6 +316,7 @@ inline void add_arithmetic(Handlers& handlers) {
   add_conversions<uint64_t>(handlers, "u64");
   add_floats(handlers);
   add_narrow(handlers);
+  add_pairs(handlers);
   handlers["and.pred"] = OP2(bool, bool, a && b);
   handlers["or.pred"] = OP2(bool, bool, a || b);
   handlers["xor.pred"] = OP2(bool, bool, a != b);
