@@ -55,7 +55,7 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.selection_bits import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.selection_bits, cute.why_not, device.why_not_by_default),
+        "cute": Implementation(cute.selection_bits, cute.why_not, device.why_not_untested),
         "xla": Implementation(xla.selection_bits),
         "reference": Implementation(reference.selection_bits),
     }
