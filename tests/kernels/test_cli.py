@@ -331,7 +331,7 @@ def test_explain_takes_several_arrays(capsys: pytest.CaptureFixture[str]) -> Non
             ["compress_kv", *COMPRESS, "state=f32[8,8,2,1024]"],
             "state: got f32[8,8,2,1024]; legal: the arrays kv_score and positions, as in state=f32[8,8,2,1024],i32[",
         ),
-        (["mla_decode", "--arch", "sm_80"], "--arch: got 'sm_80'; legal: sm_90a, sm_100a, sm_103a, sm_107a"),
+        (["mla_decode", "--arch", "sm_80"], "--arch: got 'sm_80'; legal: sm_90a, sm_100a, sm_103a, sm_107a, sm_120a"),
     ],
 )
 def test_explain_says_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

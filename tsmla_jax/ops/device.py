@@ -20,10 +20,10 @@ from tsmla_kernels.kernel import Config, Kernel
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 """The runtime's custom call that XLA may record into a CUDA graph (for jax from 0.9.1 on)."""
 
-NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148}
-"""Multiprocessors to plan for where there is no device to ask: H100 SXM and H200; B200; B300; the last one's number is
-not published, so B300's stands for it. The number decides into how many pieces work is cut, and so a call's time. A GPU
-with fewer or more of them gives the same: no kernel needs all of its blocks to run at a time."""
+NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148, "sm_120a": 188}
+"""Multiprocessors to plan for where there is no device to ask: H100 SXM and H200; B200; B300; sm_107a, whose number is
+not published, so B300's stands for it; RTX PRO 6000. The number decides into how many pieces work is cut, and so a
+call's time. A GPU with fewer or more of them gives the same: no kernel needs all of its blocks to run at a time."""
 
 PROVEN = ("sm_90a",)
 """The architectures on which the kernels of the caches and of merging have run; on others they must be named."""

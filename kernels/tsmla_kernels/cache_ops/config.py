@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec
     from tsmla_kernels.contract.cache import RopeWriteSpec
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a", "sm_120a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
 STORE_BYTES = 16  # the widest store of a thread
