@@ -163,6 +163,7 @@ def project_merged(
     context_axis: str,
     project: Callable[..., jax.Array],
     *rows: jax.Array,
+    heads: Callable[[jax.Array], jax.Array] | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """project(out of all keys, *rows), [T, E] on every device, from the results over each device's keys.
@@ -172,14 +173,19 @@ def project_merged(
         context_axis: the mesh axis.
         project: from rows [t, H, V] and those of `rows` to [t, E]; each device may be given a part of the rows.
         rows: [T, ...] each, the same on every device.
+        heads: a linear map of each head's result, from [t, H, V] to [t, H, W], whose results `project` is given in
+            their place. Of few tokens each device maps its own results, so that fewer bytes are exchanged if W is less.
         sinks: [H], as in `tsmla_jax.sparse_mla`: they take weight from the keys of all devices once, after the merge.
             out then comes to `project` in float32.
     """
     shared = out.shape[0] > FEW_TOKENS
+    if heads is not None and not shared:
+        out = heads(out)
     merged = (merge_own_rows if shared else merge)(out, lse, context_axis)
     if shared:
         rows = tuple(own_rows(x, context_axis) for x in rows)
-    projected = project(merged[0] if sinks is None else beside_sinks(*merged, sinks), *rows)
+    whole = merged[0] if sinks is None else beside_sinks(*merged, sinks)
+    projected = project(heads(whole) if heads is not None and shared else whole, *rows)
     return gather_rows(projected, out.shape[0], context_axis) if shared else projected
 
 
@@ -258,16 +264,14 @@ def indexer_topk(
         seq_lens: [T] i32, keys that each token sees here (`local_lens`).
         k: static.
         context_axis: the mesh axis.
-        implementation: of `tsmla_jax.indexer_topk`.
+        implementation: of `tsmla_jax.indexer_topk` and `tsmla_jax.select_topk`.
 
     Returns:
-        slots [T, min(k, N M Z)] i32 in the order of positions, -1 behind the last, and how many they are, [T] i32.
+        slots [T, min(k, M Z)] i32 in the order of positions, -1 behind the last, and how many they are, [T] i32.
     """
     page_size = k_cache.shape[1]
-    positions = indexer_positions(
-        q, weights, k_cache, block_tables, seq_lens, k, context_axis=context_axis, implementation=implementation
-    )
-    own = own_positions(positions, context_axis=context_axis, page_size=page_size)
+    candidates = _candidates(q, weights, k_cache, block_tables, seq_lens, k, implementation)
+    own = select_topk(*candidates, k, context_axis=context_axis, page_size=page_size, implementation=implementation)
     return metadata.positions_to_slots(own, block_tables, page_size), (own >= 0).sum(axis=1, dtype=jnp.int32)
 
 
@@ -285,47 +289,95 @@ def indexer_positions(
     """The positions in their texts, [T, min(k, N M Z)] i32 and -1 where there is none, of the keys of all devices with
     the k best scores of the indexer for every query token; the same on every device. Arguments: of `indexer_topk`."""
     page_size = k_cache.shape[1]
-    q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
-    positions, scores = tsmla_jax.indexer_topk(
-        q,
-        weights,
-        k_cache,
-        block_tables,
-        seq_lens,
-        min(k, block_tables.shape[1] * page_size),
-        return_scores=True,
-        implementation=implementation,
-    )
+    positions, scores = _candidates(q, weights, k_cache, block_tables, seq_lens, k, implementation)
     return _best_positions(positions, scores, k, context_axis=context_axis, page_size=page_size)
+
+
+def _candidates(
+    q: jax.Array,
+    weights: jax.Array,
+    k_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    k: int,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The positions among this device's keys, ascending, and the scores of its k best for each token: [T, c] each."""
+    q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
+    most = min(k, block_tables.shape[1] * k_cache.shape[1])
+    return tsmla_jax.indexer_topk(
+        q, weights, k_cache, block_tables, seq_lens, most, return_scores=True, implementation=implementation
+    )
 
 
 def own_positions(positions: jax.Array, *, context_axis: str, page_size: int) -> jax.Array:
     """Positions of texts [T, K] as positions among this device's keys: ascending, those of other devices and negative
     ones -1 behind the last."""
-    own = local_positions(positions, context_axis, page_size)
-    own = jnp.sort(jnp.where(own < 0, _NOWHERE, own), axis=1)
-    return jnp.where(own == _NOWHERE, -1, own)
+    return _ascending(local_positions(positions, context_axis, page_size))
 
 
-def select_topk(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
+def select_topk(
+    positions: jax.Array,
+    scores: jax.Array,
+    k: int,
+    *,
+    context_axis: str,
+    page_size: int,
+    implementation: str | None = None,
+) -> jax.Array:
     """This device's positions among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s
     order.
 
-    Each device proposes its k best; one exchange of N k candidates a token decides. Of many tokens a device decides on
-    a part, and a second exchange tells the others.
+    Each device proposes its k best; one exchange of N k candidates a token tells which is the last of the best, and
+    each device keeps those of its own that come before it. Of many tokens a device looks for the last of a part, and a
+    second exchange of two numbers a token tells the others.
 
     Args:
-        positions: [T, c] i32, of this device's best min(k, keys) among its own keys; -1 where there is none.
+        positions: [T, c] i32, of this device's best min(k, keys) among its own keys, ascending; -1 where there is none.
         scores: [T, c] f32, theirs.
         k: static.
         context_axis: the mesh axis.
         page_size: Z.
+        implementation: of `tsmla_jax.select_topk`.
 
     Returns:
-        positions [T, min(k, N c)] i32 among this device's keys, ascending, -1 behind the last.
+        positions [T, c] i32 among this device's keys, ascending, -1 behind the last.
     """
-    best = _best_positions(positions, scores, k, context_axis=context_axis, page_size=page_size)
-    return own_positions(best, context_axis=context_axis, page_size=page_size)
+    if scores.shape[1] * lax.axis_size(context_axis) <= k:
+        return positions
+    here = positions >= 0
+    whole = jnp.where(here, global_positions(positions, context_axis, page_size), _NOWHERE)
+    packed = jnp.stack([lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32), whole], axis=-1)
+    num_tokens = positions.shape[0]
+    if num_tokens <= FEW_TOKENS:
+        last = _last_of(lax.all_gather(packed, context_axis), k, implementation)
+    else:
+        mine = lax.all_to_all(_split_rows(packed, context_axis), context_axis, split_axis=0, concat_axis=0)
+        last = gather_rows(_last_of(mine, k, implementation), num_tokens, context_axis)
+    order, last_order, last_whole = numerics.ordered(scores.astype(jnp.float32)), last[:, :1], last[:, 1:]
+    chosen = (order > last_order) | ((order == last_order) & (whole <= last_whole))
+    return _ascending(jnp.where(here & chosen, positions, -1))
+
+
+def _last_of(candidates: jax.Array, k: int, implementation: str | None) -> jax.Array:
+    """The last of the k best of the devices' candidates [N, t, c, 2] of each token, N c > k: [t, 2], the order of its
+    score, and its position in the text. Those that come before it, and it, are the k best."""
+    devices, tokens, each, _ = candidates.shape
+    bits, whole = jnp.moveaxis(candidates, 0, 1).reshape(tokens, devices * each, 2).transpose(2, 0, 1)
+    there = whole != _NOWHERE
+    scores = jnp.where(there, lax.bitcast_convert_type(bits, jnp.float32), jnp.nan)
+    order, lens = numerics.ordered(scores), jnp.full(tokens, devices * each, jnp.int32)
+    best = tsmla_jax.select_topk(scores, lens, k, order="position", implementation=implementation)
+    last = jnp.take_along_axis(order, best, axis=1).min(axis=1, keepdims=True)
+    # Of those that are equal to the last one the first in the text are taken: their positions as scores.
+    wanted = k - (order > last).sum(axis=1, keepdims=True, dtype=jnp.int32)
+    equal = there & (order == last)
+    earliness = jnp.where(equal, lax.bitcast_convert_type(_GREATEST - whole, jnp.float32), -jnp.inf)
+    first = tsmla_jax.select_topk(earliness, lens, k, implementation=implementation)
+    at = jnp.take_along_axis(first, jnp.maximum(wanted - 1, 0), axis=1)
+    enough = equal.sum(axis=1, keepdims=True, dtype=jnp.int32) >= wanted
+    position = jnp.where(enough, jnp.take_along_axis(whole, at, axis=1), _NOWHERE)
+    return jnp.concatenate([last, position], axis=1)
 
 
 def _best_positions(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
@@ -351,7 +403,15 @@ def _best_of(candidates: jax.Array, k: int) -> jax.Array:
     return winners[:, :k]
 
 
+def _ascending(positions: jax.Array) -> jax.Array:
+    """Rows of positions in ascending order, negative ones as -1 behind the others."""
+    ordered = jnp.sort(jnp.where(positions < 0, _NOWHERE, positions), axis=1)
+    return jnp.where(ordered == _NOWHERE, -1, ordered)
+
+
 _NOWHERE = 2**31 - 1
+_GREATEST = 0x7F000000
+"""The bits of a great number in float32: less a position, those of a smaller one, of which none is infinite."""
 
 
 def _split_rows(x: jax.Array, context_axis: str) -> jax.Array:

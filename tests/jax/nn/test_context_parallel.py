@@ -204,7 +204,7 @@ def test_the_best_keys_of_all_devices(mesh: Mesh, few_tokens: int, monkeypatch: 
     for k in (7, 29):
         own = on_devices(mesh, partial(run, k))(shares)
         want = np.asarray(tsmla_jax.select_topk(logits, LENS, k))
-        assert own.shape == (DEVICES, *want.shape)
+        assert own.shape == (DEVICES, len(LENS), min(k, shares.shape[1]))
         for row in range(len(LENS)):
             found = []
             for device in range(DEVICES):

@@ -12,6 +12,7 @@ Every function has static shapes and works under `jax.jit` (config, max_q_len, c
 static) and `jax.eval_shape`; `prefill` has a gradient.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -436,15 +437,16 @@ def decode(
         "implementation": implementation,
     }
 
-    def project(out: jax.Array) -> jax.Array:
-        heads = jnp.einsum("...hl,hvl->...hv", out.astype(latent.dtype), params["w_uv"])
-        return project_out(params, config, heads)
+    def values(out: jax.Array) -> jax.Array:
+        return jnp.einsum("...hl,hvl->...hv", out.astype(latent.dtype), params["w_uv"])
 
+    project = partial(project_out, params, config)
     where = (kv_cache, step.block_tables, step.seq_lens)
     if context_axis is None:
-        return project(cast(jax.Array, tsmla_jax.mla_decode(q, *where, **options))), kv_cache
+        return project(values(cast(jax.Array, tsmla_jax.mla_decode(q, *where, **options)))), kv_cache
     out, lse = context_parallel.mla_decode(q, *where, context_axis=context_axis, **options)
-    return context_parallel.project_merged(out, lse, context_axis, project).reshape(x.shape), kv_cache
+    y = context_parallel.project_merged(out, lse, context_axis, project, heads=values)
+    return y.reshape(x.shape), kv_cache
 
 
 def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:

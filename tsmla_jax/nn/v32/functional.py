@@ -11,6 +11,7 @@ request at most.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
@@ -265,9 +266,10 @@ def _attend(
         "implementation": implementation,
     }  # fmt: skip
 
-    def project(out: jax.Array) -> jax.Array:
-        heads = jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
-        return functional.project_out(params, mla, heads)
+    def values(out: jax.Array) -> jax.Array:
+        return jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
+
+    project = partial(functional.project_out, params, mla)
 
     page_size = kv.shape[1]
     if context_axis is not None:
@@ -275,22 +277,19 @@ def _attend(
         if selected is None:
             lens = context_parallel.local_lens(rows.seq_lens, context_axis, page_size)
             assert keys is not None
-            selected = context_parallel.indexer_positions(
-                index[0],
-                index[1],
-                keys,
-                rows.block_tables,
-                lens,
-                config.index_topk,
-                context_axis=context_axis,
-                implementation=implementation,
-            )
-            selected = _ascending(selected) if keep else selected
-        own = context_parallel.own_positions(selected, context_axis=context_axis, page_size=page_size)
-        slots = metadata.positions_to_slots(own, rows.block_tables, page_size)
-        count = (own >= 0).sum(axis=1, dtype=jnp.int32)
+            where = (*index, keys, rows.block_tables, lens, config.index_topk)
+            shared: dict[str, Any] = {"context_axis": context_axis, "implementation": implementation}
+            if keep:
+                selected = _ascending(context_parallel.indexer_positions(*where, **shared))
+            else:
+                slots, count = context_parallel.indexer_topk(*where, **shared)
+        if selected is not None:
+            own = context_parallel.own_positions(selected, context_axis=context_axis, page_size=page_size)
+            slots = metadata.positions_to_slots(own, rows.block_tables, page_size)
+            count = (own >= 0).sum(axis=1, dtype=jnp.int32)
         out, lse = tsmla_jax.sparse_mla(queries, kv, slots, count, return_lse=True, **attention)
-        return _Attended(context_parallel.project_merged(out, lse, context_axis, project), cache, selected)
+        y = context_parallel.project_merged(out, lse, context_axis, project, heads=values)
+        return _Attended(y, cache, selected)
     if selected is None and keep:
         selected = cast(jax.Array, topk())
     if selected is None:
@@ -299,7 +298,7 @@ def _attend(
         slots = metadata.positions_to_slots(selected, step.block_tables[request], page_size)
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
-    return _Attended(project(cast(jax.Array, attended)), cache, selected)
+    return _Attended(project(values(cast(jax.Array, attended))), cache, selected)
 
 
 def known_pages(step: Step, page_size: int) -> jax.Array:
