@@ -1,8 +1,9 @@
 """A mixture of experts that are split over devices, inside `jax.shard_map`.
 
 Every device sees the tokens of all that share the experts, and computes what its own experts make of them; sums go back
-to the tokens' devices. Two collectives a layer, whatever the number of devices: an all-gather of the activations and a
-reduce-scatter. A router's choice is computed by each device anew: sending it would be two collectives more.
+to the tokens' devices. Two collectives a layer, whatever the number of devices: an all-gather of the activations and an
+all-to-all of what each device made of the others' tokens, which the tokens' device adds up. A router's choice is
+computed by each device anew: sending it would be two collectives more.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def mixture_of_split_experts(
         rows=scaled,
     )
     if mesh.expert > 1:
-        mixed = lax.psum_scatter(mixed, EXPERT, tiled=True)
+        # In x's dtype, half the bytes of a reduce-scatter of float32. One of x's dtype would round the sums on its way.
+        parts = mixed.astype(x.dtype).reshape(mesh.expert, *x.shape)
+        mixed = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0).astype(jnp.float32).sum(axis=0)
     if mesh.context > 1:
         mixed = lax.psum(mixed, CONTEXT)
     return mixed.astype(x.dtype)
