@@ -1,8 +1,9 @@
-"""Decode's attention with the keys of each text on two GPUs of one host, beside the same on one of them:
+"""Decode's attention with the keys of each text on several GPUs of one host, beside the same on one of them:
 
-    python -m examples.whole_models.context_parallel --out FILE.json [--points 4,16,131072/...]
+    python -m examples.whole_models.context_parallel --out FILE.json [--points 4,16,131072/...] [--devices 4]
 
-A point is B texts, H heads and keys of each text; bf16, pages of 64, one new token a text.
+A point is B texts, H heads and keys of each text; bf16, pages of 64, one new token a text. --devices is the most GPUs
+that share a text: each point runs on 1, 2, 4, ... of them, up to all that there are by default.
 
 What is timed is a step of 8 layers in one program, each over a cache of its own and with queries that the layer before
 made: `tsmla_jax.mla_decode` on one GPU, and `nn.context_parallel.mla_decode` and `merge` on all. Rows are microseconds
@@ -12,12 +13,12 @@ a layer; floor_us is the time of the bytes of a GPU's keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app
+from absl import app, flags
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +28,9 @@ from benchmarks.floors import LATENT, PAGE, ROPE, bytes_per_s
 from examples.whole_models.models import within_budget
 from tsmla_jax.nn import context_parallel
 
-DEVICES, LAYERS = 2, 8
+DEVICES = flags.DEFINE_integer("devices", None, "most GPUs that share a text, all by default", lower_bound=2)
+
+LAYERS = 8
 STEPS = 20
 """Steps that are started one after the other: the host's time for a step is not what is asked for."""
 
@@ -74,9 +77,15 @@ def make_step(mesh: Mesh, batch: int, heads: int, keys: int) -> Callable[[], Any
 POINTS = ((4, 16, 131072), (4, 128, 131072), (1, 16, 131072), (1, 128, 131072), (16, 128, 32768))
 
 
-def measure(record: harness.Record, batch: int, heads: int, keys: int) -> None:
-    """One point, on one GPU and on all."""
-    for devices in (1, DEVICES):
+def device_counts() -> list[int]:
+    """1, 2, 4, ... up to the devices that the flag allows."""
+    most = DEVICES.value or jax.device_count()
+    return [1 << power for power in range(most.bit_length())]
+
+
+def measure(record: harness.Record, batch: int, heads: int, keys: int, counts: Sequence[int]) -> None:
+    """One point, on each of these counts of GPUs."""
+    for devices in counts:
         mesh = jax.make_mesh((devices,), ("context",), (AxisType.Auto,), devices=jax.devices()[:devices])
         us = harness.least_seconds(make_step(mesh, batch, heads, keys), 10) / (STEPS * LAYERS) * 1e6
         floor = batch * keys / devices * (LATENT + ROPE) * 2 / bytes_per_s(jax.devices()[0].device_kind) * 1e6
@@ -88,9 +97,10 @@ def measure(record: harness.Record, batch: int, heads: int, keys: int) -> None:
 def main(argv: list[str]) -> None:
     del argv
     texts = harness.POINTS.value.split("/") if harness.POINTS.value else ()
+    counts = device_counts()
     record = harness.Record(mode="decode attention", peer="tsmla", layers=LAYERS)
     for point in within_budget([tuple(map(int, text.split(","))) for text in texts] or POINTS):
-        measure(record, *point)
+        measure(record, *point, counts=counts)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_keys_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "least_seconds", seconds)
     assert len(jax.devices()) > 1
     record = Rows()
-    context_parallel.measure(record, 2, 4, 4000)
+    context_parallel.measure(record, 2, 4, 4000, (1, 2))
     one, two = record.rows
     assert (one["context_parallel"], two["context_parallel"]) == (1, 2)
     assert one["us"] == two["us"] == 500_000  # of one "second" for two layers: all results are finite
