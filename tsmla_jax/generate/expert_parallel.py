@@ -19,6 +19,7 @@ from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.mesh import CONTEXT, EXPERT, EXPERT_SHARDS, MeshShape
 from tsmla_jax.generate.moe import choose_experts, mix_experts, takes_scaled_rows
 from tsmla_jax.generate.router import project
+from tsmla_jax.nn import context_parallel
 
 
 def gather_tokens(tokens: jax.Array, valid: jax.Array, mesh: MeshShape) -> jax.Array:
@@ -73,5 +74,5 @@ def mixture_of_split_experts(
         parts = mixed.astype(x.dtype).reshape(mesh.expert, *x.shape)
         mixed = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0).astype(jnp.float32).sum(axis=0)
     if mesh.context > 1:
-        mixed = lax.psum(mixed, CONTEXT)
+        mixed = context_parallel.add_rows(mixed.astype(x.dtype), CONTEXT)
     return mixed.astype(x.dtype)

@@ -221,6 +221,22 @@ def gather_rows(own: jax.Array, num_rows: int, context_axis: str) -> jax.Array:
     return lax.all_gather(own, context_axis, tiled=True)[:num_rows]
 
 
+def add_rows(x: jax.Array, context_axis: str) -> jax.Array:
+    """The sums over the devices of their rows [T, ...], in x's dtype and the same bits on every device.
+
+    Rows are exchanged, and not sums, so that those of 16 bits are added in float32 and rounded once. Of many rows each
+    device adds a part, and a second exchange tells the others.
+    """
+
+    def added(parts: jax.Array) -> jax.Array:
+        return parts.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(axis=0).astype(x.dtype)
+
+    if x.shape[0] <= FEW_TOKENS:
+        return added(lax.all_gather(x, context_axis))
+    parts = lax.all_to_all(_split_rows(x, context_axis), context_axis, split_axis=0, concat_axis=0)
+    return gather_rows(added(parts), x.shape[0], context_axis)
+
+
 def own_offsets(cu_seqlens: jax.Array, num_rows: int, context_axis: str) -> tuple[jax.Array, jax.Array]:
     """Where requests begin, [B + 1] each, among this device's rows and among the keys that these rows see, of causal
     attention of packed tokens to themselves: a request that this device's last row cuts has no keys behind it."""

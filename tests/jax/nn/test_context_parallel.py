@@ -215,6 +215,18 @@ def test_the_best_keys_of_all_devices(mesh: Mesh, few_tokens: int, monkeypatch: 
             assert sorted(found) == sorted(want[row][want[row] >= 0])
 
 
+@pytest.mark.parametrize("few_tokens", [256, 0])
+def test_rows_of_16_bits_are_rounded_once(mesh: Mesh, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums on their way 256 + 1 would be 256 in bfloat16, and + 1 once more, too."""
+    monkeypatch.setattr(context_parallel, "FEW_TOKENS", few_tokens)
+    rows = np.random.default_rng(3).normal(size=(DEVICES, 5, 2)).astype(jnp.bfloat16)
+    rows[:, 0] = np.asarray([[256], [1], [1]])
+    added = on_devices(mesh, partial(context_parallel.add_rows, context_axis="context"))(rows.reshape(-1, 2))
+    want = rows[0].astype(np.float32) + rows[1].astype(np.float32) + rows[2].astype(np.float32)
+    assert added.dtype == jnp.bfloat16 and added[0, 0] == 258
+    np.testing.assert_array_equal(added, want.astype(jnp.bfloat16))
+
+
 INDEXER: dict[str, Any] = {"index_n_heads": 4, "index_head_dim": 12, "index_topk": 64}
 V32 = v32.V32Config(mla=replace(CONFIG, q_lora_rank=12), **INDEXER)
 V4 = v4.V4Config(
