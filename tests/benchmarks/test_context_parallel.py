@@ -22,7 +22,8 @@ class Rows:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_keys_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("values", [0, 128])
+def test_keys_on_one_device_and_on_two(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(step: Any, turns: int) -> float:
         return float(np.isfinite(np.float32(step())).all())
 
@@ -31,8 +32,9 @@ def test_keys_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "least_seconds", seconds)
     assert len(jax.devices()) > 1
     record = Rows()
-    context_parallel.measure(record, 2, 4, 4000, (1, 2))
+    context_parallel.measure(record, (2, 4, 4000), (1, 2), values)
     one, two = record.rows
+    assert one["values"] == two["values"] == values
     assert (one["context_parallel"], two["context_parallel"]) == (1, 2)
     assert one["us"] == two["us"] == 500_000  # of one "second" for two layers: all results are finite
     assert one["floor_us"] == pytest.approx(2 * two["floor_us"], abs=0.15) and two["floor_us"] > 1

@@ -287,7 +287,10 @@ def _scaled_experts(
 ) -> jax.Array:
     """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
     products are quantised if the weights' `products` says so."""
-    rows, cu_rows, places = sort_rows(experts, min(gate_up.shape[0], down.shape[0]))
+    num_experts = min(gate_up.shape[0], down.shape[0])
+    rows, cu_rows, places = sort_rows(experts, num_experts)
+    # One row for all pairs without an expert here, whose values the caller drops: of split experts they are most.
+    places = jnp.where(experts < num_experts, places, 0)
 
     def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled, **form: Any) -> Any:
         return grouped_block_scaled_matmul(values, weight.values, scales, weight.scales, cu_rows, **form)
