@@ -316,7 +316,7 @@ def _candidates(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     k: int,
-    implementation: str | None,
+    implementation: Preference,
 ) -> tuple[jax.Array, jax.Array]:
     """The positions among this device's keys, ascending, and the scores of its k best for each token: [T, c] each."""
     q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
@@ -339,7 +339,7 @@ def select_topk(
     *,
     context_axis: str,
     page_size: int,
-    implementation: str | None = None,
+    implementation: Preference = None,
 ) -> jax.Array:
     """This device's positions among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s
     order.
@@ -375,7 +375,7 @@ def select_topk(
     return _ascending(jnp.where(here & chosen, positions, -1))
 
 
-def _last_of(candidates: jax.Array, k: int, implementation: str | None) -> jax.Array:
+def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.Array:
     """The last of the k best of the devices' candidates [N, t, c, 2] of each token, N c > k: [t, 2], the order of its
     score, and its position in the text. Those that come before it, and it, are the k best."""
     devices, tokens, each, _ = candidates.shape

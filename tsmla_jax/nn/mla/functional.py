@@ -454,9 +454,7 @@ def decode(
 def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:
     if x.ndim not in ranks or x.shape[-1] != config.hidden_size:
         legal = " or ".join({2: "[T, E]", 3: "[B, S, E]"}[rank] for rank in ranks)
-        raise ValueError(
-            f"{name}: got shape {x.shape}; legal: {legal} with E = {config.hidden_size}, the config's"
-        )
+        raise ValueError(f"{name}: got shape {x.shape}; legal: {legal} with E = {config.hidden_size}, the config's")
 
 
 def _check_step(step: Step, kv_cache: jax.Array, context_axis: str | None) -> None:
