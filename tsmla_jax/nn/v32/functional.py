@@ -270,35 +270,58 @@ def _attend(
         return jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
 
     project = partial(functional.project_out, params, mla)
-
-    page_size = kv.shape[1]
     if context_axis is not None:
-        rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
-        if selected is None:
-            lens = context_parallel.local_lens(rows.seq_lens, context_axis, page_size)
-            assert keys is not None
-            where = (*index, keys, rows.block_tables, lens, config.index_topk)
-            shared: dict[str, Any] = {"context_axis": context_axis, "implementation": implementation}
-            if keep:
-                selected = _ascending(context_parallel.indexer_positions(*where, **shared))
-            else:
-                slots, count = context_parallel.indexer_topk(*where, **shared)
-        if selected is not None:
-            own = context_parallel.own_positions(selected, context_axis=context_axis, page_size=page_size)
-            slots = metadata.positions_to_slots(own, rows.block_tables, page_size)
-            count = (own >= 0).sum(axis=1, dtype=jnp.int32)
-        out, lse = tsmla_jax.sparse_mla(queries, kv, slots, count, return_lse=True, **attention)
+        own = _choose_own(config, index, cache, step, num_tokens, selected=selected, keep=keep, options=options)
+        out, lse = tsmla_jax.sparse_mla(queries, kv, own.slots, own.lens, return_lse=True, **attention)
         y = context_parallel.project_merged(out, lse, context_axis, project, heads=values)
-        return _Attended(y, cache, selected)
+        return _Attended(y, cache, own.selected)
     if selected is None and keep:
         selected = cast(jax.Array, topk())
     if selected is None:
         slots, _ = topk(return_slots=True)  # the kernel of the top-k makes them itself
     else:
-        slots = metadata.positions_to_slots(selected, step.block_tables[request], page_size)
+        slots = metadata.positions_to_slots(selected, step.block_tables[request], kv.shape[1])
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
     return _Attended(project(values(cast(jax.Array, attended))), cache, selected)
+
+
+class _Own(NamedTuple):
+    """The slots of a device's keys that tokens attend to, -1 behind the last, how many they are, and the positions of
+    the keys of all devices where they were asked for."""
+
+    slots: jax.Array
+    lens: jax.Array
+    selected: jax.Array | None
+
+
+def _choose_own(
+    config: V32Config,
+    index: tuple[Any, Any],
+    cache: V32Cache,
+    step: Step,
+    num_tokens: int,
+    *,
+    selected: jax.Array | None,
+    keep: bool,
+    options: _Options,
+) -> _Own:
+    """A device's part of the keys that are selected, or that the indexers of all devices choose by `index`, the
+    queries and the weights of the indexer's heads. keep: as in `_attend`."""
+    assert options.context_axis is not None
+    axis, page_size = options.context_axis, cache.kv.shape[1]
+    rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
+    if selected is None:
+        assert cache.indexer is not None
+        lens = context_parallel.local_lens(rows.seq_lens, axis, page_size)
+        where = (*index, cache.indexer, rows.block_tables, lens, config.index_topk)
+        common: dict[str, Any] = {"context_axis": axis, "implementation": options.implementation}
+        if not keep:
+            return _Own(*context_parallel.indexer_topk(*where, **common), None)
+        selected = _ascending(context_parallel.indexer_positions(*where, **common))
+    own = context_parallel.own_positions(selected, context_axis=axis, page_size=page_size)
+    slots = metadata.positions_to_slots(own, rows.block_tables, page_size)
+    return _Own(slots, (own >= 0).sum(axis=1, dtype=jnp.int32), selected)
 
 
 def known_pages(step: Step, page_size: int) -> jax.Array:
