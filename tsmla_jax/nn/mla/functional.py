@@ -374,9 +374,8 @@ def prefill_with_context(
     if context_axis is None:
         return project_out(params, config, out.astype(q.dtype)), kv_cache
     # What devices exchange is rounded as the result is: half the bytes, with activations of 16 bits.
-    parts = (out.astype(q.dtype), lse), (own[0].astype(q.dtype), own[1])
-    merged, _ = context_parallel.merge_own_rows(*parts[0], context_axis, parts[1])
-    y = project_out(params, config, merged)
+    here, own = (out.astype(q.dtype), lse), (own[0].astype(q.dtype), own[1])
+    y = project_out(params, config, context_parallel.merge_own_rows(*here, context_axis, own)[0])
     return context_parallel.gather_rows(y, x.shape[0], context_axis), kv_cache
 
 
