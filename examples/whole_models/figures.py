@@ -257,6 +257,60 @@ def equal_tokens(loaded: tb.Loaded, name: tb.Column) -> list[str]:
     return ["## Equal tokens", sentence, tb.table(points, [name, *columns])]
 
 
+def vllm_slices() -> tb.Record:
+    """vLLM's steps of few layers of large models: each step, and what attention's kernels take of it."""
+
+    def others(point: tb.Point) -> list[str]:
+        return [backend for backend in point.rows if backend != CUSTOM]
+
+    def attention(point: tb.Point, *backends: str) -> float | None:
+        return min((us for each in backends if (us := point.rows.get(each, {}).get("attention_us"))), default=None)
+
+    def compared(point: tb.Point) -> tuple[float | None, float | None]:
+        """Our step and our attention, over those of the fastest other backend."""
+        own = attention(point, CUSTOM), attention(point, *others(point))
+        return point.ratio(CUSTOM, *others(point)), (own[0] / own[1] if own[0] and own[1] else None)
+
+    def cache(point: tb.Point) -> str:
+        return "16 bits" if point["kv"] == "auto" else str(point["kv"])
+
+    columns: Sequence[tb.Column] = (
+        ("step, cache, context, B", lambda p: f"{p['mode']}, {cache(p)}, {p['context']}, {p['b']}"),
+        ("other backend", lambda p: ", ".join(others(p)) or "-"),
+        ("ms", lambda p: milliseconds(p.best(*others(p)))),
+        ("**tsmla**, ms", lambda p: f"**{milliseconds(p.us(CUSTOM))}**"),
+        ("tsmla / other", lambda p: f"{compared(p)[0]:.3f}" if compared(p)[0] else "-"),
+        ("attention, us", lambda p: tb.number(attention(p, *others(p)), 0)),
+        ("tsmla's", lambda p: tb.number(attention(p, CUSTOM), 0)),
+        ("attention: tsmla / other", lambda p: f"{compared(p)[1]:.2f}" if compared(p)[1] else "-"),
+    )
+
+    def caption(loaded: tb.Loaded) -> str:
+        first = loaded.rows[0]
+        found: dict[str, list[tuple[float | None, float | None]]] = {}
+        for point in loaded.points:
+            found.setdefault(f"{point['mode']}, {cache(point)}", []).append(compared(point))
+        said = []
+        for what, ratios in found.items():
+            step, kernels = (tb.mean_and_worst(each) for each in zip(*ratios, strict=True))
+            said += [f"{what}: {step}" + (f", its attention {kernels}" if kernels else "")] if step else []
+        return (
+            f"Milliseconds of a step of vLLM {first['vllm']} with {first['layers']} layers of a model's shape and all "
+            f"its experts, one of them dense, by attention backend; weights are drawn on the GPU, the same for all. "
+            f"Attention is its kernels of a step, those that convert selected positions and join a query's parts among "
+            f"them. With tsmla over the other backend: {'; '.join(said)}; geometric means. {tb.provenance(loaded.rows)}"
+        )
+
+    def steps(rows: list[tb.Row]) -> list[tb.Row]:
+        return [row for row in rows if not row["mode"].endswith("serving")]
+
+    return tb.Record(
+        "vllm_slices", "", ("mode", "kv", "context", "b"), caption,
+        short=lambda loaded: [tb.table(loaded.points, columns)], peer=lambda row: row["backend"], rows_of=steps,
+        order=lambda point: (point["mode"].endswith("prefill"), *point.key),
+    )  # fmt: skip
+
+
 def vllm_prompts() -> tb.Record:
     def starts(loaded: tb.Loaded) -> tuple[list[str], dict[tuple[int, int], dict[str, list[float]]]]:
         """The backends, ours last, and the milliseconds of each start by context and batch."""
@@ -373,7 +427,7 @@ def generate_mesh() -> tb.Record:
     return tb.Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
 
 
-RECORDS = (generate(), vllm(), vllm_steps(), vllm_prompts(), context_parallel(), generate_mesh())
+RECORDS = (generate(), vllm(), vllm_steps(), vllm_slices(), vllm_prompts(), context_parallel(), generate_mesh())
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ DRAWN = flags.DEFINE_bool("drawn", False, "weights that are drawn on the GPU, in
 LAYERS = flags.DEFINE_integer("layers", None, "layers of the model, if not its own number; not with --checkpoints")
 PROFILE = flags.DEFINE_string("profile", None, "folder for the GPU's time of each kernel in a step")
 SERVE = flags.DEFINE_integer("serve", 0, "requests of mixed lengths to run at the end: more than 20")
+TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "GPUs that share the heads and the experts")
+CONTEXT_PARALLEL = flags.DEFINE_integer("context_parallel", 1, "GPUs, of these, that share a request's keys (DCP)")
 COMPILE = flags.DEFINE_bool("compile", False, "torch.compile and piecewise graphs too, as vLLM does by default")
 
 ALL_POINTS = tuple((batch, context) for context in (512, 4096, 16000) for batch in (1, 16, 64, 256))
@@ -155,7 +157,12 @@ class Engine:
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         known = inspect.signature(EngineArgs).parameters
         # It compiles and times kernels of its own at the start, which this model does not use.
-        quick = {name: False for name in ("enable_flashinfer_autotune",) if name in known}
+        quick: dict[str, Any] = {name: False for name in ("enable_flashinfer_autotune",) if name in known}
+        if TENSOR_PARALLEL.value > 1:
+            quick |= {
+                "tensor_parallel_size": TENSOR_PARALLEL.value,
+                "decode_context_parallel_size": CONTEXT_PARALLEL.value,
+            }
         self.llm = LLM(
             model=str(folder), load_format=load_format, skip_tokenizer_init=True, dtype="bfloat16", seed=0,
             block_size=64, enable_prefix_caching=True, gpu_memory_utilization=0.85,
@@ -307,6 +314,8 @@ def main(arguments: list[str]) -> None:
         peer="vllm" if CHECKPOINTS.value else own_weights,
         backend=BACKEND.value, prefill=PREFILL.value or "auto", kv=KV.value, vllm=__version__,
         layers=LAYERS.value or MODELS[model()]["num_hidden_layers"],
+        **({"tensor_parallel": TENSOR_PARALLEL.value, "context_parallel": CONTEXT_PARALLEL.value}
+           if TENSOR_PARALLEL.value > 1 else {}),
     )  # fmt: skip
     rates: dict[int, float] = {}
     for batch, context in within_budget(points or list(ALL_POINTS)):

@@ -478,3 +478,24 @@ def test_sglangs_calls_are_compared_by_model(tmp_path: Path) -> None:
     assert "v3.2 0.85 (worst 0.90, 2 points), v4 1.20 (1 point)" in readme
     assert "| v3.2 decode, 64, 64, 2048 | 10.0 | **8.0** | 0.80 |" in readme and "| v3.2 decode, 8, " not in readme
     assert "| v3.2 decode, 8, 64, 2048 |" in (tmp_path / "benchmarks" / "figures" / "sglang.md").read_text()
+
+
+def test_vllms_slices_show_steps_and_their_attention(tmp_path: Path) -> None:
+    """Beside the one other backend of each cache; a run of mixed requests is no step."""
+    fixed = {**FIXED, "peer": "vllm, drawn weights", "vllm": "0.26.0", "layers": 4, "b": 16, "context": 4096}
+    rows = [
+        {**fixed, "mode": f"v3.2-slice fp8 {step}", "kv": kv, "backend": backend, "us": us, **more}
+        for step, kv, backend, us, more in (
+            ("decode", "fp8_ds_mla", "FLASHMLA_SPARSE", 2000.0, {"attention_us": 200.0}),
+            ("decode", "fp8_ds_mla", "CUSTOM", 1900.0, {"attention_us": 150.0}),
+            ("decode", "auto", "CUSTOM", 1900.0, {}), ("prefill", "auto", "CUSTOM", 50000.0, {}),
+            ("prefill", "auto", "FLASH_ATTN_MLA_SPARSE", 40000.0, {}), ("serving", "auto", "CUSTOM", 1.0, {}),
+        )
+    ]  # fmt: skip
+    put(tmp_path, "vllm_slices", rows)
+    assert written(with_markers(tmp_path, "vllm_slices")) == 0
+    readme = page_of(tmp_path)
+    assert "| v3.2-slice fp8 decode, fp8_ds_mla, 4096, 16 | FLASHMLA_SPARSE | 2.00 | **1.90** | 0.950 | 200 |" in readme
+    assert "| v3.2-slice fp8 decode, 16 bits, 4096, 16 | - | - | **1.90** |" in readme and "serving" not in readme
+    assert "decode, fp8_ds_mla: 0.95 (1 point), its attention 0.75 (1 point); " in readme
+    assert "prefill, 16 bits: 1.25 (1 point); geometric means" in readme
