@@ -93,11 +93,15 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
     key: Scale = 1.0 if k_scale is None else k_scale
     out: Scale = 1.0 if out_scale is None else out_scale
     numbers = not (isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor))
-    if numbers and key is out and not torch.compiler.is_compiling() and _is_plain(key):
-        # The usual call, in one operation: [number, 1] * key.
+    usual = key is out and not isinstance(softmax_scale, torch.Tensor) and not torch.compiler.is_compiling()
+    if usual and (numbers or _is_plain(query)) and _is_plain(key):
         index = key.get_device()
-        factors = (_float32(softmax_scale) * _float32(query), 1.0)
-        return on_device(factors, index, devices.current_stream(index)) * key
+        stream, softmax = devices.current_stream(index), _float32(softmax_scale)
+        if isinstance(query, torch.Tensor):  # in two operations: ([0, 1] + [number, 0] * query) * key
+            constant, factor = on_device((0.0, 1.0), index, stream), on_device((softmax, 0.0), index, stream)
+            return torch.addcmul(constant, factor, query) * key
+        # The usual call, in one operation: [number, 1] * key.
+        return on_device((softmax * _float32(query), 1.0), index, stream) * key
     softmax_scale, query, key, out = map(as_number, (softmax_scale, query, key, out))
     given = [scale for scale in (softmax_scale, query, key, out) if isinstance(scale, torch.Tensor)]
     if not given:
