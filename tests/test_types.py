@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import typing
@@ -32,21 +33,26 @@ reveal_type(tsmla_bridge.mla_decode(x, x[0], n, n[0], softmax_scale=1.0, return_
 TYPES = ["Array", "tuple[Array, Array]", "Array", "Tensor", "tuple[Tensor, Tensor]"]
 
 
+FLAGS = ("return_lse", "return_max_logits")
+"""Arguments that add a result; a function has an overload for each of their combinations."""
+
+
 @pytest.mark.parametrize("name", OVERLOADED)
 def test_overloads_have_the_functions_arguments(name: str) -> None:
-    """An argument that is new in one of the three signatures is in all."""
+    """An argument that is new in one of the signatures is in all."""
     package, _, attribute = name.partition(".")
     function = getattr(importlib.import_module(package), attribute)
     found = typing.get_overloads(function)
-    assert len(found) == 2
     want = {parameter.name: parameter for parameter in inspect.signature(function).parameters.values()}
-    for overload, flag in zip(found, ("Literal[False]", "Literal[True]"), strict=True):
+    flags = [flag for flag in FLAGS if flag in want]
+    asked = []
+    for overload in found:
         parameters = inspect.signature(overload).parameters
         assert list(parameters) == list(want)
-        assert parameters["return_lse"].annotation == flag
-        assert [p for n, p in parameters.items() if n != "return_lse"] == [
-            p for n, p in want.items() if n != "return_lse"
-        ]
+        asked.append(tuple(parameters[flag].annotation == "Literal[True]" for flag in flags))
+        assert all(parameters[flag].annotation in ("Literal[True]", "Literal[False]") for flag in flags)
+        assert [p for n, p in parameters.items() if n not in flags] == [p for n, p in want.items() if n not in flags]
+    assert sorted(asked) == sorted(itertools.product((False, True), repeat=len(flags)))
 
 
 def _programs() -> dict[str, str]:

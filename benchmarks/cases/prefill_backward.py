@@ -89,10 +89,9 @@ class PrefillBackward(Case):
         selection = dict(zip(("selection", "selection_rows"), selected, strict=True))
         out, lse = self.forward(getattr(tsmla_bridge, name), [*inputs], return_lse=True, **selection)
         scales, longest = torch.tensor([SCALE, 1.0], device=device()), max(self.lens)
-        given = (self.d_out, torch.zeros_like(lse), out, lse, *inputs, self.cu, self.cu, *selected, scales, 1.0, 1.0)
-        return functools.partial(
-            getattr(torch.ops.tsmla, f"{name}_backward"), *given, longest, longest, True, deterministic, None
-        )
+        given = (self.d_out, torch.zeros_like(lse), out, lse, *inputs, self.cu, self.cu, *selected, None)
+        options = (scales, 1.0, 1.0, longest, longest, True, deterministic, False, None)
+        return functools.partial(getattr(torch.ops.tsmla, f"{name}_backward"), *given, *options)
 
     def of_peer(self, name: str) -> Run:
         if name == "fa4":

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tsmla_bridge.runtime import scales, tensors
-from tsmla_bridge.runtime.results import Computed, Results
+from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
@@ -162,17 +162,23 @@ def pair_of(pair_tensor: torch.Tensor | None, *numbers: float) -> Pair:
 
 
 def register_attention(
-    name: str, run: Callable[..., Results], parameters: str, width: Callable[..., int], memory: Sequence[str]
+    name: str,
+    run: Callable[..., Any],
+    parameters: str,
+    width: Callable[..., int],
+    memory: Sequence[str],
+    third: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
-    """Register tsmla::name, which returns out and lse, and tsmla::{name}_into, which writes them to the caller's
-    memory. Returns the first.
+    """Register tsmla::name, which returns out, lse and perhaps a third result, and tsmla::{name}_into, which writes
+    them to the caller's memory. Returns the first.
 
     Args:
       run: takes the arguments by position, and return_lse (True by default) and those of `memory` (None by default) by
         keyword; returns the results.
       parameters: the schema's, without parentheses.
       width: takes the arguments; returns the size of out's last axis.
-      memory: what {name}_into takes behind the arguments: ("out", "lse") or ("out", "lse", "workspace").
+      memory: what {name}_into takes behind the arguments: ("out", "lse") and "workspace" or "max_logits".
+      third: takes the arguments; returns a tensor like the third result, if there is one.
     """
     aliases = zip("abc", memory, strict=False)
     written = ", ".join(f"Tensor({alias}!){'' if which == 'out' else '?'} {which}" for alias, which in aliases)
@@ -183,9 +189,14 @@ def register_attention(
             places["workspace"] = Workspace.of(buffer)
         run(*arguments[: -len(memory)], return_lse=places["lse"] is not None, **places)
 
-    operator = register(name, run, f"({parameters}) -> (Tensor, Tensor)")
+    operator = register(name, run, f"({parameters}) -> (Tensor, Tensor{', Tensor' * (third is not None)})")
     register(f"{name}_into", run_into, f"({parameters}, {written}) -> ()", writes=memory)
-    register_fake(operator, lambda *arguments: _new_results(arguments[0], width(*arguments)))
+
+    def new(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        results = new_results(arguments[0], width(*arguments))
+        return results if third is None else (*results, third(*arguments))
+
+    register_fake(operator, new)
     return operator
 
 
@@ -200,24 +211,33 @@ def call_attention(
 ) -> torch.Tensor | Computed:
     """A call of an operator that `register_attention` made: with the caller's memory where any is given. The query is
     the first of the arguments, and out has `width` columns."""
-    if any(map(_is_dual, arguments)):  # the dispatcher would drop a tangent
-        raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
+    refuse_tangents(name, arguments)
     tensors.check_lse_asked_for(return_lse, lse)
     buffers = [None if memory is None else memory.buffer for memory in workspace]
     if out is None and lse is None and not any(buffer is not None for buffer in buffers):
         results = getattr(torch.ops.tsmla, name)(*arguments)
         return results if return_lse else results[0]
-    new_out, new_lse = _new_results(arguments[0], width)
+    new_out, new_lse = new_results(arguments[0], width)
     out = new_out if out is None else out
     lse = new_lse if lse is None and return_lse else lse
     getattr(torch.ops.tsmla, f"{name}_into")(*arguments, out, lse, *buffers)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
-def _new_results(q: torch.Tensor, width: int) -> Computed:
+def refuse_tangents(name: str, arguments: Sequence[Any]) -> None:
+    """NotImplementedError if an argument has a tangent of forward mode, which the dispatcher would drop."""
+    if any(map(_is_dual, arguments)):
+        raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
+
+
+def new_results(q: torch.Tensor, width: int) -> Computed:
     """New tensors of the shapes and dtypes that attention with this query gives."""
-    lse_dtype = tensors.DTYPES[attention_lse_dtype(tensors.dtype_name(q.dtype))]
-    return q.new_empty((*q.shape[:-1], width), dtype=out_dtype(q)), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return q.new_empty((*q.shape[:-1], width), dtype=out_dtype(q)), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+
+
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype of the log-sum-exps of attention with this query."""
+    return tensors.DTYPES[attention_lse_dtype(tensors.dtype_name(q.dtype))]
 
 
 def out_dtype(tensor: torch.Tensor) -> torch.dtype:

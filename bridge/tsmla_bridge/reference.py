@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tsmla_bridge.prefill_sinks import Absorbed
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.tensors import DTYPES, Scale, accumulation_dtype, dtype_name
@@ -75,15 +76,33 @@ def mla_prefill(
     *,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
-) -> Computed:
-    """out and lse of mla_prefill; the scales are what logits and outputs are multiplied by."""
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse and max_logits of mla_prefill; the scales are what logits and outputs are multiplied by."""
     dtype = accumulation_dtype(spec.q_dtype)
     out = torch.zeros((*q.shape[:2], spec.v_head_dim), dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    lse, greatest = (torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device) for _ in range(2))
     for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv, selection, selection_rows):
-        found = _attend(q[mine].to(dtype), k[theirs].to(dtype), v[theirs].to(dtype), visible, logit_scale, out_scale)
-        out[mine], lse[mine] = found
-    return out.to(DTYPES[spec.out_dtype]), lse.to(DTYPES[spec.lse_dtype])
+        query, key, value = q[mine].to(dtype), k[theirs].to(dtype), v[theirs].to(dtype)
+        found, sums = _attend(query, key, value, visible, logit_scale, out_scale)
+        if sinks is not None:
+            found = found * torch.sigmoid(sums.masked_fill(sums == -torch.inf, 0) - sinks.to(dtype))[..., None]
+        out[mine], lse[mine] = found, sums
+        if spec.max_logits:
+            greatest[mine] = _greatest(query, key, visible, logit_scale)
+    lse_dtype = DTYPES[spec.lse_dtype]
+    return out.to(DTYPES[spec.out_dtype]), lse.to(lse_dtype), greatest.to(lse_dtype)
+
+
+@torch.no_grad()
+def _greatest(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, logit_scale: Scale) -> torch.Tensor:
+    """The greatest scaled logit of each row and head [S, H]; -inf for rows that see no key, NaN where lse is."""
+    if not (q.shape[0] and k.shape[0]):
+        return q.new_full(q.shape[:2], -torch.inf)
+    scores = torch.einsum("shd,khd->shk", q, k) * logit_scale
+    maximum = scores.masked_fill(~visible[:, None, :], -torch.inf).amax(-1)
+    unsound = (maximum == torch.inf) | ((maximum == -torch.inf) & visible.any(-1)[:, None])
+    return maximum.masked_fill(unsound, torch.nan)
 
 
 @in_own_precision
@@ -103,9 +122,16 @@ def mla_prefill_backward(
     *,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v from mla_prefill's results and their cotangents, in the dtypes of q, k and v."""
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of q, k, v and the sinks from mla_prefill's results and their cotangents, in their dtypes."""
     dtype = accumulation_dtype(spec.q_dtype)
+    d_sinks = None
+    if sinks is not None:
+        absorbed = Absorbed.of(lse, dlse, sinks)
+        dots = (dout.to(dtype) * out.to(dtype)).sum(-1)
+        d_sinks = -torch.where(absorbed.lse == -torch.inf, 0, absorbed.weights(sinks) * dots).sum(0).to(sinks.dtype)
+        lse, dlse = absorbed
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
     shift = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse.to(dtype)
@@ -119,7 +145,7 @@ def mla_prefill_backward(
         dq[mine] = torch.einsum("shk,khd->shd", d_scores, key)
         dk[theirs] = torch.einsum("shk,shd->khd", d_scores, query)
         dv[theirs] = torch.einsum("shk,shv->khv", weights, d_rows) * out_scale
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks
 
 
 def _requests(

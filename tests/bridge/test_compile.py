@@ -152,7 +152,7 @@ def decode_arguments(**changed: Any) -> tuple[Any, ...]:
 def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
     place, place_lse = torch.empty(2, 2, 2, 32), torch.empty(2, 2, 2)
     q, v = torch.randn(5, 2, 16), torch.randn(5, 2, 8)
-    packed = (q, q, v, CU, CU, None, None, None, 0.3, 1.0, 3, 3, True, False, None)
+    packed = (q, q, v, CU, CU, None, None, None, None, 0.3, 1.0, 3, 3, True, False, False, None)
     cache, tables = torch.randn(4, 16, 48), torch.tensor([[0, 1], [2, 3]], dtype=I32)
     lens, latent = torch.tensor([4, 8], dtype=I32), torch.randn(2, 48)
     decode_into = torch.ops.tsmla.mla_decode_into.default
@@ -163,7 +163,7 @@ def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
         (decode_into, (*decode_arguments(), place, place_lse, torch.empty(64, dtype=torch.uint8))),
         (decode_into, (*decode_arguments(), place, None, None)),
         (mla_prefill.OPERATORS.forward, packed),
-        (torch.ops.tsmla.mla_prefill_into.default, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2))),
+        (torch.ops.tsmla.mla_prefill_into.default, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2), None)),
         (cache_ops.write_operator, (cache, latent, None, lens, None, 2.0, None)),
         (cache_ops.gather_operator, (cache, tables, lens * 0, lens, 12, torch.tensor(2.0), None, torch.float16, None)),
         (merge.merge_operator, ([torch.randn(3, 2, 8)] * 2, [torch.randn(3, 2)] * 2, None)),

@@ -99,9 +99,9 @@ def test_opcheck() -> None:
     packed = PACKED["ragged"]
     q, k, v, dout, dlse = (x.nan_to_num() for x in packed.numbers(torch.float32))
     cu_q, cu_kv = (packed.options()[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
-    rest = (cu_q, cu_kv, None, None, None, 0.3, 1.0, 5, 9, True, False, None)
+    rest = (cu_q, cu_kv, None, None, None, None, 0.3, 1.0, 5, 9, True, False, False, None)
     torch.library.opcheck(mla_prefill.OPERATORS.forward, (*(x.clone().requires_grad_() for x in (q, k, v)), *rest))
-    out, lse = mla_prefill.OPERATORS.forward(q, k, v, *rest)
+    out, lse, _ = mla_prefill.OPERATORS.forward(q, k, v, *rest)
     torch.library.opcheck(mla_prefill.OPERATORS.backward, (dout, dlse, out, lse, q, k, v, *rest))
     for name, wrong in (("dlse", (dout, dlse[1:], out, lse)), ("lse", (dout, dlse, out, lse.double()))):
         with pytest.raises(ValueError, match=f"{name}: got"):

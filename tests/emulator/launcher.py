@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -159,7 +160,8 @@ class StandInLauncher(launch.Launcher):
         out[written], lse[written] = (x.view(y.shape)[written] for x, y in zip(found, (out, lse), strict=True))
 
     def _prefill_call(self, operands: Operands) -> tuple[PrefillSpec, list[torch.Tensor], Operands]:
-        """The spec of the call on k and v, and the operands of its definition, those of a selection by name."""
+        """The spec of the call on k and v, and the operands of its definition, by name those of a selection and the
+        sinks."""
         inputs = [operands[name] for name in (("q", "kv", "k_rope") if self.config.rope_dim else ("q", "k", "v"))]
         if self.config.rope_dim:
             q, kv, k_rope = inputs
@@ -169,15 +171,16 @@ class StandInLauncher(launch.Launcher):
         inputs[2] = inputs[2][..., : self.config.v_head_dim]
         tensors = dict(zip(("q", "k", "v"), inputs, strict=True))
         tensors |= {name: operands[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
-        names = ("selection", "selection_rows") if self.config.selection else ()
-        selected = {name: operands[name] for name in names}
-        longest = 32 * selected["selection"].shape[1] if selected else 1 << 20
+        names = ("selection", "selection_rows", "sinks")
+        selected = {name: operands[name] for name in names if name in operands}
+        longest = 32 * selected["selection"].shape[1] if "selection" in selected else 1 << 20
         spec = prefill_spec(
             **describe(tensors | selected),
             max_q_len=longest,
             max_kv_len=longest,
             softmax_scale=1.0,
             causal=self.config.causal,
+            return_max_logits="max_logits" in operands,
         )
         return spec, [*tensors.values(), *operands["scales"]], selected
 
@@ -185,8 +188,10 @@ class StandInLauncher(launch.Launcher):
         for name in ("plan", "progress"):
             operands[name].view(torch.uint8).fill_(0xFF)
         spec, given, selected = self._prefill_call(operands)
-        for name, result in zip(("out", "lse"), reference.mla_prefill(spec, *given, **selected), strict=True):
-            operands[name].copy_(result)
+        found = reference.mla_prefill(spec, *given, **selected)
+        for name, result in zip(("out", "lse", "max_logits"), found, strict=True):
+            if name in operands:
+                operands[name].copy_(result)
 
     def _mla_prefill_backward(self, operands: Operands) -> None:
         for name in ("dq_sum", "row_terms", "turns", "plan", "progress"):
@@ -194,13 +199,26 @@ class StandInLauncher(launch.Launcher):
         spec, given, selected = self._prefill_call(operands)
         saved = (operands[name] for name in ("out", "lse", "dout", "dlse"))
         gradients = reference.mla_prefill_backward(spec, *saved, *given, **selected)
-        found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        found = dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+        self._write_terms(operands)
         if self.config.rope_dim:
             dk, nope = found.pop("dk"), found["dq"].shape[2] - self.config.rope_dim
             found["dkv"] = torch.cat((dk[..., :nope], found.pop("dv")), -1)
             found["dk_rope"] = dk[..., nope:].float().sum(1)
         for name, result in found.items():
             operands[name].copy_(result)
+
+    def _write_terms(self, operands: Operands) -> None:
+        """The terms of rows, one row after the other; the kernel leaves gaps between requests."""
+        terms, lse = operands["row_terms"], operands["lse"]
+        heads, tiles, _, rows = terms.shape
+        delta = operands["dlse"] - (operands["out"].float() * operands["dout"].float()).sum(-1)
+        seen = lse != -torch.inf
+        flat = torch.zeros(2, heads, tiles * rows)
+        flat[0] = -torch.inf
+        flat[0, :, : len(lse)] = torch.where(seen, -lse * math.log2(math.e), -torch.inf).T
+        flat[1, :, : len(lse)] = torch.where(seen, delta, 0).T
+        terms.copy_(flat.view(2, heads, tiles, rows).permute(1, 2, 0, 3))
 
     def _sparse_mla(self, operands: Operands) -> None:
         for operand in self.operands:

@@ -14,7 +14,7 @@ from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
-Results = tuple[jax.Array, jax.Array]
+Results = tuple[jax.Array, ...]
 
 
 def expanded(q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -53,10 +53,13 @@ def emulate(
             kv_dtype=q.dtype.name,
             causal=config.causal,
             selection=config.selection,
+            sinks="sinks" in given,
+            max_logits=getattr(config, "max_logits", False),
         )
         selected = [given[name] for name in ("selection", "selection_rows") if name in given]
         factors = Scales(scales[0], v=scales[1])
-        return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, factors, *selected, spec=spec)
+        sinks = given.get("sinks")
+        return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, factors, *selected, spec=spec, sinks=sinks)
 
     inputs = [given[name] for name in names]
     if isinstance(config, BackwardConfig):
@@ -79,8 +82,19 @@ def _gradients(
     d_out: jax.Array,
     d_lse: jax.Array,
 ) -> list[jax.Array]:
-    """The gradients of the inputs, by the reference in float32. They are NaN if `out` and `lse` are not its results."""
-    results, derivative = jax.vjp(attend, *(x.astype(jnp.float32) for x in inputs))
+    """The gradients of the inputs, by the reference in float32. They are NaN if `out` and `lse` are not its results:
+    those of the keys alone, or with a sink whose weight `lse` has."""
+
+    def with_sinks(*inputs: jax.Array) -> Results:
+        alone, keys = attend(*inputs)
+        seen = keys != -jnp.inf
+        keys = jnp.where(seen, keys, 0)
+        excess = jnp.expm1(jnp.where(seen, lse - keys, 0))
+        sinks = jax.lax.stop_gradient(jnp.where(excess > 1e-5, jnp.log(jnp.maximum(excess, 1e-30)) + keys, -jnp.inf))
+        whole = jnp.logaddexp(keys, sinks)
+        return alone * jnp.exp(keys - whole)[..., None], jnp.where(seen, whole, -jnp.inf)
+
+    results, derivative = jax.vjp(with_sinks, *(x.astype(jnp.float32) for x in inputs))
     seen = lse != -jnp.inf  # rows that see no key have no gradient, whatever the cotangents are there
     d_inputs = derivative((jnp.where(seen[..., None], d_out, 0).astype(jnp.float32), jnp.where(seen, d_lse, 0)))
     differs = jnp.abs(jnp.where(seen, lse - results[1], 0)).max() > 1e-3

@@ -199,6 +199,28 @@ def wide_prefill_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"{name} selected", tsmla_bridge.mla_prefill, {**whole, **selected}, options)
 
 
+def sink_calls(generator: torch.Generator) -> Iterator[Call]:
+    """mla_prefill and mla_prefill_kv with sinks and, in 16 bits, the rows' greatest logits; also of selected keys."""
+    lengths = [([70, 0, 5], [70, 30, 200]), ([3, 1], [0, 2])]
+    for i, (dtype, (q_lens, kv_lens)) in enumerate(itertools.product((torch.bfloat16, torch.float16, FP8), lengths)):
+        tokens, keys = sum(q_lens) + 2, sum(kv_lens) + 2
+        q = normal(generator, tokens, 3, 192, dtype=dtype)
+        k, v = (normal(generator, keys, 3, width, dtype=torch.float32) for width in (192, 128))
+        k[-2:], v[-2:] = float("nan"), float("nan")
+        offsets = {f"cu_seqlens_{name}": offsets_of(lens) for name, lens in (("q", q_lens), ("kv", kv_lens))}
+        given = {"q": q, **offsets, "sinks": torch.tensor([-9.0, 0.5, 40.0])}
+        whole = {**given, "k": k.to(dtype), "v": v.to(dtype)}
+        joint = {**given, "kv": torch.cat((k[..., :-ROPE], v), -1).to(dtype), "k_rope": k[:, 0, -ROPE:].to(dtype)}
+        options = {"max_q_len": max(q_lens), "max_kv_len": max(kv_lens), "softmax_scale": SCALE, "causal": i % 2 == 0}
+        options |= {"return_lse": True, "return_max_logits": dtype != FP8}
+        name = f"{dtype} {q_lens} over {kv_lens}"
+        yield Call(name, tsmla_bridge.mla_prefill, whole, options)
+        if dtype != FP8:
+            yield Call(f"{name} kv and k_rope", tsmla_bridge.mla_prefill_kv, joint, options)
+            selected = random_selection(generator, tokens, max(kv_lens), rows=True)
+            yield Call(f"{name} selected", tsmla_bridge.mla_prefill, {**whole, **selected}, options)
+
+
 def random_selection(
     generator: torch.Generator, tokens: int, max_kv_len: int, *, rows: bool
 ) -> dict[str, torch.Tensor]:
@@ -271,6 +293,23 @@ def prefill_kv_gradient(
     call = functools.partial(tsmla_bridge.mla_prefill_kv, **options)
     kv, k_rope = torch.cat((k[..., :-ROPE], v), -1), k[:, 0, -ROPE:].contiguous()
     return gradients(call, {"q": q, "kv": kv, "k_rope": k_rope}, dout, dlse)
+
+
+def sink_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, ...]:
+    """Those of q, k, v and the sinks by mla_prefill."""
+    dout, dlse = given.pop("dout"), given.pop("dlse")
+    call = functools.partial(tsmla_bridge.mla_prefill, **given)
+    return gradients(call, {"q": q, "k": k, "v": v, "sinks": sinks}, dout, dlse)
+
+
+def sink_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
+    """The gradient of prefill with sinks, in both modes; one sink has nearly all weight."""
+    for call in gradient_calls(generator):
+        if call.tensors["q"].dtype == torch.bfloat16 and call.options["causal"]:
+            sinks = torch.tensor([-9.0, 0.5, 9.0], dtype=torch.bfloat16)
+            yield call._replace(function=sink_gradient, tensors={**call.tensors, "sinks": sinks})
 
 
 def selection_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
@@ -659,6 +698,8 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "mla_decode": decode_calls,
     "mla_prefill": prefill_calls,
     "mla_prefill_selection": selection_calls,
+    "mla_prefill_sinks": sink_calls,
+    "mla_prefill_sinks_gradient": sink_gradient_calls,
     "mla_prefill_gradient": gradient_calls,
     "mla_prefill_selection_gradient": selection_gradient_calls,
     "mla_prefill_kv_gradient": functools.partial(gradient_calls, function=prefill_kv_gradient),

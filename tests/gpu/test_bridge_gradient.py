@@ -177,9 +177,9 @@ def test_opcheck(form: Form) -> None:
     packed = dataclasses.replace(RAGGED, padding=0)
     *given, dout, dlse = form.numbers(packed, torch.bfloat16, "cuda")
     offsets = (packed.options("cuda")[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
-    rest = (*offsets, None, SCALE, 1.0, 300, 300, False, True, None)
+    rest = (*offsets, None, None, None, None, SCALE, 1.0, 300, 300, False, True, False, None)
     torch.library.opcheck(form.operator, (*(x.clone().requires_grad_() for x in given), *rest))
-    out, lse = form.operator(*given, *rest)
+    out, lse, _ = form.operator(*given, *rest)
     torch.library.opcheck(form.backward_operator, (dout, dlse, out, lse, *given, *rest))
 
 

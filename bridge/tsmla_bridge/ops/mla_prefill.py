@@ -41,6 +41,8 @@ def mla_prefill(
     deterministic: bool = False,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -66,10 +68,66 @@ def mla_prefill(
     deterministic: bool = False,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_q_len: int,
+    softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[True],
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_q_len: int,
+    softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[True],
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def mla_prefill(
@@ -90,10 +148,12 @@ def mla_prefill(
     deterministic: bool = False,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention of packed requests with their own packed keys (expanded MLA), as tsmla_jax.mla_prefill defines it.
 
     Axes: B requests, Tq / Tk query / key tokens over all requests, H heads, K and V head dims (192 and 128 in
@@ -121,16 +181,21 @@ def mla_prefill(
         them gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
       selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
         its keys and needs no words. None: token t has row t.
+      sinks: [H] of floats, a logit a head that takes weight and has no value: out is multiplied by
+        1 / (1 + exp(sink - lse)). lse is without it.
+      return_max_logits: also return the greatest scaled logit of each row and head, as QK-clip wants it; not of fp8 in
+        the kernel. It carries no derivative.
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for
-      float64), natural logarithm. A row that sees no key gives out 0 and lse -inf. Legal scales, and what unsound
+      float64), natural logarithm; with return_max_logits then max_logits [Tq, H] in lse's dtype. A row that sees no key
+      gives out 0, lse -inf and max_logits -inf; max_logits is NaN where lse is. Legal scales, and what unsound
       offsets do without TSMLA_CHECK, are as mla_decode says.
 
-    q, k and v have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16 and
-    bfloat16 with head dims 192 and 128; else by torch operations, which make all scores of a request at once. Gradients
-    of gradients, of scales, and of calls with out= or lse= raise NotImplementedError; implementation="reference" on
-    plain tensors is ordinary torch operations and has them all.
+    q, k, v and the sinks have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16
+    and bfloat16 with head dims 192 and 128; else by torch operations, which make all scores of a request at once.
+    Gradients of gradients, of scales, and of calls with out= or lse= raise NotImplementedError;
+    implementation="reference" on plain tensors is ordinary torch operations and has them all.
 
     Streams, threads, CUDA graphs and torch.compile are as mla_decode says.
 
@@ -138,8 +203,13 @@ def mla_prefill(
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
     cu_seqlens_kv, max_kv_len = contract.keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
-    inputs = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows)
-    options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
+    inputs = PrefillInputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows, sinks=sinks
+    )  # fmt: skip
+    options = PrefillOptions(
+        max_q_len=max_q_len, max_kv_len=max_kv_len, causal=causal, deterministic=deterministic,
+        max_logits=return_max_logits, implementation=implementation,
+    )  # fmt: skip
     given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))
 
@@ -153,6 +223,7 @@ def _spec(inputs: PrefillInputs, options: PrefillOptions, given_scales: Mapping[
         max_kv_len=options.max_kv_len,
         causal=options.causal,
         deterministic=options.deterministic,
+        return_max_logits=options.max_logits,
     )
 
 
@@ -164,11 +235,12 @@ def run(
     return_lse: bool,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    max_logits: torch.Tensor | None = None,
     *,
     wide_v: bool = False,
 ) -> Results:
-    """out and lse of a checked call, in the caller's memory where it is given. wide_v: v may be columns of a wider
-    tensor."""
+    """out and lse of a checked call, in the caller's memory where it is given. max_logits: where these go, if the spec
+    has them. wide_v: v may be columns of a wider tensor."""
     device = inputs.q.device
     layout = prefill_launch.result_layout(spec, inputs.q)
     by_definition = loaded_kernels.is_by_definition(implementation, device)
@@ -176,13 +248,20 @@ def run(
         raise contract.not_runnable("mla_prefill", "cute", reasons)
     prefill_launch.check_values(spec, inputs)
     if prefill_launch.sees_no_key(spec):
+        if max_logits is not None:
+            max_logits.fill_(-torch.inf)
         return layout.hand_over(layout.without_keys(), return_lse, out, lse)
     if by_definition:
-        selected, rows = inputs.selection, inputs.selection_rows
-        results = reference.mla_prefill(spec, *inputs[:5], *pair, selection=selected, selection_rows=rows)
-        return layout.hand_over(results, return_lse, out, lse)
+        *results, greatest = reference.mla_prefill(
+            spec, *inputs[:5], *pair, selection=inputs.selection, selection_rows=inputs.selection_rows,
+            sinks=inputs.sinks,
+        )  # fmt: skip
+        if max_logits is not None:
+            max_logits.copy_(greatest)
+        return layout.hand_over((results[0], results[1]), return_lse, out, lse)
     out, lse = layout.take(return_lse, out, lse)
-    prefill_launch.launch(spec, inputs, pair, out, lse, wide_v=wide_v and not inputs.v.is_contiguous())
+    wide = wide_v and not inputs.v.is_contiguous()
+    prefill_launch.launch(spec, inputs, pair, out, lse, max_logits=max_logits, wide_v=wide)
     return out, lse
 
 
@@ -197,21 +276,27 @@ def warm(spec: PrefillSpec, index: int, *, wide_v: bool = False) -> None:
 
 
 def gradients(inputs: PrefillInputs, pair: Pair, options: PrefillOptions, saved: Saved) -> Gradients:
-    """The gradients of q, k and v: by the kernel where it can run, else by torch operations."""
+    """The gradients of q, k, v and the sinks: by the kernel where it can run, else by torch operations."""
     options = options.of_gradient()
     spec = _spec(inputs, options, {"softmax_scale": 1.0})
     saved, device = saved.checked(spec, inputs.q), inputs.q.device
     if prefill_launch.sees_no_key(spec):
-        dq, dk, dv = prefill_launch.new_gradients(inputs)
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        found = prefill_launch.new_gradients(inputs)
+        for gradient in found:
+            if gradient is not None:
+                gradient.zero_()
+        return found
     if not loaded_kernels.is_by_definition(options.implementation, device):
         reasons = prefill_launch.backward_reasons(spec, device)
         if not reasons:
             return prefill_launch.launch_backward(spec, inputs, pair, saved)
         if options.implementation == "cute":
             raise contract.not_runnable("the gradient of mla_prefill", "cute", reasons)
-    selected, rows = inputs.selection, inputs.selection_rows
-    return reference.mla_prefill_backward(spec, *saved, *inputs[:5], *pair, selection=selected, selection_rows=rows)
+    computed = reference.mla_prefill_backward(
+        spec, *saved, *inputs[:5], *pair, selection=inputs.selection, selection_rows=inputs.selection_rows,
+        sinks=inputs.sinks,
+    )  # fmt: skip
+    return Gradients(*computed)
 
 
 def _value_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

@@ -40,6 +40,8 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -62,10 +64,60 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def mla_prefill_kv(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_q_len: int,
+    softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = True,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[True],
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def mla_prefill_kv(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_q_len: int,
+    softmax_scale: Scale,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = True,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    selection: torch.Tensor | None = None,
+    selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: Literal[True],
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def mla_prefill_kv(
@@ -83,10 +135,12 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: torch.Tensor | None = None,
     selection_rows: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
     On Hopper neither the slices nor the broadcast are made, in either pass.
@@ -96,18 +150,24 @@ def mla_prefill_kv(
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype. All three without gaps on a GPU.
       cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as mla_prefill's.
-      return_lse, deterministic, selection, selection_rows, implementation, out, lse: as mla_prefill's.
+      return_lse, deterministic, selection, selection_rows, sinks, return_max_logits, implementation, out, lse: as
+        mla_prefill's.
 
     Returns:
-      As `mla_prefill`. q, kv and k_rope have gradients, that of k_rope summed over the heads: by the kernel where
-      mla_prefill's is a kernel and R is 64. The same derivatives are refused.
+      As `mla_prefill`. q, kv, k_rope and the sinks have gradients, that of k_rope summed over the heads: by the kernel
+      where mla_prefill's is a kernel and R is 64. The same derivatives are refused.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
     cu_seqlens_kv, max_kv_len = contract.keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
-    inputs = KvInputs(q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows)
-    options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
+    inputs = KvInputs(
+        q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows, sinks=sinks
+    )  # fmt: skip
+    options = PrefillOptions(
+        max_q_len=max_q_len, max_kv_len=max_kv_len, causal=causal, deterministic=deterministic,
+        max_logits=return_max_logits, implementation=implementation,
+    )  # fmt: skip
     given = {"softmax_scale": softmax_scale}
     return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))
 
@@ -121,6 +181,7 @@ def _spec(inputs: KvInputs, options: PrefillOptions, given_scales: Mapping[str, 
         max_kv_len=options.max_kv_len,
         causal=options.causal,
         deterministic=options.deterministic,
+        return_max_logits=options.max_logits,
     )
 
 
@@ -155,26 +216,27 @@ def _run(
     return_lse: bool,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    max_logits: torch.Tensor | None = None,
 ) -> Results:
     if not _reads_in_place(spec, inputs, implementation) or prefill_launch.sees_no_key(spec):
-        return mla_prefill.run(spec, _expanded(inputs), pair, implementation, return_lse, out, lse)
+        return mla_prefill.run(spec, _expanded(inputs), pair, implementation, return_lse, out, lse, max_logits)
     prefill_launch.check_values(spec, inputs)
     out, lse = prefill_launch.result_layout(spec, inputs.q).take(return_lse, out, lse)
-    prefill_launch.launch(spec, inputs, pair, out, lse, inputs.k_rope.shape[1])
+    prefill_launch.launch(spec, inputs, pair, out, lse, inputs.k_rope.shape[1], max_logits=max_logits)
     return out, lse
 
 
 def _gradients(inputs: KvInputs, pair: Pair, options: PrefillOptions, saved: Saved) -> Gradients:
-    """The gradients of q, kv and k_rope."""
+    """The gradients of q, kv, k_rope and the sinks."""
     spec = _spec(inputs, options.of_gradient(), {"softmax_scale": 1.0})
     in_place = _reads_in_place(spec, inputs, options.implementation) and inputs.k_rope.shape[1] == SHARED_ROPE_DIM
     if in_place and not (prefill_launch.sees_no_key(spec) or prefill_launch.backward_reasons(spec, inputs.q.device)):
         return prefill_launch.launch_backward(spec, inputs, pair, saved.checked(spec, inputs.q), SHARED_ROPE_DIM)
-    dq, dk, dv = mla_prefill.gradients(_expanded(inputs), pair, options, saved)
+    dq, dk, dv, d_sinks = mla_prefill.gradients(_expanded(inputs), pair, options, saved)
     nope = dk.shape[-1] - inputs.k_rope.shape[-1]
     accumulated = tensors.accumulation_dtype(spec.q_dtype)
     d_rope = dk[..., nope:].to(accumulated).sum(1).to(dk.dtype)
-    return dq, torch.cat((dk[..., :nope], dv), -1), d_rope
+    return Gradients(dq, torch.cat((dk[..., :nope], dv), -1), d_rope, d_sinks)
 
 
 FORM = Form("mla_prefill_kv", KvInputs, _spec, _run, _gradients, _value_width)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tsmla_bridge.prefill_sinks import Absorbed
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import ResultLayout
 from tsmla_bridge.runtime.scales import Pair
@@ -15,18 +16,26 @@ from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
+from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Those of q, k and v, or of q, kv and k_rope."""
+
+class Gradients(NamedTuple):
+    """Those of q, k and v, or of q, kv and k_rope, and of the sinks if there are any."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    third: torch.Tensor
+    sinks: torch.Tensor | None = None
+
 
 TensorOrShape = torch.Tensor | tuple[tuple[int, ...], str]
 """An operand, or shape and dtype of one that lives until the kernel has run."""
 
 
 class PrefillInputs(NamedTuple):
-    """The tensors of a call of mla_prefill; those of a selection may be missing."""
+    """The tensors of a call of mla_prefill; those of a selection and the sinks may be missing."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,10 +44,11 @@ class PrefillInputs(NamedTuple):
     cu_seqlens_kv: torch.Tensor
     selection: torch.Tensor | None = None
     selection_rows: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 class KvInputs(NamedTuple):
-    """The tensors of a call of mla_prefill_kv; those of a selection may be missing."""
+    """The tensors of a call of mla_prefill_kv; those of a selection and the sinks may be missing."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -47,6 +57,7 @@ class KvInputs(NamedTuple):
     cu_seqlens_kv: torch.Tensor
     selection: torch.Tensor | None = None
     selection_rows: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 Inputs = PrefillInputs | KvInputs
@@ -59,6 +70,7 @@ class PrefillOptions(NamedTuple):
     max_kv_len: int
     causal: bool
     deterministic: bool
+    max_logits: bool
     implementation: str | None
 
     def of_gradient(self) -> PrefillOptions:
@@ -66,7 +78,9 @@ class PrefillOptions(NamedTuple):
         return self._replace(deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled())
 
 
-OPTIONS_SCHEMA = "SymInt max_q_len, SymInt max_kv_len, bool causal, bool deterministic, str? implementation"
+OPTIONS_SCHEMA = (
+    "SymInt max_q_len, SymInt max_kv_len, bool causal, bool deterministic, bool return_max_logits, str? implementation"
+)
 """The parameters of an operator's schema that carry PrefillOptions."""
 
 
@@ -145,34 +159,75 @@ def launch(
     lse: torch.Tensor | None,
     rope_dim: int = 0,
     *,
+    max_logits: torch.Tensor | None = None,
     wide_v: bool = False,
 ) -> None:
     """Write the results of a call; rope_dim as in PrefillConfig says which inputs these are, and wide_v that v is
-    columns of a wider tensor."""
+    columns of a wider tensor. max_logits: there if the spec has them."""
     rows = tuple(inputs.q.shape[:2])
     workspaces = sm90_prefill.prefill_workspaces(spec.batch, devices.num_sms(inputs.q.get_device()))
-    others = {"out": out, "lse": (rows, "float32") if lse is None else lse, **workspaces}
+    greatest = {} if max_logits is None else {"max_logits": max_logits}
+    others = {"out": out, "lse": (rows, "float32") if lse is None else lse, **greatest, **workspaces}
     shapes = {"v": tensors.wide_shape("v", inputs[2])} if wide_v else {}
     config = sm90_prefill.prefill_config(spec, rope_dim, wide_v=wide_v)
     _run_kernel(MLA_PREFILL, config, inputs, pair, others, shapes)
 
 
 def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int = 0) -> Gradients:
-    """The gradients of the first three inputs; rope_dim as in PrefillConfig says which inputs these are."""
+    """The gradients; rope_dim as in PrefillConfig says which inputs these are."""
+    if inputs.sinks is not None:
+        return _backward_of_sinks(spec, inputs, pair, saved, rope_dim)
+    gradients = new_gradients(inputs)
+    _launch_backward(spec, inputs, pair, saved, gradients, rope_dim)
+    return gradients
+
+
+def _backward_of_sinks(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int) -> Gradients:
+    """The gradients of a call with sinks: the kernel's, given the log-sum-exp of the keys and the sink together. The
+    kernel's terms of rows give that of the sinks, so that out is not read again."""
+    assert inputs.sinks is not None
+    absorbed = Absorbed.of(saved.lse, saved.dlse, inputs.sinks)
+    without = inputs._replace(sinks=None)
+    gradients = new_gradients(without)
+    terms = _launch_backward(
+        spec, without, pair, saved._replace(lse=absorbed.lse, dlse=absorbed.dlse), gradients, rope_dim, keep_terms=True
+    )
+    # [H, tiles, 2, rows]: -lse in base 2, and dlse minus the sum of out * dout; -inf and 0 where there is no row.
+    negative_lse, delta = terms.unbind(2)
+    weights = torch.exp2(inputs.sinks.float()[:, None, None] * LOG2_E + negative_lse)
+    d_sinks = (weights * delta).sum((1, 2)) - (absorbed.weights(inputs.sinks) * absorbed.dlse).sum(0)
+    return gradients._replace(sinks=d_sinks.to(inputs.sinks.dtype))
+
+
+def _launch_backward(
+    spec: PrefillSpec,
+    inputs: Inputs,
+    pair: Pair,
+    saved: Saved,
+    gradients: Gradients,
+    rope_dim: int,
+    *,
+    keep_terms: bool = False,
+) -> torch.Tensor:
+    """Write the gradients of the first three inputs. Returns the kernel's terms of rows, or nothing of use unless
+    keep_terms."""
     config, num_sms = sm90_backward.backward_config(spec, rope_dim), devices.num_sms(inputs.q.get_device())
     workspaces = sm90_backward.backward_workspaces(
         config, spec.batch, spec.total_q_len, spec.total_kv_len, spec.num_heads, num_sms
     )
-    gradients = new_gradients(inputs)
-    named = {f"d{name}": gradient for name, gradient in zip(inputs._fields, gradients, strict=False)}
-    _run_kernel(MLA_PREFILL_BACKWARD, config, inputs, pair, {**saved._asdict(), **named, **workspaces})
-    return gradients
+    terms = torch.empty(0, device=inputs.q.device)
+    kept: dict[str, TensorOrShape] = {}
+    if keep_terms:
+        kept["row_terms"] = terms = torch.empty(workspaces["row_terms"][0], device=inputs.q.device)
+    named = {f"d{name}": gradient for name, gradient in zip(inputs._fields, gradients[:3], strict=False)}
+    _run_kernel(MLA_PREFILL_BACKWARD, config, inputs, pair, {**saved._asdict(), **named, **workspaces, **kept})
+    return terms
 
 
 def new_gradients(inputs: Inputs) -> Gradients:
-    """New tensors for the gradients of the first three inputs."""
+    """New tensors for the gradients of the first three inputs and of the sinks."""
     first, second, third = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-    return first, second, third
+    return Gradients(first, second, third, None if inputs.sinks is None else torch.empty_like(inputs.sinks))
 
 
 def _run_kernel(
@@ -187,6 +242,8 @@ def _run_kernel(
     passed as the wider tensor that they are columns of."""
     shapes = shapes or {}
     given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
+    if inputs.sinks is not None:
+        given["sinks"] = inputs.sinks.float().contiguous()
     for name, tensor in given.items():
         if name not in shapes:
             tensors.check_dense(name, tensor)

@@ -10,13 +10,14 @@ import torch
 from tsmla_bridge import operators
 from tsmla_bridge.ops import prefill_launch
 from tsmla_bridge.ops.prefill_launch import Gradients, Inputs, PrefillOptions, Saved
-from tsmla_bridge.runtime import scales
+from tsmla_bridge.runtime import scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_kernels.contract import PrefillSpec
 
-NUM_INPUTS = 7
-"""Tensors of a call: three that have gradients, the offsets, and the two of a selection, which may be None."""
+NUM_INPUTS = 8
+"""Tensors of a call: three that have gradients, the offsets, the two of a selection, and the sinks. These last three
+may be None."""
 
 
 class Asked(NamedTuple):
@@ -31,9 +32,9 @@ class Form(NamedTuple):
     """One of the two operations.
 
     name: of the operation. inputs: the class of its tensors. spec: of (inputs, options, scales by name). run: of a
-    checked call (spec, inputs, pair, implementation, return_lse, out, lse), the results. gradients: of (inputs, pair,
-    options, saved). value_width: of q and the two other inputs, out's last axis. run_eagerly: run, for calls past the
-    operators, which may take views that these don't; None: `run` itself.
+    checked call (spec, inputs, pair, implementation, return_lse, out, lse, max_logits), the results. gradients: of
+    (inputs, pair, options, saved). value_width: of q and the two other inputs, out's last axis. run_eagerly: run, for
+    calls past the operators, which may take views that these don't; None: `run` itself.
     """
 
     name: str
@@ -62,7 +63,8 @@ def call(
     if traced:
         for name, scale in given_scales.items():
             scales.check(name, scale, optional=name != "softmax_scale")
-    derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*values, *given_scales.values())
+    differentiable = (*values, inputs.sinks, *given_scales.values())
+    derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*differentiable)
     by_operator = spec is None or (derived and options.implementation != "reference")
     if by_operator and derived:
         if not torch.compiler.is_compiling():
@@ -72,10 +74,38 @@ def call(
     pair = scales.product(given_scales["softmax_scale"], *others)
     if spec is not None and not by_operator:
         run = form.run_eagerly or form.run
-        out, lse = run(spec, inputs, pair, options.implementation, *asked)
-        return out if lse is None else (out, lse)
-    arguments = (*inputs, *operators.pair_arguments(pair), *options)
-    return operators.call_attention(form.name, arguments, form.value_width(*values), *asked)
+        max_logits = new_max_logits(inputs.q) if options.max_logits else None
+        out, lse = run(spec, inputs, pair, options.implementation, *asked, max_logits)
+        return _returned(out, lse, max_logits)
+    return _by_operator(form, (*inputs, *operators.pair_arguments(pair), *options), options.max_logits, asked)
+
+
+def _by_operator(
+    form: Form, arguments: tuple[Any, ...], wants_max_logits: bool, asked: Asked
+) -> torch.Tensor | Computed:
+    """A call of the form's operator, with the caller's memory where any is given."""
+    operators.refuse_tangents(form.name, arguments)
+    tensors.check_lse_asked_for(asked.return_lse, asked.lse)
+    if asked.out is None and asked.lse is None:
+        out, lse, max_logits = getattr(torch.ops.tsmla, form.name)(*arguments)
+    else:
+        new_out, new_lse = operators.new_results(arguments[0], form.value_width(*arguments[:3]))
+        out = new_out if asked.out is None else asked.out
+        lse = new_lse if asked.lse is None and asked.return_lse else asked.lse
+        max_logits = new_max_logits(arguments[0]) if wants_max_logits else None
+        getattr(torch.ops.tsmla, f"{form.name}_into")(*arguments, out, lse, max_logits)
+    return _returned(out, lse if asked.return_lse else None, max_logits if wants_max_logits else None)
+
+
+def new_max_logits(q: torch.Tensor) -> torch.Tensor:
+    """A new tensor for the greatest logits of a call with this query."""
+    return q.new_empty(q.shape[:2], dtype=operators.lse_dtype(q))
+
+
+def _returned(*results: torch.Tensor | None) -> torch.Tensor | Computed:
+    """The results that there are: out alone, or a tuple."""
+    found = tuple(x for x in results if x is not None)
+    return found if len(found) > 1 else found[0]  # type: ignore[return-value]
 
 
 def register(form: Form) -> Operators:
@@ -85,46 +115,61 @@ def register(form: Form) -> Operators:
         inputs, others = form.inputs(*arguments[:NUM_INPUTS]), arguments[NUM_INPUTS:]
         return inputs, operators.pair_of(*others[:3]), PrefillOptions(*others[3:])
 
-    def run(
-        *arguments: Any, return_lse: bool = True, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
-    ) -> Results:
+    def run(*arguments: Any, return_lse: bool = True, max_logits: torch.Tensor | None = None, **memory: Any) -> Any:
         inputs, pair, options = unpacked(*arguments)
         spec = form.spec(inputs, options, {"softmax_scale": 1.0})
-        return form.run(spec, inputs, pair, options.implementation, return_lse, out, lse)
+        max_logits = third(*arguments) if max_logits is None else max_logits
+        places = (memory.get("out"), memory.get("lse"), max_logits if options.max_logits else None)
+        results = form.run(spec, inputs, pair, options.implementation, return_lse, *places)
+        return *results, max_logits
+
+    def third(*arguments: Any) -> torch.Tensor:
+        """A new tensor for the greatest logits; without elements if the call doesn't return them."""
+        inputs, _, options = unpacked(*arguments)
+        return new_max_logits(inputs.q if options.max_logits else inputs.q[:0])
 
     def run_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> Any:
         inputs, pair, options = unpacked(*given)
-        return form.gradients(inputs, pair, options, Saved(out, lse, dout, dlse))
+        return all_gradients(form.gradients(inputs, pair, options, Saved(out, lse, dout, dlse)))
+
+    def all_gradients(found: Gradients) -> tuple[torch.Tensor, ...]:
+        """The gradients as an operator returns them: that of sinks that aren't there has no elements."""
+        return *found[:3], found.first.new_empty(0) if found.sinks is None else found.sinks
 
     names = form.inputs._fields  # type: ignore[attr-defined]
     optional = form.inputs._field_defaults  # type: ignore[attr-defined]
     tensors = ", ".join(f"Tensor{'?' if name in optional else ''} {name}" for name in names)
     parameters = f"{tensors}, {operators.PAIR_SCHEMA}, {prefill_launch.OPTIONS_SCHEMA}"
     forward = operators.register_attention(
-        form.name, run, parameters, lambda *arguments: form.value_width(*arguments[:3]), memory=("out", "lse")
-    )
+        form.name, run, parameters, lambda *arguments: form.value_width(*arguments[:3]),
+        memory=("out", "lse", "max_logits"), third=third,
+    )  # fmt: skip
     given = "Tensor dout, Tensor dlse, Tensor out, Tensor lse"
     backward = operators.register(
-        f"{form.name}_backward", run_backward, f"({given}, {parameters}) -> (Tensor, Tensor, Tensor)"
+        f"{form.name}_backward", run_backward, f"({given}, {parameters}) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     operators.refuse_backward(
         backward, f"the gradient of {form.name}", "use implementation='reference' on plain tensors"
     )
 
-    def fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *given: Any) -> Gradients:
+    def fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *given: Any) -> tuple[torch.Tensor, ...]:
         inputs, *_ = unpacked(*given)
-        return prefill_launch.new_gradients(inputs)
+        return all_gradients(prefill_launch.new_gradients(inputs))
 
     operators.register_fake(backward, fake_backward)
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Computed) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         tensors_given = NUM_INPUTS + 1  # and the scales
-        ctx.save_for_backward(*output, *inputs[:tensors_given])
+        ctx.save_for_backward(*output[:2], *inputs[:tensors_given])
         ctx.numbers = inputs[tensors_given:]
 
-    def differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
-        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
+    def differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        *found, d_sinks = backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
+        gradients: list[torch.Tensor | None] = [None for _ in ctx.needs_input_grad]
+        gradients[:3] = found
+        if d_sinks.numel():
+            gradients[NUM_INPUTS - 1] = d_sinks
+        return tuple(gradients)
 
     forward.register_autograd(differentiate, setup_context=save)
     return Operators(forward, backward)

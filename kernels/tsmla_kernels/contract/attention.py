@@ -20,6 +20,7 @@ from tsmla_kernels.contract.rules import (
     attention_lse_dtype,
     attention_out_dtype,
     cache_shape,
+    check_array,
     check_at_least_one,
     check_dtype,
     check_ints,
@@ -106,7 +107,8 @@ class DecodeSpec(ResultDtypes):
 @dataclass(frozen=True)
 class PrefillSpec(ResultDtypes):
     """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. `deterministic` is about
-    the gradients. selection: whether the call selects keys by bits."""
+    the gradients. selection: whether the call selects keys by bits; sinks: whether it has sinks; max_logits: whether it
+    returns the greatest logits."""
 
     batch: Dim
     total_q_len: Dim
@@ -121,6 +123,8 @@ class PrefillSpec(ResultDtypes):
     causal: bool
     deterministic: bool = False
     selection: bool = False
+    sinks: bool = False
+    max_logits: bool = False
 
     def without_sizes(self) -> "PrefillSpec":
         """The spec without sizes: calls on a part of the heads have the same, and so has one call on the heads of
@@ -252,10 +256,13 @@ def prefill_spec(
     deterministic: bool = False,
     selection: Array | None = None,
     selection_rows: Array | None = None,
+    sinks: Array | None = None,
+    return_max_logits: bool = False,
 ) -> PrefillSpec:
     """The spec of mla_prefill, or ValueError / TypeError naming the argument that is not legal."""
     causal = static_bool("causal", causal)
     static_bool("return_lse", return_lse)
+    return_max_logits = static_bool("return_max_logits", return_max_logits)
     deterministic = static_bool("deterministic", deterministic)
     max_q_len = static_int("max_q_len", max_q_len, minimum=0)
     cu_seqlens_kv, max_kv_len = keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
@@ -283,6 +290,8 @@ def prefill_spec(
     check_ints("cu_seqlens_kv", cu_seqlens_kv, "B + 1", (batch + 1, "B + 1, B from cu_seqlens_q"))
     check_scales(softmax_scale=softmax_scale, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     _check_selection(selection, selection_rows, total_q_len, max_kv_len)
+    if sinks is not None:
+        check_array("sinks", sinks, "H", FLOATS, (num_heads, "H, q's heads"))
     return PrefillSpec(
         batch=batch,
         total_q_len=total_q_len,
@@ -297,6 +306,8 @@ def prefill_spec(
         causal=causal,
         deterministic=deterministic,
         selection=selection is not None,
+        sinks=sinks is not None,
+        max_logits=return_max_logits,
     )
 
 
@@ -350,6 +361,8 @@ def prefill_kv_spec(
     deterministic: bool = False,
     selection: Array | None = None,
     selection_rows: Array | None = None,
+    sinks: Array | None = None,
+    return_max_logits: bool = False,
 ) -> PrefillSpec:
     """The spec of mla_prefill_kv, which is that of mla_prefill on the k and v that kv and k_rope stand for, or
     ValueError / TypeError naming the argument that is not legal."""
@@ -391,6 +404,8 @@ def prefill_kv_spec(
         deterministic=deterministic,
         selection=selection,
         selection_rows=selection_rows,
+        sinks=sinks,
+        return_max_logits=return_max_logits,
     )
 
 

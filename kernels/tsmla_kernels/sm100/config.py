@@ -226,6 +226,10 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
         reasons += _too_large("Tq", spec.total_q_len, spec.num_heads * V_HEAD_DIM)
     if spec.selection:
         reasons.append("the call has a selection; TokenSpeed's prefill takes none")
+    if spec.sinks:
+        reasons.append("the call has sinks; TokenSpeed's prefill takes none")
+    if spec.max_logits:
+        reasons.append("return_max_logits is True; TokenSpeed's prefill returns none")
     return reasons
 
 

@@ -130,25 +130,34 @@ def decode(ragged: bool, visible: bool = False) -> Row:
     return Row(run, arrays, shapes, folded, scale="softmax_scale", splits=splits, gathered=gathered, derivative=refused)
 
 
-def prefill(shared_rope: bool) -> Row:
+def prefill(shared_rope: bool, sinks: bool = False) -> Row:
     make = prefill_calls.layer_arrays if shared_rope else prefill_calls.arrays
     function = tsmla_jax.mla_prefill_kv if shared_rope else tsmla_jax.mla_prefill
-    names = ("q kv k_rope" if shared_rope else "q k v") + " cu_seqlens_q cu_seqlens_kv"
+    names = ("q kv k_rope" if shared_rope else "q k v") + " cu_seqlens_q cu_seqlens_kv" + " sinks" * sinks
     cu_seqlens_q = [prefill_calls.Q_LENS, (1, 2, 3, 4, 3)]
 
     def arrays(seed: int) -> Arrays:
         lens = cu_seqlens_q[seed % 2], prefill_calls.KV_LENS
-        return (*(x if seed % 2 == 0 else -x / 2 for x in make()), *map(prefill_calls.offsets, lens))
+        given = (*(x if seed % 2 == 0 else -x / 2 for x in make()), *map(prefill_calls.offsets, lens))
+        return (*given, jnp.asarray([-1.0, 0.0, 1.0, 2.0]) + seed) if sinks else given
 
-    options = {"max_q_len": 5, "max_kv_len": 7, "softmax_scale": 0.07, "return_lse": True}
-    heads = P(None, "model")
+    options = {"max_q_len": 5, "max_kv_len": 7, "softmax_scale": 0.07, "return_lse": True, "return_max_logits": sinks}
+    heads, offsets, more, rest = P(None, "model"), (P(), P()) * sinks, (None,) * sinks, ("4",) * sinks
+    of_sinks = (P("model"),) * sinks
     keys = ("n, 4, 256", "n, 64") if shared_rope else ("n, 4, 192", "n, 4, 128")
     return Row(
-        named(function, names, **options), arrays, ("t, 4, 192", *keys, "b + 1", "b + 1"),
-        [] if shared_rope else [(0, 0, 0, None, None), (1, None, None, None, None), (None, 0, 2, None, None)],
-        [(0, 0, 0, 0, 0), (None, None, None, 0, None), *([(None, 0, None, None, None)] if shared_rope else [])],
+        named(function, names, **options), arrays, ("t, 4, 192", *keys, "b + 1", "b + 1", *rest),
+        [] if shared_rope else [
+            (0, 0, 0, None, None, *more), (1, None, None, None, None, *(0,) * sinks), (None, 0, 2, None, None, *more),
+        ],
+        [
+            (0, 0, 0, 0, 0, *(0,) * sinks), (None, None, None, 0, None, *more),
+            *([(None, 0, None, None, None, *more)] if shared_rope else []),
+        ],
         scale="softmax_scale",
-        splits={"heads": Split((heads, heads, P() if shared_rope else heads), (heads, heads))},
+        splits={
+            "heads": Split((heads, heads, P() if shared_rope else heads, *offsets, *of_sinks), (heads,) * (2 + sinks)),
+        },
         gathered=(P(None, None, "model"), P(None, None, "data")), derivative="reverse", wide=True,
     )  # fmt: skip
 
@@ -464,11 +473,13 @@ def compress() -> Row:
 
 
 PREFILL = {"mla_prefill": prefill(shared_rope=False), "mla_prefill_kv": prefill(shared_rope=True)}
+SINKS = {f"{name}-sinks": prefill(name == "mla_prefill_kv", sinks=True) for name in PREFILL}
 ROWS: dict[str, Row] = {
     "mla_decode": decode(ragged=False), "mla_decode-ragged": decode(ragged=True),
     "mla_decode-visible": decode(ragged=False, visible=True),
     "mla_decode-ragged-visible": decode(ragged=True, visible=True),
-    **PREFILL, **{f"{name}-gradient": gradient_of(row, name == "mla_prefill_kv") for name, row in PREFILL.items()},
+    **PREFILL, **SINKS,
+    **{f"{name}-gradient": gradient_of(row, name == "mla_prefill_kv") for name, row in PREFILL.items()},
     **{f"sparse_mla-{layout}": sparse_mla(layout) for layout in ("v32", "v4", "plain")},
     "merge_attention_states": merge(),
     **{op: cache_op(op) for op in ("write_kv_cache", "rope_write_kv_cache", "gather_kv_cache")},

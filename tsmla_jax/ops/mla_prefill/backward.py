@@ -14,6 +14,7 @@ from tsmla_jax.ops import transforms
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import xla
 from tsmla_jax.ops.mla_prefill.call import Cotangents, Planned, Results, Saved, refuse_second_derivative
+from tsmla_jax.ops.mla_prefill.sinks import Absorbed
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
@@ -60,26 +61,34 @@ def note(spec: PrefillSpec, arch: str) -> str:
 
 
 def backward(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
-    """The cotangents of q, k, v, the scales, the offsets and the selection, in this order, from a call's operands in
-    this order, its results and their cotangents."""
-    (q, k, v, scales, *shared), results = saved
-    spec = call.spec_of(q, k, shared[0])
+    """The cotangents of q, k, v, the sinks if there are any, the scales, the offsets and the selection, in this order,
+    from a call's operands in this order, its results and their cotangents."""
+    (q, k, v, *others), results = saved
+    sinks, (scales, *offsets), selection = call.split(others)
+    spec = call.spec_of(q, k, offsets[0])
     if not why_no_kernel(spec, call.arch):
         return by_kernel(call, saved, cotangents)
-    d_q, d_k, d_v, d_logit_scale, d_v_scale, *unknown = xla.backward(
-        spec, ((q, k, v, scales[0], scales[1], *shared), results), cotangents
+    d_q, d_k, d_v, d_logit_scale, d_v_scale, *found = xla.backward(
+        spec, ((q, k, v, scales[0], scales[1], *offsets, *selection, *sinks), results), cotangents
     )
-    return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), *unknown
+    unknown = found[: len(offsets) + len(selection)]
+    return d_q, d_k, d_v, *found[len(unknown) :], jnp.stack([d_logit_scale, d_v_scale]), *unknown
 
 
 def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
     """`backward` by the kernel; k and v may also be kv and k_rope. A scale's cotangent is NaN where the scale is 0."""
-    (q, k, v, scales, *shared), (out, lse) = saved
-    d_out, d_lse = cotangents
+    (q, k, v, *others), (out, lse, *_) = saved
+    d_out, d_lse, *_ = cotangents
+    sinks, (scales, *offsets), selection = call.split(others)
+    shared = (*offsets, *selection)
+    of_sinks: tuple[jax.Array, ...] = ()
+    if sinks:
+        absorbed = Absorbed.of(lse, d_lse, sinks[0])
+        of_sinks, (lse, d_lse) = (absorbed.d_sinks(out, d_out, sinks[0]),), absorbed
     d_q, *d_keys = _transformable(call, v.ndim == 2)(q, k, v, out, lse, d_out, d_lse, scales, *shared)
     # q is a factor of the logits as their scale is, and out is proportional to its own scale.
     d_scales = jnp.stack([_dot(d_q, q), _dot(out, d_out)]) / scales
-    return d_q, *d_keys, d_scales, *(None for _ in shared)
+    return d_q, *d_keys, *of_sinks, d_scales, *(None for _ in shared)
 
 
 @jax.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -12,7 +13,8 @@ from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 
-Results = tuple[jax.Array, jax.Array]
+Results = tuple[jax.Array, ...]
+"""out and lse, and max_logits if the spec has them."""
 Saved = tuple[tuple[jax.Array, ...], Results]
 """The operands and the results of a call, which its derivative needs."""
 Cotangents = tuple[jax.Array | None, ...]
@@ -30,6 +32,17 @@ class Planned(NamedTuple):
     arch: str
     num_sms: int
     static_scales: tuple[float, float] | None
+
+    @property
+    def num_rows(self) -> int:
+        """How many results have a number a row and head: lse, and max_logits if the call returns it."""
+        return 1 + self.spec.max_logits
+
+    def split(self, others: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """The operands behind the first three: the sinks, if there are any; the scales and the two arrays of offsets;
+        and those of a selection, if there is one."""
+        first = int(self.spec.sinks)
+        return tuple(others[:first]), tuple(others[first : first + 3]), tuple(others[first + 3 :])
 
     def spec_of(self, q: Any, k: Any, cu_seqlens_q: jax.Array) -> PrefillSpec:
         """The spec of the call on these arrays, which may be those of one device, or of several calls. k may be kv."""

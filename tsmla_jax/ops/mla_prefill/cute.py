@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
@@ -45,17 +46,20 @@ def mla_prefill(
     scales: Scales,
     *selection: jax.Array,
     spec: PrefillSpec,
+    sinks: jax.Array | None = None,
 ) -> Results:
-    """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill documents them. Reverse-mode
+    differentiable."""
     operand = scales.operand()
     attend = _differentiable(planned(spec, operand))
-    results: Results = attend(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
+    given = (q, k, v) if sinks is None else (q, k, v, sinks.astype(jnp.float32))
+    results: Results = attend(*given, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
     return results
 
 
 @functools.cache
 def _differentiable(call: Planned) -> Callable[..., Any]:
-    """The call as a function (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> (out, lse)."""
+    """The call as a function (q, k, v, [sinks,] scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> Results."""
     return transforms.with_backward(_transformable(call), functools.partial(backward.backward, call))
 
 
@@ -63,21 +67,22 @@ def _differentiable(call: Planned) -> Callable[..., Any]:
 def _transformable(call: Planned) -> Callable[..., Any]:
     """The call without its derivative."""
 
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, scales: jax.Array, *shared: jax.Array) -> Results:
-        offsets, selection = shared[:2], shared[2:]
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> Results:
+        sinks, (scales, *offsets), selection = call.split(others)
         spec = call.spec_of(q, k, offsets[0])
         if call.arch not in MLA_PREFILL_SM100.archs:
-            return on_hopper(call, spec, (q, k, v, *offsets, *selection, scales))
+            return on_hopper(call, spec, (q, k, v, *offsets, *selection, *sinks, scales))
         return blackwell.on_one_device(
             q, k, v, scales, *offsets, spec=spec, static_scales=call.static_scales, arch=call.arch
         )
 
     return transforms.transformable(
         on_device,
-        rule=f"t h k, s h k, s h v, c, b, b{', r w, t' * call.spec.selection} -> t h v, t h",
+        rule=f"t h k, s h k, s h v{', h' * call.spec.sinks}, c, b, b{', r w, t' * call.spec.selection}"
+        f" -> t h v, t h{', t h' * call.spec.max_logits}",
         fixed=("t", "k", "s", "v", "c", "b", *("r", "w") * call.spec.selection),
-        partition=_partition,
-        fold=_fold,
+        partition=functools.partial(_partition, call),
+        fold=functools.partial(_fold, call),
         shared=5 if call.spec.selection else 3,
         derivative=refuse_second_derivative,
     )
@@ -89,29 +94,29 @@ def on_hopper(call: Planned, spec: PrefillSpec, inputs: tuple[jax.Array, ...], r
     inputs: the kernel's operands (rope_dim as in PrefillConfig decides whether they are k and v, or kv and k_rope)."""
     workspaces = sm90_prefill.prefill_workspaces(spec.batch, call.num_sms)
     rows = (spec.total_q_len, spec.num_heads)
-    out, lse, *_ = kernel_call(
+    found = kernel_call(
         MLA_PREFILL,
         sm90_prefill.prefill_config(spec, rope_dim),
         inputs,
-        ((*rows, spec.v_head_dim), rows, *(shape for shape, _ in workspaces.values())),
+        ((*rows, spec.v_head_dim), rows, *[rows] * spec.max_logits, *(shape for shape, _ in workspaces.values())),
         arch=call.arch,
     )
-    return out, lse
+    return tuple(found[: -len(workspaces)])
 
 
-def _fold(
-    run: Callable[..., Results], axis_size: int, q: jax.Array, k: jax.Array, v: jax.Array, *shared: jax.Array
-) -> Results:
-    """vmap's axis V, leading in q, k and v, becomes V * H heads of one call."""
-    q, k, v = (x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in (q, k, v))
-    out, lse = run(q, k, v, *shared)
+def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results:
+    """vmap's axis V, leading in q, k, v and the sinks, becomes V * H heads of one call."""
+    sinks, shared, selection = call.split(arrays[3:])
+    headed = (x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in arrays[:3])
+    out, *rows = run(*headed, *(x.reshape(-1) for x in sinks), *shared, *selection)
     split = (out.shape[0], axis_size, -1)
-    return out.reshape(*split, out.shape[2]).swapaxes(0, 1), lse.reshape(split).swapaxes(0, 1)
+    return out.reshape(*split, out.shape[2]).swapaxes(0, 1), *(x.reshape(split).swapaxes(0, 1) for x in rows)
 
 
-def _partition(shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
     """Heads split everything that has them. Rows can't be split: where a request ends is only known on the device."""
     heads = transforms.named_axes(shapes[0])[1]
     rows = P(None, heads, None)
-    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[3:])
-    return (rows, rows, rows, *shared), (rows, P(None, heads))
+    sinks, *others = call.split(shapes[3:])
+    shared = tuple(P(*(None,) * len(shape.shape)) for shapes in others for shape in shapes)
+    return (rows, rows, rows, *(P(heads) for _ in sinks), *shared), (rows, *[P(None, heads)] * call.num_rows)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.mla_prefill.selection import selected
+from tsmla_jax.ops.mla_prefill.sinks import share
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels.contract import PrefillSpec
 
@@ -20,8 +21,9 @@ def mla_prefill(
     scales: Scales,
     *selection: jax.Array,
     spec: PrefillSpec,
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse as the public mla_prefill documents them; both are always returned. Differentiable."""
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill documents them. Differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
     q_request, q_position, q_owned = row_owner(cu_seqlens_q, spec.total_q_len)
     kv_request, kv_position, kv_owned = row_owner(cu_seqlens_kv, spec.total_kv_len)
@@ -50,4 +52,10 @@ def mla_prefill(
     total = jnp.where(any_visible, weights.sum(-1), 1)
     out = jnp.einsum("qhk,khv->qhv", weights, v, precision="highest") / total[..., None]
     lse = jnp.where(any_visible, maximum + jnp.log(total), -jnp.inf)
-    return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    if sinks is not None:
+        out = out * share(lse, sinks, any_visible)[..., None]
+    results = out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    if not spec.max_logits:
+        return results
+    greatest = jnp.where(any_visible, maximum + (total - total), -jnp.inf)  # NaN where lse is
+    return *results, jax.lax.stop_gradient(greatest.astype(spec.lse_dtype))

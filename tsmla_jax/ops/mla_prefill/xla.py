@@ -18,8 +18,9 @@ from jax import lax
 from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.ops.mla_prefill.call import SEVERAL_TIMES
+from tsmla_jax.ops.mla_prefill.call import SEVERAL_TIMES, Results
 from tsmla_jax.ops.mla_prefill.selection import selected
+from tsmla_jax.ops.mla_prefill.sinks import Absorbed, share
 from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract import PrefillSpec
 
@@ -49,10 +50,13 @@ def mla_prefill(
     scales: Scales,
     *selection: jax.Array,
     spec: PrefillSpec,
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
+    sinks: jax.Array | None = None,
+) -> Results:
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill documents them. Reverse-mode
+    differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
-    operands = (q, k, v, scales.logits(dtype), as_scale(scales.v, dtype), cu_seqlens_q, cu_seqlens_kv, *selection)
+    rest = selection if sinks is None else (*selection, sinks)
+    operands = (q, k, v, scales.logits(dtype), as_scale(scales.v, dtype), cu_seqlens_q, cu_seqlens_kv, *rest)
     # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
     # cotangent.
     return _attend(spec, *(carry(x, *operands) for x in operands))
@@ -68,17 +72,17 @@ def _attend(
     v_scale: jax.Array,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    *selection: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    *rest: jax.Array,
+) -> Results:
     dtype = accumulation_dtype(spec.q_dtype)
-    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *selection)
+    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *rest)
+    selection, sinks = _split(spec, rest)
     padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
     heads, v_dim = spec.num_heads, spec.v_head_dim
     num_tiles, tile_of = _tiling(spec, cu_seqlens_q, cu_seqlens_kv, padded_q.shape[0])
     select = _selecting(selection)
 
-    def step(t: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        outs, lses = results
+    def step(t: jax.Array, results: Results) -> Results:
         tile = tile_of(t)
         query = _rows(padded_q, tile.row, Q_TILE).astype(dtype)
 
@@ -90,38 +94,49 @@ def _attend(
             state = online_softmax.update(state, scores, lambda weights: _dot("hqk,khv->hqv", weights, value, spec))
             return state, chosen | visible.any(-1)
 
-        start = online_softmax.start((heads, Q_TILE), v_dim, dtype, *operands)
-        state, chosen = lax.fori_loop(0, tile.num_blocks, block, (start, carry(jnp.zeros(Q_TILE, bool), *operands)))
+        empty = online_softmax.start((heads, Q_TILE), v_dim, dtype, *operands)
+        state, chosen = lax.fori_loop(0, tile.num_blocks, block, (empty, carry(jnp.zeros(Q_TILE, bool), *operands)))
         seen = tile.valid & (tile.kv_start < tile.kv_end) & (tile.kv_start <= tile.last_visible)
         if spec.selection:
             seen &= chosen  # a row may select none of its keys
         total, lse = online_softmax.finish(state, seen)
         out = jnp.where(seen[..., None], state.out / total[..., None] * v_scale, 0)
-        outs = _replace(outs, out.swapaxes(0, 1).astype(spec.out_dtype), tile)
-        return outs, _replace(lses, lse.swapaxes(0, 1).astype(spec.lse_dtype), tile)
+        if sinks is not None:
+            out *= share(lse, sinks[:, None], seen)[..., None]
+        found = [out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)]
+        if spec.max_logits:
+            # NaN where lse is.
+            found.append(jnp.where(seen, state.maximum + (total - total), -jnp.inf).astype(spec.lse_dtype))
+        return tuple(_replace(x, new.swapaxes(0, 1), tile) for x, new in zip(results, found, strict=True))
 
-    results = (
-        jnp.zeros((padded_q.shape[0], heads, v_dim), spec.out_dtype),
-        jnp.full((padded_q.shape[0], heads), -jnp.inf, spec.lse_dtype),
-    )
-    out, lse = lax.fori_loop(0, num_tiles, step, tuple(carry(x, *operands) for x in results))
-    return out[: spec.total_q_len], lse[: spec.total_q_len]
+    rows = jnp.full((padded_q.shape[0], heads), -jnp.inf, spec.lse_dtype)
+    start = (jnp.zeros((padded_q.shape[0], heads, v_dim), spec.out_dtype), rows, *[rows] * spec.max_logits)
+    results = lax.fori_loop(0, num_tiles, step, tuple(carry(x, *operands) for x in start))
+    return tuple(x[: spec.total_q_len] for x in results)
 
 
-def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[Operands, ...]]:
+def _split(spec: PrefillSpec, rest: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
+    """The selection's arrays and the sinks, of the operands behind the offsets."""
+    return (rest[:-1], rest[-1]) if spec.sinks else (rest, None)
+
+
+def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[Results, tuple[Operands, ...]]:
     result = _attend(spec, *operands)
     return result, (operands, result)
 
 
-def backward(
-    spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[Any, ...]:
+def backward(spec: PrefillSpec, saved: tuple[Operands, Results], cotangents: Results) -> tuple[Any, ...]:
     """The cotangents of the operands (None for the offsets and the selection), from the operands, the forward pass' out
     and lse and their cotangents. Any implementation may have computed out and lse."""
-    (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *selection), (out, lse) = saved
-    d_out, d_lse = cotangents
-    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *selection, d_out, d_lse)
+    (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *rest), (out, lse, *_) = saved
+    d_out, d_lse, *_ = cotangents
+    selection, sinks = _split(spec, rest)
+    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, *rest, d_out, d_lse)
     dtype = accumulation_dtype(spec.q_dtype)
+    of_sinks: Operands = ()
+    if sinks is not None:
+        absorbed = Absorbed.of(lse, d_lse, sinks)
+        of_sinks, (lse, d_lse) = (absorbed.d_sinks(out, d_out, sinks),), absorbed
     # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
     shift = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse.astype(dtype)
     padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
@@ -167,8 +182,8 @@ def backward(
     )
     d_q, d_k, d_v = d_q[: spec.total_q_len], d_k[: spec.total_kv_len], d_v[: spec.total_kv_len]
     found = (d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_logit_scale, d_v_scale)
-    unknown = (None,) * (2 + len(selection))
-    return *refuse_derivative(found, (), "the gradient of mla_prefill", SEVERAL_TIMES), *unknown
+    found = refuse_derivative((*found, *of_sinks), (), "the gradient of mla_prefill", SEVERAL_TIMES)
+    return *found[:5], *(None,) * (2 + len(selection)), *found[5:]
 
 
 _attend.defvjp(_forward, backward)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal, overload
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, describe_call
+from tsmla_jax.ops.mla_prefill.results import asked_for, attend, results_of_no_keys
 from tsmla_jax.ops.mla_prefill.selection import operands
-from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
+from tsmla_jax.ops.operation import Implementation, Operation, Preference
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: Preference = None,
 ) -> Float[Array, "Tq H V"]: ...
 
@@ -58,8 +61,54 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: Preference = None,
 ) -> tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]: ...
+
+
+@overload
+def mla_prefill_kv(
+    q: Float[Array, "Tq H K"],
+    kv: Float[Array, "Tk H N+V"],
+    k_rope: Float[Array, "Tk R"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    max_q_len: int,
+    softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = True,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    selection: Int32[Array, "R W"] | None = None,
+    selection_rows: Int32[Array, " Tq"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_max_logits: Literal[True],
+    implementation: Preference = None,
+) -> tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]: ...
+
+
+@overload
+def mla_prefill_kv(
+    q: Float[Array, "Tq H K"],
+    kv: Float[Array, "Tk H N+V"],
+    k_rope: Float[Array, "Tk R"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    max_q_len: int,
+    softmax_scale: Scale,
+    cu_seqlens_kv: Int32[Array, " B+1"] | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = True,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    selection: Int32[Array, "R W"] | None = None,
+    selection_rows: Int32[Array, " Tq"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_max_logits: Literal[True],
+    implementation: Preference = None,
+) -> tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"], Float[Array, "Tq H"]]: ...
 
 
 def mla_prefill_kv(
@@ -77,8 +126,10 @@ def mla_prefill_kv(
     deterministic: bool = False,
     selection: Int32[Array, "R W"] | None = None,
     selection_rows: Int32[Array, " Tq"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_max_logits: bool = False,
     implementation: Preference = None,
-) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
+) -> Float[Array, "Tq H V"] | tuple[Array, ...]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
     On Hopper neither the slices nor the broadcast are made: in DeepSeek's shapes (K 192, R 64, V 128) that saves
@@ -89,7 +140,8 @@ def mla_prefill_kv(
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype.
       cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as in `mla_prefill`.
-      return_lse, deterministic, selection, selection_rows, implementation: as in `mla_prefill`.
+      return_lse, deterministic, selection, selection_rows, sinks, return_max_logits, implementation: as in
+        `mla_prefill`.
 
     Returns:
       As `mla_prefill`; derivatives in reverse mode too.
@@ -103,12 +155,12 @@ def mla_prefill_kv(
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
     cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
     if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
-        out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
+        results = results_of_no_keys(spec, q)
     else:
         selected = operands(spec, selection, selection_rows)
         arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale), *selected)
-        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
-    return (out, lse) if return_lse else out
+        results = attend(spec, chosen, arrays, sinks)
+    return asked_for(results, return_lse)
 
 
 def _implementations() -> Mapping[str, Implementation]:

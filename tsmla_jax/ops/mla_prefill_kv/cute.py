@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
@@ -38,54 +39,62 @@ def mla_prefill_kv(
     scales: Scales,
     *selection: jax.Array,
     spec: PrefillSpec,
+    sinks: jax.Array | None = None,
 ) -> Results:
-    """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
-    and v. Reverse-mode differentiable."""
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill_kv documents them. spec is that of the
+    call on k and v. Reverse-mode differentiable."""
     if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
         attend, offsets = prefill.mla_prefill, (cu_seqlens_q, cu_seqlens_kv)
-        return reference.mla_prefill_kv(q, kv, k_rope, *offsets, scales, *selection, spec=spec, attend=attend)
+        return reference.mla_prefill_kv(
+            q, kv, k_rope, *offsets, scales, *selection, spec=spec, sinks=sinks, attend=attend
+        )
     operand = scales.operand()
     run = _differentiable(planned(spec, operand))
-    results: Results = run(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
+    given = (q, kv, k_rope) if sinks is None else (q, kv, k_rope, sinks.astype(jnp.float32))
+    results: Results = run(*given, operand, cu_seqlens_q, cu_seqlens_kv, *selection)
     return results
 
 
 @functools.cache
 def _differentiable(call: Planned) -> Callable[..., Any]:
-    """The call as a function (q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> (out, lse). vmap makes
-    one call after another."""
+    """The call as a function (q, kv, k_rope, [sinks,] scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> Results. vmap
+    makes one call after another."""
 
-    def on_device(
-        q: jax.Array, kv: jax.Array, k_rope: jax.Array, scales: jax.Array, *shared: jax.Array
-    ) -> Results:
-        spec = call.spec_of(q, kv, shared[0])
-        return prefill.on_hopper(call, spec, (q, kv, k_rope, *shared, scales), k_rope.shape[1])
+    def on_device(q: jax.Array, kv: jax.Array, k_rope: jax.Array, *others: jax.Array) -> Results:
+        sinks, (scales, *offsets), selection = call.split(others)
+        spec = call.spec_of(q, kv, offsets[0])
+        inputs = (q, kv, k_rope, *offsets, *selection, *sinks, scales)
+        return prefill.on_hopper(call, spec, inputs, k_rope.shape[1])
 
     run = transforms.transformable(
         on_device,
-        rule=f"t h k, s h w, s r, c, b, b{', n m, t' * call.spec.selection} -> t h v, t h",
+        rule=f"t h k, s h w, s r{', h' * call.spec.sinks}, c, b, b{', n m, t' * call.spec.selection}"
+        f" -> t h v, t h{', t h' * call.spec.max_logits}",
         fixed=("t", "k", "s", "w", "r", "c", "b", *("n", "m") * call.spec.selection, "v"),
-        partition=_partition,
+        partition=functools.partial(_partition, call),
         derivative=refuse_second_derivative,
     )
 
     def derivative(saved: Saved, cotangents: Results) -> Cotangents:
-        (q, kv, k_rope, scales, *shared), results = saved
+        (q, kv, k_rope, *others), results = saved
         expand = functools.partial(reference.expand, k_dim=q.shape[2])
-        spec = call.spec_of(q, kv, shared[0])
+        _, (_, *offsets), _ = call.split(others)
+        spec = call.spec_of(q, kv, offsets[0])
         if k_rope.shape[1] == SHARED_ROPE_DIM and not backward.why_no_kernel(spec, call.arch):
             return backward.by_kernel(call, saved, cotangents)
         (k, v), contract_keys = jax.vjp(expand, kv, k_rope)
-        saved = ((q, k, v, scales, *shared), results)
-        d_q, d_k, d_v, *others = backward.backward(call, saved, cotangents)
-        return d_q, *contract_keys((d_k, d_v)), *others
+        saved = ((q, k, v, *others), results)
+        d_q, d_k, d_v, *rest = backward.backward(call, saved, cotangents)
+        return d_q, *contract_keys((d_k, d_v)), *rest
 
     return transforms.with_backward(run, derivative)
 
 
-def _partition(shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
     """q's sharding along heads, everything else whole."""
     heads = transforms.named_axes(shapes[0])[1]
     rows = P(None, heads, None)
-    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[2:])
-    return (rows, rows, *shared), (rows, P(None, heads))
+    sinks, *others = call.split(shapes[3:])
+    shared = tuple(P(*(None,) * len(shape.shape)) for shapes in others for shape in shapes)
+    results = (rows, *[P(None, heads)] * call.num_rows)
+    return (rows, rows, P(None, None), *(P(heads) for _ in sinks), *shared), results

@@ -11,7 +11,7 @@ from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import reference
 from tsmla_kernels.contract import PrefillSpec
 
-Results = tuple[jax.Array, jax.Array]
+Results = tuple[jax.Array, ...]
 
 
 def mla_prefill_kv(
@@ -23,12 +23,13 @@ def mla_prefill_kv(
     scales: Scales,
     *selection: jax.Array,
     spec: PrefillSpec,
+    sinks: jax.Array | None = None,
     attend: Callable[..., Results] = reference.mla_prefill,
 ) -> Results:
-    """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
-    and v, and `attend` the mla_prefill to use."""
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill_kv documents them. spec is that of the
+    call on k and v, and `attend` the mla_prefill to use."""
     k, v = expand(kv, k_rope, spec.qk_head_dim)
-    return attend(q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *selection, spec=spec)
+    return attend(q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *selection, spec=spec, sinks=sinks)
 
 
 def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:

@@ -338,14 +338,17 @@ class Attention:
 
     @cute.jit
     def store(self, wg: Warpgroup, cursor: Cursor) -> None:
-        """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exps. Rows without keys get 0 and
-        -inf."""
+        """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exps and, if the call returns
+        them, greatest logits. Rows without keys get 0, -inf and -inf."""
         traits, thread, rows, out, lse = self.traits, wg.thread, wg.rows, wg.results.out, wg.results.lse
         tiles, slot = wg.shared.tiles, cursor.tile % TILE_SLOTS
         first_row = tiles[Tile.FIRST_ROW, slot] + thread.group * GROUP_ROWS
         group_rows = tiles[Tile.ROWS, slot] - thread.group * GROUP_ROWS
         head = tiles[Tile.HEAD, slot]
         quad = thread.lane % 4
+        sink = Float32(0.0)
+        if const_expr(traits.sinks):
+            sink = wg.results.sinks[head]
         column_groups = traits.v_head_dim // 8
         for i in cutlass.range_constexpr(2):
             row = thread.row + 8 * i
@@ -353,9 +356,15 @@ class Attention:
             total += cute.arch.shuffle_sync_bfly(total, offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
             factor, row_lse = Float32(0.0), -Float32.inf
+            row_maximum = -Float32.inf
             if total > 0.0 or total != total:
                 factor = wg.out_scale / total
                 row_lse = (rows.maximum[i] + cute.math.log2(total, fastmath=True)) * LN_2
+                if const_expr(traits.sinks):
+                    # The keys' share of the weight beside the sink's; 0 where the exponential overflows.
+                    factor = factor / (1.0 + cute.math.exp2((sink - row_lse) * LOG2_E, fastmath=True))
+                if const_expr(traits.max_logits):
+                    row_maximum = rows.maximum[i] * LN_2 + (total - total)  # NaN where the row's lse is NaN
             row_index = Int64(first_row + row) * wg.results.heads + head
             # A lane has 2 columns of each group of 8. The four lanes of a row exchange columns, so that of every four
             # groups each lane has one whole (8 columns, 16 bytes), and a row's stores fill whole sectors.
@@ -374,3 +383,5 @@ class Attention:
                     cute.autovec_copy(pairs, out_row[None, g])
             if row < group_rows and quad == 0:
                 lse[first_row + row, head] = row_lse
+                if const_expr(traits.max_logits):
+                    wg.results.max_logits[first_row + row, head] = row_maximum

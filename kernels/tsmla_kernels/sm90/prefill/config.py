@@ -38,6 +38,8 @@ class PrefillConfig:
       stages: the number of stages of K, and of V.
       wide_v: whether the operand v is [Tk, H, W], whose first V columns are the values.
       selection: whether a query row sees, of those keys, only the ones that its words of bits select.
+      sinks: whether each head has a logit of its own that takes weight from the keys and has no value.
+      max_logits: whether each row's greatest logit is a result.
     """
 
     dtype: str
@@ -50,6 +52,8 @@ class PrefillConfig:
     stages: int = 2
     wide_v: bool = False
     selection: bool = False
+    sinks: bool = False
+    max_logits: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -75,6 +79,8 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
             f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim} with a selection; the sm_90 prefill"
             f" kernel takes {legal} with one"
         )
+    if spec.max_logits and spec.q_dtype == FP8:
+        reasons.append(f"return_max_logits is True with {FP8}, whose running maximum in the sm_90 kernel isn't exact")
     return reasons
 
 
@@ -107,6 +113,8 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False
         block=block_keys(spec),
         wide_v=wide_v,
         selection=spec.selection,
+        sinks=spec.sinks,
+        max_logits=spec.max_logits,
     )
 
 

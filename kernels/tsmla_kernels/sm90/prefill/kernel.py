@@ -30,13 +30,13 @@ from tsmla_kernels.sm90.prefill.memory import (
     KernelTraits,
     Mma,
     Operands,
+    Optional,
     Results,
     Schedule,
-    Selection,
     TmaCopy,
     init_mbarriers,
     make_storage,
-    named_operands,
+    prefill_operands,
     shared_memory,
 )
 from tsmla_kernels.sm90.prefill.plan import PLAN_THREADS, Planner
@@ -57,7 +57,7 @@ class MlaPrefill:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
         """Launch both kernels on `stream`. `tensors` are those of `mla_prefill_operands`, in order."""
-        operands = named_operands(Operands, tensors, self.traits.selection)
+        operands = prefill_operands(tensors, self.traits.config)
         copies = self.make_copies(operands)
         mma = self.make_mma()
         heads, total_q, total_kv = Int32(operands.q.shape[1]), Int32(operands.q.shape[0]), Int32(operands.k.shape[0])
@@ -66,7 +66,8 @@ class MlaPrefill:
             operands.cu_seqlens_q, operands.cu_seqlens_kv, schedule, heads, total_q, total_kv
         ).launch(grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream)
         self.attend(
-            copies, operands.scales, operands.out, operands.lse, schedule, mma, heads, operands.selection
+            copies, operands.scales, operands.out, operands.lse, schedule, mma, heads,
+            Optional(operands.selection, operands.sinks, operands.max_logits),
         ).launch(
             grid=[operands.progress.shape[0], 1, 1], block=[self.traits.threads, 1, 1], stream=stream,
             min_blocks_per_mp=1, use_pdl=True,
@@ -130,7 +131,7 @@ class MlaPrefill:
     @cute.kernel
     def attend(
         self, copies: Copies, scales: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, schedule: Schedule, mma: Mma,
-        heads: Int32, selection: Selection | None,
+        heads: Int32, optional: Optional,
     ):  # fmt: skip
         """Run one CTA of the attention kernel: set up the mbarriers, then give each warpgroup its role."""
         traits = self.traits
@@ -158,4 +159,5 @@ class MlaPrefill:
                     self.transposer.transpose_blocks(shared, warp_idx - traits.producer_warp - 1)
         else:
             cute.arch.setmaxregister_increase(traits.compute_registers)
-            self.attention.run(shared, mma, scales, Results(out, lse, heads), selection, group)
+            results = Results(out, lse, heads, optional.max_logits, optional.sinks)
+            self.attention.run(shared, mma, scales, results, optional.selection, group)

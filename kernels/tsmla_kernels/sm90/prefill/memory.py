@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
+from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig, prefill_workspaces
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
@@ -43,7 +43,7 @@ class KernelTraits:
         self.swizzle_kind = SmemLayoutAtomKind.K_SW64 if self.fp8 else SmemLayoutAtomKind.K_SW128
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.causal, self.groups = config.causal, config.groups
-        self.selection = config.selection
+        self.selection, self.sinks, self.max_logits = config.selection, config.sinks, config.max_logits
         self.block, self.stages, self.tile_rows = config.block, config.stages, config.tile_rows
         self.k_column_tiles, self.v_column_tiles = self.qk_head_dim // 64, self.v_head_dim // 64
         self.rope_column_tiles = config.rope_dim // 64
@@ -114,13 +114,14 @@ class Barrier(IntEnum):
 
 
 class Operands(NamedTuple):
-    """The arrays of a launch, in the launcher's order, except for `selection`: see `named_operands`.
+    """The arrays of a launch, in the launcher's order, except for `selection`, `sinks` and `max_logits`:
+    see `prefill_operands`.
 
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
     [2] float32, see `Scale`; out [Tq, H, V]; lse [Tq, H] float32 (natural log); and the workspaces of
-    `config.prefill_workspaces`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], whose rows have the key without
-    its rope columns, then the value; `v` is k_rope [Tk, R], which all heads share. If `wide_v`, `v` is [Tk, H, W],
-    whose first V columns are the values.
+    `config.prefill_workspaces`; if the config has them, sinks [H] and max_logits [Tq, H], both float32. With a
+    `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], whose rows have the key without its rope columns, then the value;
+    `v` is k_rope [Tk, R], which all heads share. If `wide_v`, `v` is [Tk, H, W], whose first V columns are the values.
     """
 
     q: cute.Tensor
@@ -134,6 +135,8 @@ class Operands(NamedTuple):
     plan: cute.Tensor
     progress: cute.Tensor
     selection: Selection | None = None
+    sinks: cute.Tensor | None = None
+    max_logits: cute.Tensor | None = None
 
 
 class Selection(NamedTuple):
@@ -146,6 +149,14 @@ class Selection(NamedTuple):
     rows: cute.Tensor
 
 
+class Optional(NamedTuple):
+    """The operands that a call may lack."""
+
+    selection: Selection | None
+    sinks: cute.Tensor | None
+    max_logits: cute.Tensor | None
+
+
 SELECTION_OPERANDS = slice(5, 7)  # the places of Selection's arrays among the launcher's
 
 
@@ -155,6 +166,17 @@ def named_operands(named: Callable[..., Named], tensors: tuple[cute.Tensor, ...]
         return named(*tensors)
     first, last = tensors[: SELECTION_OPERANDS.start], tensors[SELECTION_OPERANDS.stop :]
     return named(*first, *last, selection=Selection(*tensors[SELECTION_OPERANDS]))
+
+
+def prefill_operands(tensors: tuple[cute.Tensor, ...], config: PrefillConfig) -> Operands:
+    """The arrays of a launch of the forward kernel by name. Sinks follow the offsets and the selection, the greatest
+    logits follow lse."""
+    rest, optional = list(tensors), {}
+    if config.sinks:
+        optional["sinks"] = rest.pop(SELECTION_OPERANDS.stop if config.selection else SELECTION_OPERANDS.start)
+    if config.max_logits:
+        optional["max_logits"] = rest.pop(-len(prefill_workspaces(1)) - 1)
+    return named_operands(Operands, tuple(rest), config.selection)._replace(**optional)
 
 
 class TmaCopy(NamedTuple):
@@ -189,11 +211,14 @@ class Schedule(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results out [Tq, H, V] and lse [Tq, H] in global memory, and H."""
+    """The results out [Tq, H, V] and lse [Tq, H] in global memory, and H; the rows' greatest logits [Tq, H] if the call
+    returns them, and the sinks [H] that out is computed with, if there are any."""
 
     out: cute.Tensor
     lse: cute.Tensor
     heads: Int32
+    max_logits: cute.Tensor | None = None
+    sinks: cute.Tensor | None = None
 
 
 class Buffers(NamedTuple):

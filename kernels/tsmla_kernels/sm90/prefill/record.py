@@ -33,9 +33,11 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
         *(SELECTION if config.selection else ()),
+        *((Operand("sinks", "float32", (None,), align=4),) if config.sinks else ()),
         Operand("scales", "float32", (2,), align=4),
         Operand("out", attention_out_dtype(config.dtype), (None, None, v_dim), output=True),
         Operand("lse", "float32", (None, None), output=True, align=4),
+        *((Operand("max_logits", "float32", (None, None), output=True, align=4),) if config.max_logits else ()),
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()
