@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
+import vllm._custom_ops as vllm_ops
 import vllm.envs as envs
 import vllm.model_executor.layers.attention.sparse_mla_attention as vllm_sparse
 from vllm.config import get_current_vllm_config_or_none
@@ -245,7 +246,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which is concatenated: the kernel gathers keys and has
         one tensor of queries. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
         if isinstance(q, tuple):
-            q = tensors.joined(q, self.kv_lora_rank) if q[1].shape[-1] else q[0]
+            q = _joined(q, self.kv_lora_rank) if q[1].shape[-1] else q[0]
         rows, step = _rows(kv_c_and_k_pe_cache)
         selected = self.topk_indices_buffer[: len(q)]
         slots, counts = self._slots(selected, attn_metadata, step)
@@ -305,6 +306,18 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
                 **strided,
             )
         return slots, counts
+
+
+def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tensor:
+    """A query's latent and rope parts as one tensor, by vLLM's own kernel where it takes them: torch's copies take two,
+    as the latent part has its heads in front."""
+    latent, rope = q
+    has_kernel = latent.is_cuda and hasattr(torch.ops._C_cache_ops, "concat_mla_q")
+    if not has_kernel or latent.dtype != torch.bfloat16 or (latent_dim, rope.shape[-1]) != (512, 64):
+        return tensors.joined(q, latent_dim)
+    out = latent.new_empty(*latent.shape[:-1], latent_dim + rope.shape[-1])
+    vllm_ops.concat_mla_q(latent, rope, out)
+    return out
 
 
 def _counts_rows_between_pages() -> bool:
