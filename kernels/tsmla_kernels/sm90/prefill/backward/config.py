@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.rules import Dim
 
 Q_ROWS = 64  # query rows of one step
-KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compute
 STAGES = 2  # pipeline stages of Q, and of dS
 ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to sum h % 16
 BLOCK_ROWS = 8  # query rows of a block of dq's sums
 PLAN_WORDS = 8  # int32 words of one row of the plan
 DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = ((192, 128),)
+HEAD_DIMS = ((192, 128), (256, 256))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +45,16 @@ class BackwardConfig:
     causal: bool = True
     deterministic: bool = False
     selection: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether the registers of both compute warpgroups have no room for dK and dV of 128 keys."""
+        return self.v_head_dim > 128
+
+    @property
+    def key_rows(self) -> int:
+        """The keys of one tile: 64 for each of the two compute warpgroups, or if `wide` the same 64 for both."""
+        return 64 if self.wide else 128
 
 
 def backward_reasons(spec: PrefillSpec) -> list[str]:
@@ -81,14 +90,16 @@ def backward_workspaces(
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
     dq_sum: float32 sums of dq. A block has BLOCK_ROWS rows of one request and half of the columns, in the order of
-      `sum_position`.
+      `sum_position` or, if the config is wide, of `wide_sum_position`.
     row_terms: for each head and tile of Q_ROWS queries of one request, -lse in base 2, then the cotangent of lse minus
       rowsum(dout * out).
-    turns: if deterministic, how many key tiles have been added to each half of the columns of a tile of dq.
+    turns: if deterministic, how many key tiles (if wide: warps of key tiles) have been added to each half of the
+      columns of a tile of dq.
     plan: a row for each request, and two for the keys that belong to no request.
     progress: one word per CTA, because the launch takes the grid's size from its length.
     rope_sum, rope_turns: only if rope_dim > 0. Float32 sums of the gradient of k's shared columns; and, if
-      deterministic, how many heads have been added to each half of the rows of a key tile.
+      deterministic, how many heads have been added to each half of the rows of a key tile (if wide: how many warps of
+      heads to all its rows, in the first counter).
     """
     tiles = total_q_len // Q_ROWS + batch
     blocks = total_q_len // BLOCK_ROWS + batch
@@ -102,7 +113,7 @@ def backward_workspaces(
     }
     if config.rope_dim:
         partials = ROPE_PARTIALS if deterministic else 1
-        key_tiles = total_kv_len // KEY_ROWS + batch if deterministic else 1
+        key_tiles = total_kv_len // config.key_rows + batch if deterministic else 1
         shapes["rope_sum"] = ((partials, total_kv_len, config.rope_dim), "float32")
         shapes["rope_turns"] = ((partials, key_tiles, 2), "int32")
     return shapes

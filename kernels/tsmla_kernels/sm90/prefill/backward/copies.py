@@ -8,7 +8,7 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.operands import Block
-from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES
+from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward.memory import (
     NO_HEAD,
     TILE_SLOTS,
@@ -99,7 +99,7 @@ class Producer:
             cute.arch.mbarrier_arrive_and_expect_tx(shared.k.full, traits.bytes_of(traits.k))
         self.copy_rows(copies.k, shared.k, traits.nope, keys, first_key, head)
         if const_expr(traits.rope_columns > 0):
-            rope = shared.k._replace(memory=shared.k.memory + traits.nope_columns * KEY_ROWS)
+            rope = shared.k._replace(memory=shared.k.memory + traits.nope_columns * traits.key_rows)
             self.copy_rows(copies.rope, rope, traits.rope, keys, first_key, Int32(0))
 
     @cute.jit
@@ -115,8 +115,11 @@ class Producer:
             source = sums.row_terms.iterator.toint() + line * TERMS_BYTES
             self.copy_bulk(shared.row_terms.iterator.toint() + stage.index * TERMS_BYTES, source, full)
         self.copy_rows(copies.q, shared.q, self.traits.q, stage, row, head)
-        # dO has one buffer, so its barriers' parity changes with every step, as the index of Q's two stages does.
-        self.copy_block(copies.dout, shared.dout, self.traits.dout, Stage(Int32(0), stage.index ^ 1), row, head)
+        if const_expr(self.traits.wide):
+            self.copy_block(copies.dout, shared.dout, self.traits.dout, stage, row, head)
+        else:
+            # dO has one buffer, so its barriers' parity changes with every step, as the index of Q's two stages does.
+            self.copy_block(copies.dout, shared.dout, self.traits.dout, Stage(Int32(0), stage.index ^ 1), row, head)
 
     @cute.jit
     def copy_block(

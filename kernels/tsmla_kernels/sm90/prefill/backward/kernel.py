@@ -74,7 +74,7 @@ class MlaPrefillBackward:
         self.prepare(requests, saved, sums, schedule).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
-        copies, mmas = self.producer.make_copies(operands), self.consumer.make_mmas()
+        copies, mmas = self.producer.make_copies(operands), self.consumer.parts.make_mmas()
         self.differentiate(
             copies, sums, schedule, gradients, operands.scales, mmas, heads, operands.selection
         ).launch(
@@ -117,13 +117,13 @@ class MlaPrefillBackward:
         group = cute.arch.make_warp_uniform(tidx // 128)
         traits = self.traits
         smem = utils.SmemAllocator()
-        shared = shared_memory(smem.allocate(self.storage))
+        shared = shared_memory(traits, smem.allocate(self.storage))
         if warp_idx == traits.producer_warp:
             for copy in copies:
                 cpasync.prefetch_descriptor(copy.atom)
         if warp_idx == 0:
             with cute.arch.elect_one():
-                init_mbarriers(shared)
+                init_mbarriers(traits, shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()

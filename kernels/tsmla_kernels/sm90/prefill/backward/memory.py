@@ -9,22 +9,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from tsmla_kernels.sm90.operands import Block
-from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
+from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS, STAGES, BackwardConfig
 from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-GROUPS = 2  # compute warpgroups, each with half of a tile's keys and half of dq's columns
-GROUP_KEYS = KEY_ROWS // GROUPS
+GROUPS = 2  # compute warpgroups, each with half of dq's columns, and with half of a tile's keys unless all have all
+GROUP_KEYS = 64
 COMPUTE_WARPS = 4 * GROUPS
 TILE_SLOTS = 4  # places in the ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
 TILE_WORDS = 12
 BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # shared-memory buffers of each array
+WIDE_BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": STAGES, "ds": STAGES, "p": 1}  # the same, if the config is wide
 NO_HEAD = -1  # Tile.HEAD at the end of the sequence of tiles
 
 
 class Tile(IntEnum):
-    """Words of a tile descriptor: up to KEY_ROWS keys of one head of one request, and the queries that see them."""
+    """Words of a tile descriptor: up to `key_rows` keys of one head of one request, and the queries that see them."""
 
     HEAD = 0  # NO_HEAD ends the sequence of tiles
     FIRST_KEY = 1
@@ -130,11 +131,12 @@ class Mma(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of the main kernel. `BUFFERS` says how many buffers each array has; row_terms has as many as
-    `q`.
+    """The shared memory of the main kernel. `Traits.buffers` says how many buffers each array has; row_terms has as
+    many as `q`.
 
-    row_terms arrive with Q, and Q's barriers release them. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `sums` has a
+    row_terms arrive with Q, and Q's barriers release them. `ds` is dS transposed, [key_rows, Q_ROWS]. `sums` has a
     buffer for each compute warpgroup, with the float32 numbers that a reducer warp adds to the sums in global memory.
+    `p` is P in float32, which one warpgroup passes to the other. Wide kernels have `p`, all others have `sums`.
     """
 
     tiles: cute.Tensor
@@ -144,7 +146,8 @@ class Shared(NamedTuple):
     v: Buffers
     dout: Buffers
     ds: Buffers
-    sums: Buffers
+    sums: Buffers | None = None
+    p: Buffers | None = None
 
 
 class Accumulators(NamedTuple):
@@ -199,12 +202,15 @@ class Traits:
         # Each half of dq's columns needs whole column tiles of K.
         k_width = 64 if self.dq_columns % 64 == 0 else 32
         self.q = Block(Q_ROWS, self.qk_head_dim, 64, Q_ROWS)
-        self.k = Block(KEY_ROWS, self.qk_head_dim, k_width, KEY_ROWS)
+        self.wide, self.key_rows = config.wide, config.key_rows
+        self.buffers = WIDE_BUFFERS if self.wide else BUFFERS
+        key_rows = self.key_rows
+        self.k = Block(key_rows, self.qk_head_dim, k_width, key_rows)
         self.nope = self.k._replace(columns=self.nope_columns)
         self.rope = self.k._replace(columns=self.rope_columns)
-        self.v = Block(KEY_ROWS, self.v_head_dim, 64, KEY_ROWS)
+        self.v = Block(key_rows, self.v_head_dim, 64, key_rows)
         self.dout = Block(Q_ROWS, self.v_head_dim, 64, Q_ROWS)
-        self.ds = Block(KEY_ROWS, Q_ROWS, 64, KEY_ROWS)
+        self.ds = Block(key_rows, Q_ROWS, 64, key_rows)
         self.threads = 128 * (GROUPS + 1)
         self.producer_warp = COMPUTE_WARPS
         self.compute_registers, self.producer_registers = 240, 24
@@ -228,18 +234,20 @@ def make_storage(traits: Traits):
         return cute.struct.Align[cute.struct.MemRange[traits.dtype, count * block.rows * block.columns], 1024]
 
     fields: dict[str, Any] = {}
-    for name, count in BUFFERS.items():
+    for name, count in traits.buffers.items():
         fields |= {f"{name}_full": barriers(count), f"{name}_empty": barriers(count)}
     fields["tiles"] = cute.struct.MemRange[Int32, TILE_SLOTS * TILE_WORDS]
     fields["row_terms"] = cute.struct.Align[cute.struct.MemRange[Float32, STAGES * len(Term) * Q_ROWS], 128]
-    for name, count in BUFFERS.items():
-        if name != "sums":
+    for name, count in traits.buffers.items():
+        if name not in ("sums", "p"):
             fields[name] = buffers(count, getattr(traits, name))
-    fields["sums"] = cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * Q_ROWS * traits.dq_columns], 128]
+    floats = {"p": traits.key_rows * Q_ROWS} if traits.wide else {"sums": GROUPS * Q_ROWS * traits.dq_columns}
+    for name, count in floats.items():
+        fields[name] = cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
     return storage_of_fields(fields, traits.config)
 
 
-def shared_memory(storage: cute.struct) -> Shared:
+def shared_memory(traits: Traits, storage: cute.struct) -> Shared:
     """Views of the allocated `storage`."""
 
     def buffers(name: str) -> Buffers:
@@ -248,22 +256,24 @@ def shared_memory(storage: cute.struct) -> Shared:
 
     tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS), stride=(1, TILE_WORDS)))
     terms = cute.make_layout((Q_ROWS, len(Term), STAGES), stride=(1, Q_ROWS, len(Term) * Q_ROWS))
-    return Shared(tiles, storage.row_terms.get_tensor(terms), **{name: buffers(name) for name in BUFFERS})
+    return Shared(tiles, storage.row_terms.get_tensor(terms), **{name: buffers(name) for name in traits.buffers})
 
 
-def init_mbarriers(shared: Shared) -> None:
+def init_mbarriers(traits: Traits, shared: Shared) -> None:
     """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase. A warp arrives once;
     only at `q.empty` do all its lanes arrive."""
     copied = (1, COMPUTE_WARPS)  # arrivals on `full` and on `empty`
     arrivals = {
         "q": (1, COMPUTE_WARPS * 32),
-        "k": (1, COMPUTE_WARPS + GROUPS),  # reducer warps read the tile descriptor that arrives with K
+        # Reducer warps read the tile descriptor that arrives with K.
+        "k": (1, COMPUTE_WARPS + (0 if traits.wide else GROUPS)),
         "v": copied,
         "dout": copied,
-        "ds": (COMPUTE_WARPS, COMPUTE_WARPS),
+        "ds": (COMPUTE_WARPS // GROUPS if traits.wide else COMPUTE_WARPS, COMPUTE_WARPS),
         "sums": (COMPUTE_WARPS // GROUPS, 1),
+        "p": (COMPUTE_WARPS // GROUPS, COMPUTE_WARPS // GROUPS),
     }
-    for name, count in BUFFERS.items():
+    for name, count in traits.buffers.items():
         buffers = getattr(shared, name)
         for index in range(count):
             cute.arch.mbarrier_init(buffers.full + index, arrivals[name][0])

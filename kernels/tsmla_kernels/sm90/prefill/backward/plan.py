@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, Q_ROWS
 from tsmla_kernels.sm90.prefill.backward.memory import NO_HEAD, TILE_SLOTS, TILE_WORDS, Tile, Traits
 from tsmla_kernels.sm90.prefill.copies import NO_TILE
 from tsmla_kernels.sm90.prefill.memory import PlanWord, Progress, Schedule
@@ -42,7 +42,8 @@ class BackwardPlanner(PlanWriter):
         plan[position, PlanWord.ROWS] = request.keys
         plan[position, PlanWord.FIRST_KEY] = request.first_row
         plan[position, PlanWord.KEYS] = request.rows
-        plan[position, PlanWord.HEAD_TILES] = (request.rows + KEY_ROWS - 1) // KEY_ROWS
+        key_rows = self.traits.key_rows
+        plan[position, PlanWord.HEAD_TILES] = (request.rows + key_rows - 1) // key_rows
         plan[position, PlanWord.REQUEST] = index
 
     # ---- claiming (one warp)
@@ -52,7 +53,7 @@ class BackwardPlanner(PlanWriter):
         """Write the descriptor of tile `tile` to `slot`: NO_HEAD in all words, if `tile` is past the last tile. Returns
         the index of the plan's row that has the tile."""
         lane = cute.arch.lane_idx()
-        plan = schedule.plan
+        plan, key_rows = schedule.plan, self.traits.key_rows
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
         words.fill(NO_HEAD)
         if tile < schedule.progress[Progress.TILES]:
@@ -71,12 +72,12 @@ class BackwardPlanner(PlanWriter):
             order = index // section_heads  # the tiles that most queries see come first
             first_step, diagonal = Int32(0), Int32(SEEN_BY_ALL)
             if const_expr(self.traits.causal):
-                sees_first_key = order * KEY_ROWS - (keys - rows)  # the first query that sees the tile's first key
+                sees_first_key = order * key_rows - (keys - rows)  # the first query that sees the tile's first key
                 first_step = cutlass.max(sees_first_key, 0) // Q_ROWS
                 diagonal = sees_first_key - first_step * Q_ROWS
             words[Tile.HEAD] = section * SECTION_HEADS + index % section_heads
-            words[Tile.FIRST_KEY] = first_key + order * KEY_ROWS
-            words[Tile.KEYS] = cutlass.min(keys - order * KEY_ROWS, KEY_ROWS)
+            words[Tile.FIRST_KEY] = first_key + order * key_rows
+            words[Tile.KEYS] = cutlass.min(keys - order * key_rows, key_rows)
             words[Tile.STEPS] = cutlass.max((rows + Q_ROWS - 1) // Q_ROWS - first_step, 0)
             words[Tile.FIRST_ROW] = first_row + first_step * Q_ROWS
             words[Tile.ROWS] = rows - first_step * Q_ROWS
@@ -84,7 +85,7 @@ class BackwardPlanner(PlanWriter):
             words[Tile.DIAGONAL] = diagonal
             words[Tile.FIRST_BLOCK] = first_index(first_row, request, BLOCK_ROWS) + first_step * (Q_ROWS // BLOCK_ROWS)
             words[Tile.ORDER] = order
-            words[Tile.ROPE_TURN] = first_index(first_key, request, KEY_ROWS) + order
+            words[Tile.ROPE_TURN] = first_index(first_key, request, key_rows) + order
         if lane == 0:
             for i in cutlass.range_constexpr(TILE_WORDS):
                 tiles[i, slot] = words[i]

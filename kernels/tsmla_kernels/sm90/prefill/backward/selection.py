@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward.memory import GROUP_KEYS, Step, Tile
+from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS
+from tsmla_kernels.sm90.prefill.backward.memory import GROUP_KEYS, Step, Tile, Traits
 from tsmla_kernels.sm90.prefill.memory import Selection, ThreadIndex
 from tsmla_kernels.sm90.prefill.selection import ALL_KEYS, WORD_KEYS
 
@@ -22,13 +22,16 @@ WARP_QUERIES = 32  # queries of a step whose words the lanes of a warp load at o
 class SelectedQueries:
     """Device code of a compute warpgroup's selection."""
 
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
+
     @cute.jit
     def load(self, selection: Selection, tiles: cute.Tensor, at: Step, t: ThreadIndex) -> cute.Tensor:
         """Load the words that have the warp's keys: those of queries `lane` and `lane` + 32 of the step. A query that
         selects all keys, or that is past the request's end, gets words with all bits set."""
         words = cute.make_rmem_tensor((Q_ROWS // WARP_QUERIES,), Int32)
         slot, first_query = at.slot, at.queries * Q_ROWS
-        first_key = tiles[Tile.ORDER, slot] * KEY_ROWS + t.group * GROUP_KEYS + (t.thread // 32) * 16
+        first_key = tiles[Tile.ORDER, slot] * self.traits.key_rows + t.group * GROUP_KEYS + (t.thread // 32) * 16
         column, width = first_key // WORD_KEYS, Int32(selection.words.shape[1])
         rows = tiles[Tile.ROWS, slot] - first_query
         first_row = tiles[Tile.FIRST_ROW, slot] + first_query
