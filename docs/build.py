@@ -31,6 +31,7 @@ KERNEL_PAGES = {
     "prefill.md": KERNELS / "sm90/prefill/DESIGN.md",
     "prefill_log.md": KERNELS / "sm90/prefill/LOG.md",
     "prefill_backward.md": KERNELS / "sm90/prefill/backward/DESIGN.md",
+    "prefill_backward_wide.md": KERNELS / "sm90/prefill/backward/WIDE.md",
     "prefill_backward_log.md": KERNELS / "sm90/prefill/backward/LOG.md",
     "sparse_backward.md": KERNELS / "sm90/sparse_backward/DESIGN.md",
     "sparse_backward_log.md": KERNELS / "sm90/sparse_backward/LOG.md",

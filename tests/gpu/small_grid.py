@@ -180,9 +180,10 @@ def prefill_calls(generator: torch.Generator) -> Iterator[Call]:
 def wide_prefill_calls(generator: torch.Generator) -> Iterator[Call]:
     """Prefill with 256 columns of keys and of values: k and v, kv and k_rope, and selected keys."""
     lengths = [([3, 1], [0, 2]), ([70, 0, 5], [70, 30, 200]), ([130, 1], [300, 64])]
-    for i, (q_lens, kv_lens) in enumerate(lengths):
+    for dtype, (q_lens, kv_lens) in itertools.product((torch.bfloat16, torch.float16, FP8), lengths):
+        if dtype == torch.float16 and q_lens[0] != 3:
+            continue
         tokens, keys = sum(q_lens) + 2, sum(kv_lens) + 2
-        dtype = torch.float16 if i == 0 else torch.bfloat16
         q = normal(generator, tokens, 3, 256, dtype=dtype)
         k, v = (normal(generator, keys, 3, 256, dtype=torch.float32) for _ in range(2))
         k[-2:], v[-2:] = float("nan"), float("nan")
@@ -194,7 +195,9 @@ def wide_prefill_calls(generator: torch.Generator) -> Iterator[Call]:
             options = {**bounds, "softmax_scale": SCALE, "return_lse": True, "causal": causal}
             name = f"256 and 256 {dtype} {q_lens} over {kv_lens}{' causal' * causal}"
             yield Call(name, tsmla_bridge.mla_prefill, whole, options)
-            yield Call(f"{name} kv and k_rope", tsmla_bridge.mla_prefill_kv, {"q": q, **joint, **offsets}, options)
+            if dtype != FP8:
+                given = {"q": q, **joint, **offsets}
+                yield Call(f"{name} kv and k_rope", tsmla_bridge.mla_prefill_kv, given, options)
             selected = random_selection(generator, tokens, max(kv_lens), rows=causal)
             yield Call(f"{name} selected", tsmla_bridge.mla_prefill, {**whole, **selected}, options)
 
@@ -323,13 +326,26 @@ def selection_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
                 yield call._replace(name=f"{call.name}{' shared rope' * i}", tensors={**call.tensors, **selected})
 
 
-def gradient_calls(generator: torch.Generator, function: Callable[..., Any] = prefill_gradient) -> Iterator[Call]:
+def wide_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
+    """The gradients of mla_prefill and mla_prefill_kv with 256 columns of keys and of values, some of selected keys."""
+    for i, function in enumerate((prefill_gradient, prefill_kv_gradient)):
+        for j, call in enumerate(gradient_calls(generator, function, (256, 256))):
+            if j % 3 == 2 or j == 0:
+                rows, longest = len(call.tensors["q"]), call.options["max_kv_len"]
+                selected = random_selection(generator, rows, longest, rows=j % 2 == 0) if j % 4 == 2 else {}
+                name = f"{call.name}{' shared rope' * i}{' selected' * bool(selected)}"
+                yield call._replace(name=name, tensors={**call.tensors, **selected})
+
+
+def gradient_calls(
+    generator: torch.Generator, function: Callable[..., Any] = prefill_gradient, dims: tuple[int, int] = (192, 128)
+) -> Iterator[Call]:
     """The gradient of prefill: ragged, empty queries and keys, behind a context, causal and not, in both modes."""
     lengths = [([70, 0, 5], [70, 30, 200]), ([3, 1], [0, 2]), ([130, 1], [131, 64])]
     modes = itertools.product((True, False), (True, False))
     for dtype, (causal, deterministic) in itertools.product((torch.bfloat16, torch.float16), modes):
         for q_lens, kv_lens in lengths:
-            rows, widths = (sum(q_lens), sum(kv_lens), sum(kv_lens), sum(q_lens)), (192, 192, 128, 128)
+            rows, widths = (sum(q_lens), sum(kv_lens), sum(kv_lens), sum(q_lens)), [n for n in dims for _ in range(2)]
             given = [normal(generator, n + 2, 3, w, dtype=torch.float32) for n, w in zip(rows, widths, strict=True)]
             for x, n in zip(given, rows, strict=True):
                 x[n:] = float("nan")
@@ -702,6 +718,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "mla_prefill_sinks_gradient": sink_gradient_calls,
     "mla_prefill_gradient": gradient_calls,
     "mla_prefill_selection_gradient": selection_gradient_calls,
+    "mla_prefill_wide_gradient": wide_gradient_calls,
     "mla_prefill_kv_gradient": functools.partial(gradient_calls, function=prefill_kv_gradient),
     "kv_cache": cache_calls,
     "merge_attention_states": merge_calls,

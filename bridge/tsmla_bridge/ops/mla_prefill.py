@@ -193,8 +193,8 @@ def mla_prefill(
       offsets do without TSMLA_CHECK, are as mla_decode says.
 
     q, k, v and the sinks have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16
-    and bfloat16 with head dims 192 and 128; else by torch operations, which make all scores of a request at once.
-    Gradients of gradients, of scales, and of calls with out= or lse= raise NotImplementedError;
+    and bfloat16 with head dims 192 and 128, or both 256; else by torch operations, which make all scores of a request
+    at once. Gradients of gradients, of scales, and of calls with out= or lse= raise NotImplementedError;
     implementation="reference" on plain tensors is ordinary torch operations and has them all.
 
     Streams, threads, CUDA graphs and torch.compile are as mla_decode says.

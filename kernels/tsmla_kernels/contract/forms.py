@@ -23,6 +23,10 @@ of sparse_mla); the last counts for more heads too. With few heads sparse_mla's 
 on an H200 with 2,048 selected keys of prompts of 8,192 and 16,384 tokens (16 heads: 9.5 and 11.8; 64 and 128 heads: 4.4
 to 4.7): benchmarks/results/h200/sparse_mla_prefill.json, forms direct and mask."""
 
+WIDE_PAIRS = ((16, 5.0), (64, 2.5))
+"""The same if keys and values have 256 columns each: the mask's kernel takes 1.8 times as long for them
+(kernels/tsmla_kernels/sm90/prefill/LOG.md), and sparse_mla as long as for 192 and 128."""
+
 EXPANSION_PAIRS = 410
 """Pairs whose products are as many as those of expanding a key: 2 x 512 x 256 of 2 x 320."""
 
@@ -39,13 +43,14 @@ class Form(NamedTuple):
 
 class StepSizes(NamedTuple):
     """Sizes of a step that the host knows: new tokens, requests, a bound on a request's tokens (the new ones included),
-    query heads, and keys that a token selects."""
+    query heads, keys that a token selects, and columns that a head's key and value have together."""
 
     tokens: int
     requests: int
     longest: int
     heads: int
     selected: int
+    columns: int = 320
 
 
 def selected_form(sizes: StepSizes, *, forced: str | None = None, reasons: Sequence[str] = ()) -> Form:
@@ -81,5 +86,6 @@ def pairs_of_mask(sizes: StepSizes) -> float:
 def pairs_that_pay(sizes: StepSizes) -> float:
     """How many pairs per token the mask's kernel computes in the time in which sparse_mla computes the selected
     ones."""
-    each = next((pairs for heads, pairs in PAIRS if sizes.heads <= heads), PAIRS[-1][1])
+    of_heads = PAIRS if sizes.columns <= 320 else WIDE_PAIRS
+    each = next((pairs for heads, pairs in of_heads if sizes.heads <= heads), of_heads[-1][1])
     return each * min(sizes.selected, sizes.longest)

@@ -87,7 +87,7 @@ def test_forward_mode_is_refused() -> None:
     ("args", "reason"),
     [
         (arrays(dtype=jnp.float32), "q.dtype is float32; the sm_90 prefill kernel takes bfloat16, float16 or"),
-        (arrays(k_dim=64, v_dim=64, dtype=FP8), "the sm_90 prefill kernel takes 192 and 128 in float8_e4m3fn"),
+        (arrays(k_dim=64, v_dim=64, dtype=FP8), "prefill kernel takes 192 and 128, 256 and 256 in float8_e4m3fn"),
         (arrays(v_dim=64), "the head dims of k and v are 192 and 64; the sm_90 prefill kernel takes 192 and 128, "),
     ],
 )

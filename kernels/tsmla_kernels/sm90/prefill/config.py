@@ -18,7 +18,7 @@ GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 PLAN_WORDS = 8  # int32 words of one row of the plan
 PROGRESS_WORDS = 2  # words of memory.Progress. `progress` has one word per CTA, so a grid has at least 2 CTAs
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (256, 256))
-FP8_HEAD_DIMS = ((192, 128),)
+FP8_HEAD_DIMS = ((192, 128), (256, 256))
 SELECTION_HEAD_DIMS = ((192, 128), (256, 256))
 WIDE = 256  # the width of values with which a block has fewer keys
 
@@ -94,11 +94,13 @@ def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
 
 
 def block_keys(spec: PrefillSpec) -> int:
-    """How many keys a block has. If K and V have 256 columns, two stages of at most 80 keys fit into shared memory
-    beside Q. A selection has words of 32 keys, so its blocks have a multiple of 32."""
+    """How many keys a block has. If K and V have 256 columns, two stages of at most 80 keys (fp8: 96) fit into shared
+    memory beside Q. A selection has words of 32 keys, and a lane loads a power of two of them."""
     if spec.v_head_dim < WIDE:
         return 128
-    return 64 if spec.selection else 80
+    if spec.selection:
+        return 64
+    return 96 if spec.q_dtype == FP8 else 80
 
 
 def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False) -> PrefillConfig:
@@ -109,7 +111,7 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False
         v_head_dim=spec.v_head_dim,
         rope_dim=rope_dim,
         causal=spec.causal,
-        groups=3 if spec.q_dtype == FP8 else 2,
+        groups=3 if spec.q_dtype == FP8 and spec.v_head_dim < WIDE else 2,
         block=block_keys(spec),
         wide_v=wide_v,
         selection=spec.selection,

@@ -111,7 +111,7 @@ class Gemms:
     @cute.jit
     def start_turns(self, group: Int32) -> None:
         """In the last warpgroup, give the first warpgroup its first turn."""
-        if const_expr(not self.traits.fp8):
+        if const_expr(self.traits.turns):
             if group == self.traits.groups - 1:
                 cute.arch.barrier_arrive(barrier_id=Barrier.TURN, number_of_threads=TURN_THREADS)
 
@@ -119,13 +119,13 @@ class Gemms:
     def take_turn(self, group: Int32) -> None:
         """Wait until the other warpgroup has issued its products. fp8 has no turns, because a warpgroup may skip a
         block that the others compute."""
-        if const_expr(not self.traits.fp8):
+        if const_expr(self.traits.turns):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
 
     @cute.jit
     def pass_turn(self, group: Int32) -> None:
         """Let the next warpgroup issue its products."""
-        if const_expr(not self.traits.fp8):
+        if const_expr(self.traits.turns):
             next_group = group + 1
             if next_group == self.traits.groups:
                 next_group = Int32(0)

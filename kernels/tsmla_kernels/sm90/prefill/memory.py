@@ -36,6 +36,7 @@ class KernelTraits:
     def __init__(self, config: PrefillConfig) -> None:
         self.config = config
         self.fp8 = config.dtype == FP8
+        self.turns = not self.fp8
         self.dtype = DTYPES[config.dtype]
         self.out_dtype = cutlass.BFloat16 if self.fp8 else self.dtype
         self.element_bytes = self.dtype.width // 8

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
+from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, TRANSPOSE_WARPS, KernelTraits, Shared, Tile
 from tsmla_kernels.sm90.warp import advance, load_transposed, store_matrices
 
 EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors of one column's bytes in two registers of column pairs
@@ -41,7 +42,7 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
 
 
 class ValueTransposer:
-    """Device code of the two transpose warps, with 64 columns of V each.
+    """Device code of the two transpose warps, which have V's column tiles in turn.
 
     ldmatrix transposes pairs of columns; prmt then joins bytes of two registers into four keys of a column. Of each 16
     keys, lane q of a row gets keys 2q, 2q + 1, 2q + 8 and 2q + 9. V keeps this order of keys, because the accumulator
@@ -51,6 +52,9 @@ class ValueTransposer:
     def __init__(self, traits: KernelTraits) -> None:
         self.traits = traits
         self.stages = traits.stages
+        self.warp_tiles = range(traits.v_column_tiles // TRANSPOSE_WARPS)
+        # Bytes from a warp's column tile to its next one, in the landing buffer and in transposed V.
+        self.source_step, self.target_step = (TRANSPOSE_WARPS * 64 * width for width in (traits.block, 128))
 
     @cute.jit
     def transpose_blocks(self, shared: Shared, warp: Int32) -> None:
@@ -75,7 +79,9 @@ class ValueTransposer:
                 if keys < traits.block:
                     # Memory past the request's end may hold NaN, and 0 * NaN must not reach O.
                     for row in cutlass.range(cutlass.max(keys, 0) + lane // 4, traits.block, 8, unroll=1):
-                        self.store_zeros(addresses.half + index * traits.v_elements + row * 64 + (lane % 4) * 16)
+                        zeros = addresses.half + index * traits.v_elements + row * 64 + (lane % 4) * 16
+                        for tile in self.warp_tiles:
+                            self.store_zeros(zeros + tile * self.source_step)
                     cute.arch.sync_warp()
                 cute.arch.mbarrier_wait(v.empty + index, phase ^ 1)
                 self.transpose_block(addresses, index, even_columns, odd_columns)
@@ -95,9 +101,10 @@ class ValueTransposer:
     ) -> None:
         """Transpose this warp's columns of the block in stage `index`; each ldmatrix reads 32 keys of 16 columns."""
         traits = self.traits
-        source = addresses.source + index * traits.v_elements
-        target = addresses.target + index * traits.transposed_elements
-        for step in range(traits.block // 32):
+        first_source = addresses.source + index * traits.v_elements
+        first_target = addresses.target + index * traits.transposed_elements
+        for tile, step in itertools.product(self.warp_tiles, range(traits.block // 32)):
+            source, target = first_source + tile * self.source_step, first_target + tile * self.target_step
             step_target = (target ^ ((step % 4) * 32)) + (step // 4) * 128 * traits.v_head_dim
             for group in range(4):
                 pairs = load_transposed((source ^ (group * 16)) + step * 2048)

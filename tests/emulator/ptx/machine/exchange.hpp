@@ -56,6 +56,23 @@ Flow atomic(Warp& warp, const Instruction& i, uint32_t mask) {  // aux: 1 if the
   return Flow::next;
 }
 
+// Slots: base and offset, then four registers, each added to its own word.
+template <class T, Space space>
+Flow add_four(Warp& warp, const Instruction& i, uint32_t mask) {
+  EACH_LANE {
+    const uint64_t address = address_of(warp, i, 0, lane);
+    at<space>(warp, address, 4 * sizeof(T), 4 * sizeof(T), true);
+    for (int part = 0; part < 4; ++part) {
+      const uint64_t to = address + part * sizeof(T);
+      T before;
+      std::memcpy(&before, at<space>(warp, to, sizeof(T), sizeof(T), true), sizeof(T));
+      const T after = before + read<T>(warp, i.slots[2 + part], lane);
+      put<space>(warp, lane, to, &after, sizeof(T), sizeof(T), true);
+    }
+  }
+  return Flow::next;
+}
+
 // Slots: the old value, base and offset, the value that is expected, and the new one.
 template <class T, Space space>
 Flow compare_and_swap(Warp& warp, const Instruction& i, uint32_t mask) {
@@ -95,6 +112,7 @@ void add_memory(Handlers& handlers, const std::string& name) {
     handlers["atom." + name + ".max." + type] = atomic<T, Greatest<T>, space>;
   };
   atomics(int32_t(), "s32"), atomics(uint32_t(), "u32"), atomics(float(), "f32");
+  handlers["atom." + name + ".add.f32.v4"] = add_four<float, space>;
   handlers["atom." + name + ".or.b32"] = atomic<uint32_t, Or, space>;
   handlers["atom." + name + ".and.b32"] = atomic<uint32_t, And, space>;
   handlers["atom." + name + ".exch.b32"] = atomic<uint32_t, Exchange, space>;

@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.prefill.backward.config import backward_workspaces
-from tsmla_kernels.sm90.prefill.backward.sums import sum_position
+from tsmla_kernels.sm90.prefill.backward.sums import sum_position, wide_sum_position
 
 CONFIGS = {
     "causal": {},
@@ -17,6 +17,20 @@ CONFIGS = {
     "selected keys": {"selection": "true"},
     "selected keys, shared rope columns, deterministic": {
         "selection": "true",
+        "shared_rope": "true",
+        "deterministic": "true",
+    },
+    "256 and 256": {"qk_head_dim": "256", "v_head_dim": "256"},
+    "256 and 256, selected keys, f16, not causal": {
+        "qk_head_dim": "256",
+        "v_head_dim": "256",
+        "selection": "true",
+        "dtype": "float16",
+        "causal": "false",
+    },
+    "256 and 256, shared rope columns, deterministic": {
+        "qk_head_dim": "256",
+        "v_head_dim": "256",
         "shared_rope": "true",
         "deterministic": "true",
     },
@@ -51,15 +65,23 @@ def test_workspaces_are_dq_in_float32_and_some_numbers_a_row(options: dict[str, 
     for heads in (16, 128):
         shapes = backward_workspaces(config, batch, tokens, keys, heads)
         sizes[heads] = {name: 4 * math.prod(shape) for name, (shape, _) in shapes.items()}
-        assert sizes[heads].pop("dq_sum") <= 4 * 192 * heads * (tokens + 8 * batch)
+        assert sizes[heads].pop("dq_sum") <= 4 * config.qk_head_dim * heads * (tokens + 8 * batch)
         assert sizes[heads].pop("row_terms") <= 8 * heads * (tokens + 64 * batch)
         turns = 8 * heads * (tokens // 64 + batch) if config.deterministic else 8
         assert sizes[heads].pop("turns") == turns
         partials = 16 if config.deterministic else 1
         assert sizes[heads].pop("rope_sum", 0) == (4 * 64 * keys * partials if config.rope_dim else 0)
-        assert sizes[heads].pop("rope_turns", 0) <= partials * 8 * (keys // 128 + batch)
+        assert sizes[heads].pop("rope_turns", 0) <= partials * 8 * (keys // config.key_rows + batch)
         assert sum(sizes[heads].values()) < 1000
     assert sizes[16] == sizes[128]
+
+
+def test_wide_sum_positions_are_a_permutation_of_a_block() -> None:
+    positions = [wide_sum_position(row, column) for row in range(8) for column in range(128)]
+    assert sorted(positions) == list(range(8 * 128))
+    # What the lanes of a warp add together, lane 4 r + q of row r: four numbers each, side by side.
+    lanes = [(row, (2 * q, 2 * q + 1, 2 * q + 8, 2 * q + 9)) for row in range(8) for q in range(4)]
+    assert [wide_sum_position(row, column) for row, columns in lanes for column in columns] == list(range(128))
 
 
 @pytest.mark.parametrize("columns", [96, 64])
@@ -76,7 +98,7 @@ def test_sum_positions_are_a_permutation_of_a_block(columns: int) -> None:
     ("options", "message"),
     [
         ({"dtype": "float8_e4m3fn"}, "q.dtype is float8_e4m3fn; the sm_90 prefill gradient takes bfloat16 or float16"),
-        ({"qk_head_dim": "64", "v_head_dim": "64"}, "are 64 and 64; the sm_90 prefill gradient takes 192 and 128"),
+        ({"qk_head_dim": "64", "v_head_dim": "64"}, "64 and 64; the sm_90 prefill gradient takes 192 and 128, 256 and"),
         ({"deterministic": "maybe"}, "got deterministic=maybe; legal: true or false"),
     ],
 )

@@ -24,6 +24,13 @@ CONFIGS = {
     "sinks, fp8": {"sinks": "true", "dtype": "float8_e4m3fn"},
     "selected keys, fp8": {"selection": "true", "dtype": "float8_e4m3fn"},
     "fp8": {"dtype": "float8_e4m3fn"},
+    "fp8, 256 and 256": {"dtype": "float8_e4m3fn", "qk_head_dim": "256", "v_head_dim": "256"},
+    "fp8, 256 and 256, selected keys": {
+        "dtype": "float8_e4m3fn",
+        "qk_head_dim": "256",
+        "v_head_dim": "256",
+        "selection": "true",
+    },
     "fp8, not causal": {"dtype": "float8_e4m3fn", "causal": "false"},
 }
 WIDE_V = {"192 and 128, v in a wider tensor": {}, "fp8, v in a wider tensor": {"dtype": "float8_e4m3fn"}}
@@ -48,7 +55,7 @@ def test_everything_stays_in_registers(name: str) -> None:
         ),
         (
             {"dtype": "float8_e4m3fn", "qk_head_dim": "64", "v_head_dim": "64"},
-            "the head dims of k and v are 64 and 64; the sm_90 prefill kernel takes 192 and 128 in float8_e4m3fn",
+            "are 64 and 64; the sm_90 prefill kernel takes 192 and 128, 256 and 256 in float8_e4m3fn",
         ),
         (
             {"dtype": "float8_e4m3fn", "shared_rope": "true"},

@@ -36,6 +36,7 @@ from tsmla_kernels.sm90.prefill.backward.plan import BackwardPlanner
 from tsmla_kernels.sm90.prefill.backward.products import Consumer
 from tsmla_kernels.sm90.prefill.backward.rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
 from tsmla_kernels.sm90.prefill.backward.sums import Reducer
+from tsmla_kernels.sm90.prefill.backward.wide import WideConsumer
 from tsmla_kernels.sm90.prefill.memory import Scale, Schedule, Selection, named_operands
 from tsmla_kernels.sm90.prefill.plan import Requests
 
@@ -50,6 +51,7 @@ class MlaPrefillBackward:
         self.rows = RowKernels(self.traits)
         self.producer = Producer(self.traits, self.planner)
         self.consumer = Consumer(self.traits)
+        self.wide_consumer = WideConsumer(self.traits)
         self.reducer = Reducer(self.traits)
 
     @cute.jit
@@ -132,13 +134,17 @@ class MlaPrefillBackward:
             cute.arch.setmaxregister_decrease(traits.producer_registers)
             if warp_idx == traits.producer_warp:
                 self.producer.copy_tiles(copies, sums, shared, schedule, heads)
-            reduced = warp_idx - traits.producer_warp - 1  # the compute warpgroup whose dQ this reducer warp adds
-            if reduced >= 0 and reduced < GROUPS:
-                if cute.arch.lane_idx() == 0:
-                    self.reducer.reduce_tiles(sums, shared, reduced)
+            if const_expr(not traits.wide):
+                reduced = warp_idx - traits.producer_warp - 1  # the compute warpgroup whose dQ this reducer warp adds
+                if reduced >= 0 and reduced < GROUPS:
+                    if cute.arch.lane_idx() == 0:
+                        self.reducer.reduce_tiles(sums, shared, reduced)
         else:
             cute.arch.setmaxregister_increase(traits.compute_registers)
-            self.consumer.compute(gradients, factors(scales), shared, mma, selection, group)
+            if const_expr(traits.wide):
+                self.wide_consumer.compute(gradients, sums, factors(scales), shared, mma, selection, group)
+            else:
+                self.consumer.compute(gradients, factors(scales), shared, mma, selection, group)
 
     @cute.kernel
     def finish(self, requests: Requests, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):

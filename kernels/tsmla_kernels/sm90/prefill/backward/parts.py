@@ -22,7 +22,7 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Traits,
 )
 from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
-from tsmla_kernels.sm90.warp import store_matrices, transpose_quad
+from tsmla_kernels.sm90.warp import load_matrices, store_matrices, transpose_quad
 
 FAR = 2**31 - 1
 ZERO_BARRIER = 1  # ids 1 and 2, one per warpgroup: its 128 threads have zeroed the rows past a request's end
@@ -189,18 +189,33 @@ class Parts:
                 if key < keys:
                     cute.autovec_copy(pairs, line[None, g])
 
+    def ds_address(self, shared: Shared, stage: Stage, t: ThreadIndex) -> Int32:
+        """The address of the row of dS that a thread passes to stmatrix for the first 16 queries."""
+        address = shared.ds.memory.toint() + stage.index * self.traits.bytes_of(self.traits.ds)
+        key = t.group * GROUP_KEYS + (t.thread // 32) * 16 + t.lane % 16
+        address += key * (Q_ROWS * self.traits.element_bytes) + ((t.lane // 16) ^ (t.lane % 8)) * 16
+        return address
+
     @cute.jit
     def store_ds(self, shared: Shared, ds: cute.Tensor, stage: Stage, t: ThreadIndex):
         """Store dS to shared memory, and arrive at its barrier."""
         packed = cute.recast_tensor(ds, Int32)
-        target = shared.ds.memory.toint() + stage.index * self.traits.bytes_of(self.traits.ds)
-        key = t.group * GROUP_KEYS + (t.thread // 32) * 16 + t.lane % 16
-        target += key * (Q_ROWS * self.traits.element_bytes) + ((t.lane // 16) ^ (t.lane % 8)) * 16
+        target = self.ds_address(shared, stage, t)
         for k in cutlass.range_constexpr(Q_ROWS // 16):
             store_matrices(target ^ (32 * k), *(packed[4 * k + w] for w in range(4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.leave(shared.ds.full + stage.index)
+
+    @cute.jit
+    def load_ds(self, shared: Shared, ds: cute.Tensor, stage: Stage, t: ThreadIndex):
+        """Load what this warp has stored by `store_ds`."""
+        packed = cute.recast_tensor(ds, Int32)
+        source = self.ds_address(shared, stage, t)
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            words = load_matrices(source ^ (32 * k))
+            for w in cutlass.range_constexpr(4):
+                packed[4 * k + w] = words[w]
 
     @cute.jit
     def multiply_dq(self, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex) -> cute.Tensor:

@@ -151,14 +151,14 @@ class RowKernels:
                 item = first + u * ROW_THREADS
                 half, lane = item // half_lanes, item % half_lanes
                 head = first_head + half // 2
-                row = first_row + relative + lane // row_lanes
+                row = first_row + relative + self.row_of_sums(lane, row_lanes)
                 exists = item < lanes and row >= first_row and row < row_end
                 total = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
                 if exists:
                     line = (Int64(head) * 2 + half % 2) * sums.dq_sum.shape[2] + block
                     at = (line * block_lanes + lane) * SUM_VECTOR
                     cute.autovec_copy(global_tensor(sums.dq_sum, at, SUM_VECTOR), total)
-                column = (half % 2) * self.traits.dq_columns + (lane % row_lanes ^ lane // row_lanes % 2) * SUM_VECTOR
+                column = (half % 2) * self.traits.dq_columns + self.sixteen_of_sums(lane, row_lanes) * SUM_VECTOR
                 totals.append(total)
                 places.append((exists, (Int64(row) * heads + head) * self.traits.qk_head_dim + column))
             for u in cutlass.range_constexpr(SUM_UNROLL):
@@ -168,6 +168,18 @@ class RowKernels:
                     rounded[i] = (totals[u][sum_position(0, i, self.traits.dq_columns)] * factor).to(self.traits.dtype)
                 if exists:
                     cute.autovec_copy(rounded, global_tensor(dq, at, SUM_VECTOR))
+
+    def row_of_sums(self, vector: Int32, row_vectors: int) -> Int32:
+        """The row in a tile that has a vector of 16 sums, of which a row has `row_vectors`."""
+        if self.traits.wide:
+            return vector // (BLOCK_ROWS * row_vectors) * BLOCK_ROWS + vector % BLOCK_ROWS
+        return vector // row_vectors
+
+    def sixteen_of_sums(self, vector: Int32, row_vectors: int) -> Int32:
+        """The index of a vector's 16 columns among those of its row."""
+        if self.traits.wide:
+            return vector % (BLOCK_ROWS * row_vectors) // BLOCK_ROWS
+        return vector % row_vectors ^ vector // row_vectors % 2
 
     @cute.jit
     def store_rope(self, sums: Sums, factor: Float32, dk_rope: cute.Tensor, cta: Int32, ctas: Int32):

@@ -27,6 +27,12 @@ def sum_position(row: int, column: int, columns: int) -> int:
     return row * columns + sixteen * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + within % 2
 
 
+def wide_sum_position(row: int, column: int) -> int:
+    """The same for a block of BLOCK_ROWS rows whose sums compute warps add from registers: of each 16 columns the rows
+    lie one after another, so that a warp adds 512 bytes side by side."""
+    return column // 16 * (16 * BLOCK_ROWS) + row * 16 + sum_position(0, column % 16, 16)
+
+
 class SumStaging:
     """Device code of a compute warp that stores values for its reducer warp."""
 
