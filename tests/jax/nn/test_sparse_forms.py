@@ -120,6 +120,8 @@ def test_the_mask_is_refused_where_it_cannot_serve() -> None:
         (StepSizes(64, 1, 4096, 128, 2048), "direct"),
         (StepSizes(64, 64, 4096, 128, 2048), "direct"),
         (StepSizes(8192, 4, 2048, 64, 2048), "mask"),
+        (StepSizes(8192, 1, 8192, 64, 2048, columns=512), "mask"),
+        (StepSizes(12288, 1, 12288, 64, 2048, columns=512), "direct"),
     ],
 )
 def test_sizes_choose_a_form(sizes: StepSizes, name: str) -> None:

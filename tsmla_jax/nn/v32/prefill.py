@@ -19,7 +19,14 @@ from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.v32.functional import Angles, index_rotation, indexer_keys, indexer_queries, mask_reasons
+from tsmla_jax.nn.v32.functional import (
+    Angles,
+    head_dims,
+    index_rotation,
+    indexer_keys,
+    indexer_queries,
+    mask_reasons,
+)
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
@@ -201,6 +208,7 @@ def _form(
         longest=longest,
         heads=params["w_uk"].shape[0],
         selected=selected.shape[1],
+        columns=sum(head_dims(config.mla)),
     )
     return selected_form(sizes, forced=form, reasons=mask_reasons(config, x.dtype))
 
