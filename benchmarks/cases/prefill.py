@@ -66,17 +66,14 @@ class Prefill(Case):
         k_dim, v_dim = self.dims = head_dims(point)
         self.scale, widths = k_dim**-0.5, ((self.q_lens, k_dim), (self.kv_lens, k_dim), (self.kv_lens, v_dim))
         wide = [randn(sum(lens), self.heads, width) for lens, width in widths]
-        self.inputs = {"tsmla": wide}
-        if not point.endswith(WIDE):
-            self.inputs["tsmla_fp8"] = [x.to(torch.float8_e4m3fn) for x in wide]
+        self.inputs = {"tsmla": wide, "tsmla_fp8": [x.to(torch.float8_e4m3fn) for x in wide]}
         self.cu = tuple(ints([0, *itertools.accumulate(lens)]) for lens in (self.q_lens, self.kv_lens))
         self.longest = max(self.q_lens), max(self.kv_lens)
 
     @classmethod
     def objects(cls, point: str) -> Iterable[Object]:
         widths = dict(zip(("qk_head_dim", "v_head_dim"), head_dims(point), strict=True))
-        dtypes = ("bfloat16",) if point.endswith(WIDE) else ("bfloat16", "float8_e4m3fn")
-        return [("mla_prefill", {"dtype": dtype, **widths}) for dtype in dtypes]
+        return [("mla_prefill", {"dtype": dtype, **widths}) for dtype in ("bfloat16", "float8_e4m3fn")]
 
     def ours(self) -> dict[str, Run]:
         return {name: functools.partial(

@@ -227,8 +227,8 @@ OBJECTS = {  # of each kernel
     "decode_fp8": ("1,2,16,4096,fixed", {"mla_decode": 2}),
     "indexer_logits": ("64,4,131072/1,4096,8192", {"indexer_logits": 2}),
     "indexer_topk": ("1,1,8192", {"indexer_logits": 1, "select_topk": 2}),
-    "prefill": ("", {"mla_prefill": 3}),
-    "prefill_backward": ("", {"mla_prefill": 2, "mla_prefill_backward": 4}),
+    "prefill": ("", {"mla_prefill": 4}),
+    "prefill_backward": ("", {"mla_prefill": 4, "mla_prefill_backward": 8}),
     "select_topk": ("64,8192", {"select_topk": 2}),
     "sglang": (
         "v3.2 decode,8,64,2048/v4-flash c4 decode,8,64,640/v4-flash window decode,8,64,128/v3 decode,8,16,4096",
