@@ -9,9 +9,9 @@ from tsmla_jax.generate.plan import Plan
 from tsmla_jax.generate.session import ContextPasses
 from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.v32 import V32Config
-from tsmla_jax.nn.v32.functional import mask_reasons, mask_refusals
+from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
 from tsmla_kernels.contract import FP8
-from tsmla_kernels.contract.forms import StepSizes, selected_form
+from tsmla_kernels.contract.forms import selected_form
 
 MAX_EXPANDED_BYTES = 1 << 29
 """Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
@@ -34,8 +34,9 @@ def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int
         return None
     reasons = mask_refusals(quantised=plan.q_dtype == FP8, shared_keys=plan.mesh.context > 1)
     reasons += mask_reasons(attention, plan.dtype)
-    reach, heads = reach_of(cached, chunk), attention.mla.num_attention_heads
-    form = selected_form(StepSizes(chunk, 1, reach + chunk, heads, attention.index_topk), reasons=reasons)
+    reach = reach_of(cached, chunk)
+    sizes = step_sizes(attention, tokens=chunk, requests=1, longest=reach + chunk)
+    form = selected_form(sizes, reasons=reasons)
     return reach if form.name == "mask" else None
 
 

@@ -21,10 +21,10 @@ from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.block_scaled import BlockScaled, products_of, why_not_by_kernel
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
-from tsmla_jax.nn.v32.functional import head_dims, mask_reasons, mask_refusals
+from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
 from tsmla_jax.ops.operation import Explanation
 from tsmla_kernels import contract
-from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
+from tsmla_kernels.contract.forms import Form, selected_form
 from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT
 
@@ -251,14 +251,7 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
     reasons += [] if quantised else mask_reasons(config, sizes.q_dtype)
 
     def form_of(longest: int) -> Form:
-        of_step = StepSizes(
-            tokens=sizes.tokens,
-            requests=sizes.requests,
-            longest=longest,
-            heads=mla.num_attention_heads,
-            selected=config.index_topk,
-            columns=sum(head_dims(mla)),
-        )
+        of_step = step_sizes(config, tokens=sizes.tokens, requests=sizes.requests, longest=longest)
         return selected_form(of_step, reasons=reasons)
 
     # Prompts begin without a context, of which later chunks may have more and more.

@@ -23,11 +23,11 @@ from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.linear import product, rows_of, weight_of
 from tsmla_jax.nn.mla import functional
-from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.expanded import Selected, attend_by_mask
+from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
@@ -37,7 +37,6 @@ from tsmla_jax.ops.selected import indexer, metadata
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
 from tsmla_kernels.contract.packed import Rotation
 from tsmla_kernels.contract.selection import selection_words
-from tsmla_kernels.sm90.prefill.config import SELECTION_HEAD_DIMS
 
 _NORM_EPS = 1e-6
 _MATRICES = ("indexer_wq_b", "indexer_wk", "indexer_weights_proj")
@@ -450,39 +449,7 @@ def form_of(
         unable.append("the step's sizes are symbolic")
     if unable or form is not None:
         return selected_form(StepSizes(0, 0, 0, 0, 0), forced=form, reasons=unable)
-    mla = config.mla
-    sizes = StepSizes(
-        tokens=x.shape[0],
-        requests=requests,
-        longest=min(bounds),
-        heads=mla.num_attention_heads,
-        selected=config.index_topk,
-        columns=sum(head_dims(mla)),
-    )
-    return selected_form(sizes)
-
-
-def head_dims(mla: MLAConfig) -> tuple[int, int]:
-    """The widths of a head's key and value."""
-    return mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim
-
-
-def mask_refusals(*, quantised: bool, shared_keys: bool) -> list[str]:
-    """Why the mask can't serve a step; empty if it can. quantised: whether absorbed queries are quantised. shared_keys:
-    whether the devices of a mesh axis share the keys."""
-    refused = ["q_scale quantises absorbed queries, and the mask has none"] if quantised else []
-    return refused + ["the keys are shared by the devices of a mesh axis"] * shared_keys
-
-
-def mask_reasons(config: V32Config, dtype: DTypeLike) -> list[str]:
-    """Why the mask would have no kernel with activations of `dtype`; empty if it has one."""
-    widths, name, reasons = head_dims(config.mla), jnp.dtype(dtype).name, []
-    if widths not in SELECTION_HEAD_DIMS:
-        legal = ", ".join(f"{k} and {v}" for k, v in SELECTION_HEAD_DIMS)
-        reasons.append(f"the head dims are {widths[0]} and {widths[1]}; the mask's kernel takes {legal}")
-    if name not in ("bfloat16", "float16"):
-        reasons.append(f"x's dtype is {name}; the mask's kernel takes bfloat16 and float16")
-    return reasons
+    return selected_form(step_sizes(config, tokens=x.shape[0], requests=requests, longest=min(bounds)))
 
 
 def index_rotation(config: V32Config) -> Rotation:

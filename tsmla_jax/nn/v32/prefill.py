@@ -21,12 +21,11 @@ from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.functional import (
     Angles,
-    head_dims,
     index_rotation,
     indexer_keys,
     indexer_queries,
-    mask_reasons,
 )
+from tsmla_jax.nn.v32.mask import head_dims, mask_reasons
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
