@@ -238,8 +238,17 @@ def add_rows(x: jax.Array, context_axis: str) -> jax.Array:
 
 
 def own_offsets(cu_seqlens: jax.Array, num_rows: int, context_axis: str) -> tuple[jax.Array, jax.Array]:
-    """Where requests begin, [B + 1] each, among this device's rows and among the keys that these rows see, of causal
-    attention of packed tokens to themselves: a request that this device's last row cuts has no keys behind it."""
+    """Offsets of a device's part of causal attention of packed tokens to themselves, for `mla_prefill`.
+
+    Args:
+        cu_seqlens: [B + 1] i32, where requests begin among all tokens.
+        num_rows: T, all tokens; each of N devices has ceil(T / N) in turn.
+        context_axis: the mesh axis.
+
+    Returns:
+        cu_seqlens_q and cu_seqlens_kv [B + 1]: where requests begin among this device's rows, and among the keys that
+        these rows see: a request that this device's last row cuts has no keys behind it.
+    """
     each = -(-num_rows // lax.axis_size(context_axis))
     begin = lax.axis_index(context_axis) * each
     return jnp.clip(cu_seqlens - begin, 0, each), jnp.minimum(cu_seqlens, begin + each)
