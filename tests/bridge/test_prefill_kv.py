@@ -35,11 +35,12 @@ def gradients(packed: Packed, numbers: Tensors, **changed: Any) -> Tensors:
     return torch.autograd.grad(results, leaves, (dout, dlse))
 
 
+@pytest.mark.parametrize("rope_dim", [ROPE, 0])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("implementation", [None, "reference"])
-def test_values(implementation: str | None, causal: bool) -> None:
+def test_values(implementation: str | None, causal: bool, rope_dim: int) -> None:
     packed = dataclasses.replace(RAGGED, causal=causal)
-    numbers = packed.kv_numbers(torch.float64, rope_dim=ROPE)
+    numbers = packed.kv_numbers(torch.float64, rope_dim=rope_dim)
     q, k, v = packed.expanded(*numbers[:3])
     options = options_of(packed, implementation=implementation)
     got = tsmla_bridge.mla_prefill_kv(*numbers[:3], **options, return_lse=True)
@@ -86,10 +87,10 @@ def test_compiled_into_the_callers_memory() -> None:
 def test_opcheck() -> None:
     q, kv, k_rope, dout, dlse = (x.nan_to_num() for x in RAGGED.kv_numbers(torch.float32, rope_dim=ROPE))
     offsets = (RAGGED.options()[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
-    rest = (*offsets, None, None, None, 0.3, 1.0, 5, 9, True, False, None)  # no selection, no scales
+    rest = (*offsets, None, None, None, None, 0.3, 1.0, 5, 9, True, False, False, None)  # no selection, sinks, scales
     leaves = (x.clone().requires_grad_() for x in (q, kv, k_rope))
     torch.library.opcheck(mla_prefill_kv.OPERATORS.forward, (*leaves, *rest))
-    out, lse = mla_prefill_kv.OPERATORS.forward(q, kv, k_rope, *rest)
+    out, lse, _ = mla_prefill_kv.OPERATORS.forward(q, kv, k_rope, *rest)
     torch.library.opcheck(mla_prefill_kv.OPERATORS.backward, (dout, dlse, out, lse, q, kv, k_rope, *rest))
 
 

@@ -148,7 +148,8 @@ def mla_prefill_kv(
     Args:
       q: [Tq, H, K], rope columns last.
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
-      k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype. All three without gaps on a GPU.
+      k_rope: [Tk, R] with rotation applied, shared by all heads; R may be 0, for keys without rope columns. q's dtype.
+        All three without gaps on a GPU.
       cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as mla_prefill's.
       return_lse, deterministic, selection, selection_rows, sinks, return_max_logits, implementation, out, lse: as
         mla_prefill's.

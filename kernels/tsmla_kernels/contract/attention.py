@@ -376,8 +376,8 @@ def prefill_kv_spec(
     (_, heads, k_dim), (rows, kv_heads, width), (rope_rows, rope_dim) = q.shape, kv.shape, k_rope.shape
     if rope_rows != rows:
         raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its Tk must equal kv's, {rows}")
-    if not 1 <= rope_dim < k_dim:
-        raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its R must be between 1 and q's K - 1 = {k_dim - 1}")
+    if not 0 <= rope_dim < k_dim:
+        raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its R must be between 0 and q's K - 1 = {k_dim - 1}")
     if width <= k_dim - rope_dim:
         raise ValueError(
             f"kv: got shape {show(kv.shape)}; its last axis must be wider than K - R = {k_dim - rope_dim},"

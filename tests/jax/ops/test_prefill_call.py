@@ -117,6 +117,12 @@ def test_kv_and_rope(implementation: str, causal: bool) -> None:
     assert ("concatenate" in jaxpr) == (implementation != "cute")  # the kernel reads them where they lie
 
 
+@pytest.mark.parametrize("implementation", ["cute", "xla"])
+def test_no_rope_columns(implementation: str) -> None:
+    args = layer_arrays(rope_dim=0)
+    assert_same(attend_kv(implementation)(*args), attend("reference")(*expanded(*args)))
+
+
 def test_no_rows_of_kv() -> None:
     q, kv, k_rope = (x[:0] for x in layer_arrays())
     out, lse = attend_kv("cute")(q, kv, k_rope)
@@ -127,7 +133,7 @@ def test_no_rows_of_kv() -> None:
     ("shapes", "message"),
     [
         (((4, 2, 192), (5, 2, 256), (4, 64)), r"k_rope: got shape \[4, 64\]; its Tk must equal kv's, 5"),
-        (((4, 2, 192), (5, 2, 256), (5, 192)), r"k_rope: got shape \[5, 192\]; its R must be between 1 and q's K - 1"),
+        (((4, 2, 192), (5, 2, 256), (5, 192)), r"k_rope: got shape \[5, 192\]; its R must be between 0 and q's K - 1"),
         (((4, 2, 192), (5, 2, 128), (5, 64)), r"kv: got shape \[5, 2, 128\]; its last axis must be wider than K - R"),
         (((4, 2, 192), (5, 3, 256), (5, 64)), r"kv: got shape \[5, 3, 256\]; its H must equal q's, 2"),
         (((4, 2, 192), (5, 256), (5, 64)), r"kv: got shape \[5, 256\]; legal: \[Tk, H, K - R \+ V\]"),
