@@ -17,7 +17,12 @@ from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.products.record import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
 from tsmla_kernels.sm90.sparse.record import SPARSE_MLA, SPARSE_MLA_UNION
 from tsmla_kernels.sm90.sparse_backward.record import SPARSE_MLA_BACKWARD
-from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
+from tsmla_kernels.sm100.record import (
+    INDEXER_LOGITS_SM100,
+    MLA_DECODE_SM100,
+    MLA_PREFILL_SM100,
+    SPARSE_MLA_SM100,
+)
 from tsmla_kernels.sparse_cache.record import (
     COMPRESS_WRITE_KV_CACHE,
     INDEXER_QUANTIZE,
@@ -34,6 +39,8 @@ KERNELS = {
         MLA_PREFILL_BACKWARD,
         MLA_DECODE_SM100,
         MLA_PREFILL_SM100,
+        INDEXER_LOGITS_SM100,
+        SPARSE_MLA_SM100,
         WRITE_KV_CACHE,
         ROPE_WRITE_KV_CACHE,
         GATHER_KV_CACHE,

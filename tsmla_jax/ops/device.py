@@ -26,7 +26,7 @@ not published, so B300's stands for it; RTX PRO 6000. The number decides into ho
 call's time. A GPU with fewer or more of them gives the same: no kernel needs all of its blocks to run at a time."""
 
 PROVEN = ("sm_90a",)
-"""The architectures on which the kernels of the caches and of merging have run; on others they must be named."""
+"""The architectures on which kernels have run; on others they must be named."""
 
 _TYPE = "CuteDSLRT_NvJaxCutlassCallTypes_v2"
 _planned: ContextVar[str | None] = ContextVar("_planned", default=None)
@@ -133,7 +133,7 @@ def why_not_by_default() -> list[str]:
 
 
 def why_not_untested() -> list[str]:
-    """`why_not_by_default`, and that a kernel of the caches or of merging has not run on this architecture."""
+    """`why_not_by_default`, and that no kernel has run on this architecture."""
     arch = target_arch()
     if arch is None or arch in PROVEN:
         return why_not_by_default()

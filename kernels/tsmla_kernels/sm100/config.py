@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec, Dim, PrefillSpec
 
 ARCHS = ("sm_100a", "sm_103a", "sm_107a")
-CHECKED_VERSION = "2.0.4"  # the version of tokenspeed-mla with which this adapter was compiled and compared
-INSTALL = 'pip install "tokenspeed-mla>=2.0,<3"'
 
 NOTICE = (
     "TokenSpeed's kernels, compiled for SM100, SM103 and SM107 and checked without a GPU of that kind; not run on one"

@@ -9,8 +9,6 @@ out 0 and lse -inf, whatever the request's length.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -20,7 +18,6 @@ from cutlass import Float32, Int32
 from cutlass.cutlass_dsl.cutlass import CuTeDSL
 
 from tsmla_kernels.sm100.config import (
-    INSTALL,
     LATENT_DIM,
     ROPE_DIM,
     DecodeConfig,
@@ -28,6 +25,7 @@ from tsmla_kernels.sm100.config import (
     query_tiles,
     reducer_splits,
 )
+from tsmla_kernels.sm100.packages import TOKENSPEED, needed
 from tsmla_kernels.sm100.scalars import outputs_and_scales
 
 
@@ -98,7 +96,7 @@ def attention(config: DecodeConfig, arch: str) -> Any:
         window_left=-1,
         pack_q=tiles.packed,
     )
-    with package():
+    with needed(TOKENSPEED):
         if not config.fp8:
             from tokenspeed_mla.mla_decode_fp16 import BlackwellMultiHeadLatentAttentionForwardFP16
 
@@ -142,12 +140,3 @@ def columns(tensor: Any, start: int, count: int) -> Any:
 def target_arch() -> str:
     """The architecture that the DSL compiles for now."""
     return str(CuTeDSL._get_dsl().envar.arch)
-
-
-@contextlib.contextmanager
-def package() -> Iterator[None]:
-    """A context for imports from tokenspeed_mla: if the package is missing, the error says what to install."""
-    try:
-        yield
-    except ImportError as e:
-        raise ModuleNotFoundError(f"the Blackwell kernels need tokenspeed-mla: {e}; {INSTALL}", name=e.name) from e

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from tsmla_kernels.sm100.config import QK_HEAD_DIM, V_HEAD_DIM, PrefillConfig
-from tsmla_kernels.sm100.mla_decode import package
+from tsmla_kernels.sm100.packages import TOKENSPEED, needed
 from tsmla_kernels.sm100.scalars import outputs_and_scales
 
 LOG2_E = math.log2(math.e)
@@ -34,7 +34,7 @@ class MlaPrefill:
 
     def __init__(self, config: PrefillConfig) -> None:
         self.config = config
-        with package():
+        with needed(TOKENSPEED):
             from tokenspeed_mla.fmha import BlackwellFusedMultiHeadAttentionForward
             from tokenspeed_mla.fmha_helpers import MaskEnum
 

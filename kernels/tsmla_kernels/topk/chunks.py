@@ -22,6 +22,7 @@ costs more than it saves."""
 ROW_MULTIPLE = 16
 """If there are several chunks, each has a multiple of this many rows, because the logits' kernel lets up to this many
 query tokens read a block of keys together. With more than 2,097,152 columns, this many rows exceed WORKSPACE_BYTES."""
+HOPPER = "sm_90a"
 LOGIT_BYTES = 4
 ROW_BYTES = 8
 """Bytes that the logits kernel writes for each row: how many keys the row sees, and the row's request, both int32."""
@@ -29,7 +30,7 @@ ROW_BYTES = 8
 
 class Chunks(NamedTuple):
     """How a call is launched: the number of query rows of a chunk, and each kernel's configuration for all chunks. The
-    last chunk ends at the last row. logits is None if the logits' kernel does not take the call."""
+    last chunk ends at the last row. logits is None if Hopper's kernel of the logits does not take the call."""
 
     rows: int
     logits: LogitsConfig | None
@@ -67,14 +68,16 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     return reasons
 
 
-def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None) -> Chunks:
-    """The launches that serve `spec`, a call with at least one query token and one column. workspace: as in
-    chunk_rows."""
+def chunks_of(
+    spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None, *, arch: str = HOPPER
+) -> Chunks:
+    """The launches that serve `spec`, a call with at least one query token and one column, on a GPU of `arch` with
+    `num_sms` multiprocessors. workspace: as in chunk_rows."""
     ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns, workspace)
     page_size = spec.logits.cache.page_size if spec.return_slots else 0
     topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows, page_size=page_size))
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
-    if logits_reasons(spec.logits):
+    if arch != HOPPER or logits_reasons(spec.logits):
         return Chunks(rows, None, topk)
     # logits_config gets the spec of the whole call, because it groups query tokens by the mean number of tokens per
     # request there. In one chunk most requests may have no tokens.

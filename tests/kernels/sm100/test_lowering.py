@@ -22,6 +22,7 @@ from tsmla_jax.ops.operation import BY_PLATFORM
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE_SM100
 from tsmla_kernels.sm100 import config as sm100
+from tsmla_kernels.sm100.packages import TOKENSPEED
 
 FP8 = jnp.float8_e4m3fn
 Struct = jax.ShapeDtypeStruct
@@ -252,4 +253,4 @@ def test_without_torch_fp8_compiles_and_the_rest_says_what_is_missing() -> None:
     assert run.returncode == 0, run.stderr
     made, missing = run.stdout.splitlines()
     assert made == "BlackwellMultiHeadLatentAttentionForwardFP8"
-    assert missing.startswith("torch the Blackwell kernels need tokenspeed-mla: ") and sm100.INSTALL in missing
+    assert missing.startswith("torch the Blackwell kernels need tokenspeed-mla: ") and TOKENSPEED.install in missing

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
@@ -68,7 +69,7 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.indexer_logits import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.indexer_logits, cute.why_not, cute.why_not_by_default),
+        "cute": Implementation(cute.indexer_logits, cute.why_not, device.why_not_untested, cute.notes),
         "xla": Implementation(xla.indexer_logits),
         "reference": Implementation(reference.indexer_logits),
     }

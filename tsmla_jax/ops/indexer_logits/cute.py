@@ -12,22 +12,32 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.indexer_logits import reference
+from tsmla_jax.ops.indexer_logits import blackwell, reference
 from tsmla_jax.ops.kernel_call import kernel_call
-from tsmla_kernels.catalog import INDEXER_LOGITS
+from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100
 from tsmla_kernels.contract import Array
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
+from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.logits.config import logits_config
+from tsmla_kernels.sm100 import logits_config as sm100
+
+
+def kernel() -> Kernel:
+    """The kernel of the architecture for which calls are compiled here."""
+    return INDEXER_LOGITS_SM100 if device.target_arch() in INDEXER_LOGITS_SM100.archs else INDEXER_LOGITS
 
 
 def why_not(spec: IndexerLogitsSpec) -> list[str]:
-    """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(INDEXER_LOGITS) + INDEXER_LOGITS.reasons(spec)
+    """The reasons why no kernel can run this call; empty if one can."""
+    found = device.why_not(kernel()) + kernel().reasons(spec)
+    if kernel() is INDEXER_LOGITS_SM100 and not found:
+        found += device.why_not_made(kernel(), sm100.logits_config(spec))
+    return found
 
 
-def why_not_by_default() -> list[str]:
-    """The reasons why implementation=None must not pick the kernel."""
-    return device.why_not_by_default()
+def notes(spec: IndexerLogitsSpec) -> list[str]:
+    """Notes for users about this architecture's kernel."""
+    return [sm100.NOTICE] if kernel() is INDEXER_LOGITS_SM100 else []
 
 
 def indexer_logits(
@@ -44,7 +54,7 @@ def indexer_logits(
     columns = spec.max_pages * spec.cache.page_size
     if 0 in (spec.num_tokens, spec.num_requests, columns):
         return jnp.full((spec.num_tokens, columns), -jnp.inf, jnp.float32)
-    arch = device.arch_for(INDEXER_LOGITS)
+    arch = device.arch_for(kernel())
     offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
     run = _transformable(spec.ragged, arch, device.num_sms(arch))
     logits: jax.Array = run(q, weights, block_tables, seq_lens, *offsets, k_cache)
@@ -58,6 +68,11 @@ def _transformable(ragged: bool, arch: str, num_sms: int) -> Callable[..., Any]:
     def on_device(q: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
         *tables, k_cache = others
         spec = _spec(q, weights, *others)  # the rows of this device decide
+        if arch in INDEXER_LOGITS_SM100.archs:
+            offsets = tables[2] if ragged else None
+            return blackwell.on_one_device(
+                q, weights, k_cache, tables[0], tables[1], offsets, spec=spec, arch=arch, num_sms=num_sms
+            )
         config = logits_config(spec, num_sms)
         shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
         return kernel_call(INDEXER_LOGITS, config, (q, weights, k_cache, *tables), (shape,), arch=arch)[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import jax.numpy as jnp
 from jax import lax
 
+from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
@@ -179,7 +180,7 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.indexer_topk import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.indexer_topk, cute.why_not, cute.why_not_by_default, cute.notes),
+        "cute": Implementation(cute.indexer_topk, cute.why_not, device.why_not_untested, cute.notes),
         "xla": Implementation(xla.indexer_topk),
         "reference": Implementation(reference.indexer_topk),
     }

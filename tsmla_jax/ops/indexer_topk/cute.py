@@ -1,5 +1,5 @@
 """indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows. The
-logits that their kernel doesn't take, of keys that are not in e4m3, are computed as in xla.py, a chunk at a time.
+logits that no kernel takes, of keys that are not in e4m3, are computed as in xla.py, a chunk at a time.
 
 Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them.
 """
@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
+from tsmla_jax.ops.indexer_logits import blackwell as logits_blackwell
+from tsmla_jax.ops.indexer_logits import cute as logits_cute
 from tsmla_jax.ops.indexer_logits import xla as logits_xla
 from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.selected.blocks import over_token_blocks
-from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
+from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.topk import chunks
 
@@ -29,11 +31,6 @@ from tsmla_kernels.topk import chunks
 def why_not(spec: IndexerTopkSpec) -> list[str]:
     """The reasons why the top-k kernel can't run this call; empty if it can."""
     return device.why_not(SELECT_TOPK) + chunks.selection_reasons(spec)
-
-
-def why_not_by_default() -> list[str]:
-    """The reasons why implementation=None must not pick the kernels."""
-    return device.why_not_by_default()
 
 
 def notes(spec: IndexerTopkSpec) -> list[str]:
@@ -45,9 +42,9 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     count, size = len(plan.starts(tokens)), chunks.workspace_bytes(plan.rows, spec.num_columns) / 2**20
     times = f"; {count} times, by chunks of rows" if count > 1 else ""
     found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
-    if reasons := INDEXER_LOGITS.reasons(spec.logits):
+    if reasons := logits_cute.why_not(spec.logits):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
-    return found
+    return [*found, *logits_cute.notes(spec.logits)]
 
 
 def indexer_topk(
@@ -113,7 +110,7 @@ def _transformable(options: Options, ragged: bool, arch: str, num_sms: int) -> C
 
 def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, num_sms: int) -> Results:
     """The results of all query rows of a device; `given` are the operands by name."""
-    plan = chunks.chunks_of(spec, num_sms)
+    plan = chunks.chunks_of(spec, num_sms, arch=arch)
     tokens = spec.logits.num_tokens
     block_tables, seq_lens = given["block_tables"], given["seq_lens"]
     cu_seqlens_q = given.get("cu_seqlens_q")
@@ -128,6 +125,12 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
         where += rows_of(spec, seq_lens, cu_seqlens_q)[::-1] if plan.logits is None else ()
     whole = jax.eval_shape(lambda: nothing_selected(spec))
 
+    def logits_elsewhere(*operands: Any) -> jax.Array:
+        """The logits of a chunk, if Hopper's kernel doesn't compute them."""
+        if arch not in INDEXER_LOGITS_SM100.archs or INDEXER_LOGITS_SM100.reasons(of_rows):
+            return logits_xla.indexer_logits(*operands, spec=of_rows)
+        return logits_blackwell.on_one_device(*operands, spec=of_rows, arch=arch, num_sms=num_sms)
+
     def chunk(q: jax.Array, weights: jax.Array, *where: jax.Array) -> Any:
         tables = block_tables
         seen_and_request: Sequence[jax.Array] = where
@@ -140,7 +143,7 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
             requests = of_chunk(seq_lens, cu_seqlens_q, row[0], plan.rows)
         operands = (q, weights, given["k_cache"], tables, *requests)
         if plan.logits is None:
-            logits = logits_xla.indexer_logits(*operands, spec=of_rows)
+            logits = logits_elsewhere(*operands)
         else:
             by_products = ((plan.rows,), (plan.rows,)) if plan.logits.writes_rows else ()
             shapes = ((plan.rows, spec.num_columns), *by_products)

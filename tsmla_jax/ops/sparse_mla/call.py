@@ -17,6 +17,7 @@ Results = tuple[jax.Array, jax.Array]
 class Planned(NamedTuple):
     """A call's spec without sizes, and the GPU that it is planned for. lengths, sinks: whether the call has these
     operands. has_gradient: whether all its scales of caches are None, and its caches plain ones that have a gradient.
+    static_scales: the factors of the logits and of the cache, if a kernel takes them by value.
     """
 
     spec: SparseMLASpec
@@ -25,6 +26,7 @@ class Planned(NamedTuple):
     has_gradient: bool
     arch: str
     num_sms: int
+    static_scales: tuple[float, ...] | None = None
 
     def split(self, arrays: Sequence[Any]) -> Operands:
         """The operands by name."""

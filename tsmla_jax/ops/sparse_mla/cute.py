@@ -14,24 +14,36 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.inputs import Scale, Scales, as_scale, attention_of_no_keys
 from tsmla_jax.ops.kernel_call import kernel_call
-from tsmla_jax.ops.sparse_mla import backward
+from tsmla_jax.ops.sparse_mla import backward, blackwell
 from tsmla_jax.ops.sparse_mla.call import Operands, Planned, Results, fold_caches
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.catalog import SPARSE_MLA, SPARSE_MLA_SM100
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
+from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
 from tsmla_kernels.sm90.sparse.union_config import sparse_form
+from tsmla_kernels.sm100 import sparse_config as sm100
+
+
+def kernel() -> Kernel:
+    """The kernel of the architecture for which calls are compiled here."""
+    return SPARSE_MLA_SM100 if device.target_arch() in SPARSE_MLA_SM100.archs else SPARSE_MLA
 
 
 def why_not(spec: SparseMLASpec) -> list[str]:
-    """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(SPARSE_MLA) + SPARSE_MLA.reasons(spec)
+    """The reasons why no kernel can run this call; empty if one can."""
+    found = device.why_not(kernel()) + kernel().reasons(spec)
+    if kernel() is SPARSE_MLA_SM100 and not found:
+        found += device.why_not_made(kernel(), sm100.sparse_config(spec))
+    return found
 
 
 def notes(spec: SparseMLASpec) -> list[str]:
     """The form in which the kernel would run this call, and why; which derivative the call has."""
-    if SPARSE_MLA.reasons(spec):
+    if kernel().reasons(spec):
         return []
+    if kernel() is SPARSE_MLA_SM100:
+        return [sm100.NOTICE, *([] if spec.cache.layout == "plain" else [sm100.WIDENS])]
     form, arch = sparse_form(spec), device.target_arch()
     derivative = [] if arch is None or device.why_not(SPARSE_MLA) else [backward.note(spec, arch)]
     return [f"form {form.name}: {form.why}", *derivative]
@@ -52,13 +64,15 @@ def sparse_mla(
     plain caches without scales."""
     if 0 in (spec.num_tokens, spec.num_selected):
         return attention_of_no_keys(q, spec.latent_dim, spec)
-    arch = device.arch_for(SPARSE_MLA)
+    arch, factors = device.arch_for(kernel()), _factors(scales, kv_scales)
+    known = isinstance(factors, np.ndarray)
     call = Planned(
         spec=spec.without_sizes(), lengths=lengths is not None, sinks=sinks is not None,
         has_gradient=not sparse_gradient_reasons(spec, kv_scales), arch=arch, num_sms=device.num_sms(arch),
+        static_scales=tuple(map(float, factors[:2])) if known and arch in SPARSE_MLA_SM100.archs else None,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    operands = Operands(q, caches, indices, lengths, sinks, _factors(scales, kv_scales))
+    operands = Operands(q, caches, indices, lengths, sinks, factors)
     run = _differentiable if call.has_gradient else _transformable
     results: Results = run(call)(*operands.given)
     return results
@@ -114,6 +128,8 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> Results:
     operands = call.split(arrays)
     shapes = [cache.shape for cache in operands.caches]
     spec = call.spec.with_sizes_of(operands.q.shape, shapes, operands.indices.shape)
+    if call.arch in SPARSE_MLA_SM100.archs:
+        return blackwell.on_one_device(operands, spec=spec, static_scales=call.static_scales, arch=call.arch)
     found = serving(spec, lengths=call.lengths, sinks=call.sinks)
     parts = found.launches(spec.num_tokens, spec.num_selected)
 

@@ -1,0 +1,249 @@
+"""indexer_logits, indexer_topk and sparse_mla on Blackwell: lowered with their kernels, without such a GPU; and the
+code around the kernels against the reference, with the kernels' behaviour emulated on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsmla_jax
+from tests.kernels.object_checks import check_object
+from tsmla_jax import sparse
+from tsmla_jax.ops import device
+from tsmla_jax.ops.indexer_logits import blackwell as logits_operands
+from tsmla_jax.ops.sparse_mla import blackwell as sparse_operands
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import INDEXER_LOGITS_SM100, SPARSE_MLA_SM100
+from tsmla_kernels.kernel import Kernel
+from tsmla_kernels.sm100 import logits_config, packages, sparse_config
+
+FP8 = jnp.float8_e4m3fn
+Struct = jax.ShapeDtypeStruct
+needs_packages = pytest.mark.skipif(
+    not all(device.importlib.util.find_spec(package.module) for package in (packages.FLASHINFER, packages.CUDNN)),
+    reason="needs flashinfer-python and nvidia-cudnn-frontend",
+)
+
+
+def lower(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    # A new function each time, because jax caches the lowering of a function.
+    jitted = jax.jit(lambda *args, **kwargs: function(*args, implementation="cute", **kwargs))
+    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# ---- objects and lowering
+
+
+@needs_packages
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [
+        (INDEXER_LOGITS_SM100, logits_config.LogitsConfig(64)),
+        pytest.param(INDEXER_LOGITS_SM100, logits_config.LogitsConfig(32, 128), marks=pytest.mark.slow),
+        pytest.param(INDEXER_LOGITS_SM100, logits_config.LogitsConfig(8, 32), marks=pytest.mark.slow),
+        (SPARSE_MLA_SM100, sparse_config.SparseConfig("bfloat16", 576)),
+        pytest.param(SPARSE_MLA_SM100, sparse_config.SparseConfig("float16", 512), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.slow)])
+def test_objects_have_no_spills(kernel: Kernel, config: Any, arch: str) -> None:
+    check_object(object_cache.load_or_compile(kernel, config, arch), kernels=1)
+
+
+@needs_packages
+def test_each_operation_of_a_sparse_layer_lowers_with_its_kernel() -> None:
+    q8, weights = Struct((300, 64, 128), FP8), Struct((300, 64), jnp.float32)
+    keys, tables, lens = Struct((99, 64, 132), jnp.uint8), Struct((3, 41), jnp.int32), Struct((3,), jnp.int32)
+    ragged = {"cu_seqlens_q": Struct((4,), jnp.int32)}
+    target = f"@{device.TARGET}("
+    assert lower(tsmla_jax.indexer_logits, q8, weights, keys, tables, lens, **ragged).count(target) == 1
+    topk = functools.partial(tsmla_jax.indexer_topk, k=2048, return_slots=True)
+    assert lower(topk, q8, weights, keys, tables, lens, **ragged).count(target) == 2
+    logits = Struct((8, 8192), jnp.float32)
+    assert lower(functools.partial(tsmla_jax.select_topk, k=2048), logits, lens_of(8)).count(target) == 1
+    attend = functools.partial(tsmla_jax.sparse_mla, softmax_scale=0.1, return_lse=True)
+    for heads, cache in ((128, Struct((99, 64, 656), jnp.uint8)), (16, Struct((99, 64, 576), jnp.bfloat16))):
+        q, indices = Struct((8, heads, 576), jnp.bfloat16), Struct((8, 2048), jnp.int32)
+        assert lower(attend, q, cache, indices, lengths=lens_of(8)).count(target) == 1
+
+
+def lens_of(count: int) -> Struct:
+    return Struct((count,), jnp.int32)
+
+
+def test_nothing_unproven_is_taken_without_its_name() -> None:
+    q, indices = Struct((8, 64, 576), jnp.bfloat16), Struct((8, 2048), jnp.int32)
+    explained = tsmla_jax.explain("sparse_mla", q, Struct((9, 64, 656), jnp.uint8), indices, softmax_scale=0.1)
+    assert explained.chosen == "xla"
+    assert explained.notes["cute"] == (sparse_config.NOTICE, sparse_config.WIDENS)
+    assert "not run by us" in sparse_config.NOTICE and "not run by us" in logits_config.NOTICE
+    assert any("untested on sm_100a" in reason for reason in explained.reasons["cute"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 320, "latent": 256}, "head_dim and latent_dim are 320 and 256; cuDNN's kernel takes 512 or 576"),
+        ({"dtype": jnp.float32}, "q.dtype is float32; cuDNN's kernel takes bfloat16 or float16"),
+        ({"batch_invariant": True}, "batch_invariant is True; nobody has checked that of cuDNN's kernel"),
+        ({"scale": Struct((), jnp.float32)}, sparse_operands.TRACED),
+    ],
+)
+def test_limits_are_errors(change: dict[str, Any], reason: str) -> None:
+    dtype, width = change.get("dtype", jnp.bfloat16), change.get("head_dim", 576)
+    q, cache = Struct((8, 64, width), dtype), Struct((9, 64, width), dtype)
+    options = {"latent_dim": change.get("latent", 512), "batch_invariant": change.get("batch_invariant", False)}
+    call = functools.partial(tsmla_jax.sparse_mla, implementation="cute", **options)
+    with pytest.raises(NotImplementedError, match=f"^sparse_mla: implementation='cute' can't run.*{reason}"):
+        jax.eval_shape(call, q, cache, Struct((8, 64), jnp.int32), softmax_scale=change.get("scale", 0.1))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"need flashinfer-python: .*; pip install "):
+        packages.module_of(packages.FLASHINFER, "attn_scores.kernels.fp8_paged_mqa_logits")
+
+
+# ---- the code around the kernels
+
+
+def kernel_call(
+    kernel: Kernel, config: Any, inputs: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], *, arch: str
+) -> list[jax.Array]:
+    """In the place of tsmla_jax.ops.kernel_call.kernel_call: what the packages' kernels compute."""
+    operands = kernel.operands(config)
+    for operand, array in zip((o for o in operands if not o.output), inputs, strict=True):
+        operand.check(array.shape, jnp.dtype(array.dtype).name)
+    results = []
+    for operand, shape in zip((o for o in operands if o.output), shapes, strict=True):
+        operand.check(shape, operand.dtype)
+        results.append(Struct(shape, operand.dtype))
+    compute = logits_kernel if kernel is INDEXER_LOGITS_SM100 else sparse_kernel
+    return list(jax.pure_callback(functools.partial(compute, tuple(shapes)), results, *inputs))
+
+
+def logits_kernel(shapes: Sequence[tuple[int, ...]], *inputs: Any) -> list[Any]:
+    """Each CTA writes the splits of its share, whole; a page outside the cache is a fault."""
+    q, weights, cache, tables, lens, plan = (np.asarray(x) for x in inputs)
+    result = np.full(shapes[0], np.nan, np.float32)
+    keys = np.asarray(cache[..., :0])
+    pages, size = cache.shape[:2]
+    flat = cache.reshape(pages, -1)
+    keys = flat[:, : size * 128].copy().view(jnp.float8_e4m3fn).reshape(pages, size, 128).astype(np.float32)
+    scales = flat[:, size * 128 :].copy().view(np.float32)
+    assert (tables >= 0).all() and (tables < pages).all()
+    done = 0
+    for (token, split), (last, end) in itertools.pairwise(plan):
+        while (token, split) < (last, end):
+            if split * logits_config.SPLIT_KEYS >= lens[token]:
+                token, split = token + 1, 0
+                continue
+            first = split * logits_config.SPLIT_KEYS
+            position = first + np.arange(logits_config.SPLIT_KEYS)
+            page = tables[token, position // size]
+            products = np.maximum(q[token].astype(np.float32) @ keys[page, position % size].T, 0)
+            result[token, position] = (weights[token] @ products) * scales[page, position % size]
+            split, done = split + 1, done + 1
+    assert done == (-(-lens // logits_config.SPLIT_KEYS)).sum()
+    return [result]
+
+
+def sparse_kernel(shapes: Sequence[tuple[int, ...]], *inputs: Any) -> list[Any]:
+    """Rows without keys get lse +inf."""
+    q, rows, indices, lengths = map(jnp.asarray, inputs)
+    words = [shape[0] - 1 for shape in shapes[3:5]]
+    scale = struct.unpack("<f", struct.pack("<I", words[0] << 16 | words[1]))[0]
+    assert indices.shape[1] % sparse_config.INDEX_BLOCK == 0 and (np.asarray(indices) < rows.shape[0]).all()
+    seen = (indices >= 0) & (jnp.arange(indices.shape[1]) < lengths[:, None])
+    keys = jnp.where(seen[..., None], rows[jnp.maximum(indices, 0)].astype(jnp.float32), 0)
+    scores = jnp.einsum("qhd,qkd->qhk", q.astype(jnp.float32), keys) * scale
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, -1)
+    weights = jnp.where(jnp.isfinite(lse)[..., None], jnp.exp(scores - lse[..., None]), 0)
+    out = jnp.einsum("qhk,qkl->qhl", weights, keys[..., :512]).astype(q.dtype)
+    rest = (jnp.zeros(shape, jnp.int8) for shape in shapes[3:])
+    return [out, scores.max(-1), jnp.where(jnp.isfinite(lse), lse, jnp.inf), *rest]
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "why_not_made", lambda kernel, config: [])
+    for module in (logits_operands, sparse_operands):
+        monkeypatch.setattr(module, "kernel_call", kernel_call)
+
+
+def indexer_arrays(seed: int, lens: list[int], tokens: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    pages, size, width = 40, 64, 9
+    keys = rng.standard_normal((pages * size, 128)).astype(np.float32)
+    cache = sparse.write_indexer_cache(
+        jnp.zeros((pages, size, 132), jnp.uint8),
+        jnp.asarray(keys, jnp.bfloat16),
+        jnp.arange(pages * size, dtype=jnp.int32),
+    )
+    tables = rng.permutation(pages)[: len(lens) * width].reshape(len(lens), width).astype(np.int32)
+    used = np.arange(width) * size < np.asarray(lens)[:, None]
+    return {
+        "q": jnp.asarray(rng.standard_normal((tokens, 64, 128)), FP8),
+        "weights": jnp.asarray(rng.standard_normal((tokens, 64)), jnp.float32),
+        "k_cache": cache,
+        "block_tables": jnp.asarray(np.where(used, tables, 12345)),
+        "seq_lens": jnp.asarray(lens, jnp.int32),
+    }
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 3, 3, 70]], ids=["a token each", "ragged"])
+@pytest.mark.usefixtures("blackwell", "emulated", "quick_compilation")
+def test_logits_around_the_kernel(offsets: list[int] | None) -> None:
+    lens = [576, 0, 257] if offsets else [300, 0, 1, 576]
+    arrays = indexer_arrays(0, lens, 72 if offsets else 4)
+    if offsets:
+        arrays["cu_seqlens_q"] = jnp.asarray(offsets, jnp.int32)
+    got, want = (np.asarray(tsmla_jax.indexer_logits(**arrays, implementation=name)) for name in ("cute", "reference"))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+CACHES: dict[str, Callable[[np.random.Generator], jax.Array]] = {
+    "plain": lambda rng: jnp.asarray(rng.standard_normal((7, 16, 576)), jnp.bfloat16),
+    "v32": lambda rng: sparse.pack_v32_rows(
+        jnp.asarray(rng.standard_normal((7, 16, 512)), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((7, 16, 64)), jnp.bfloat16),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", CACHES)
+@pytest.mark.parametrize(("tokens", "heads", "selected"), [(5, 16, 70), (1, 64, 30), (2, 130, 64)])
+@pytest.mark.usefixtures("blackwell", "emulated", "quick_compilation")
+def test_attention_around_the_kernel(layout: str, tokens: int, heads: int, selected: int) -> None:
+    rng = np.random.default_rng(tokens)
+    cache = CACHES[layout](rng)
+    indices = rng.integers(-1, 7 * 16, (tokens, selected)).astype(np.int32)
+    indices[0, 3:9] = (-1, -7, 7 * 16, 10**6, indices[0, 0], indices[0, 0])
+    lengths = rng.integers(1, selected + 1, tokens).astype(np.int32)
+    lengths[-1] = 0 if tokens > 1 else selected
+    arrays: dict[str, Any] = {
+        "q": jnp.asarray(rng.standard_normal((tokens, heads, 576)), jnp.bfloat16),
+        "kv_cache": cache,
+        "indices": jnp.asarray(indices),
+        "lengths": jnp.asarray(lengths),
+        "sinks": jnp.asarray(rng.standard_normal(heads), jnp.float32),
+    }
+    options: dict[str, Any] = {"softmax_scale": 0.07, "return_lse": True}
+    if layout == "plain":
+        options["kv_scale"] = 0.5
+    (got, lse), (want, want_lse) = (
+        tsmla_jax.sparse_mla(**arrays, **options, implementation=name) for name in ("cute", "reference")
+    )
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2.0**-6, atol=4e-3)
