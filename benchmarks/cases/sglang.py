@@ -5,14 +5,13 @@ Modes: "v3.2 decode", 2048 random slots of a request's packed rows; "v4-flash" a
 128 slots, alone ("window") or beside the 512 or 1024 slots that the indexer selects of entries of 4 tokens ("c4") or
 beside all 128 entries of 128 tokens ("c128"), with lengths and sinks; "v3 decode" and "v3 fp8 decode", dense.
 
-SGLang pads the queries of sparse models to 64 or 128 heads for either; the points are of such queries. What the engine
-does once a step, a schedule, is done beforehand.
+h is the heads of a GPU: a model's, or an eighth of them. For sgl-flash-mla SGLang pads sparse models' queries to 64 or
+128, which is done beforehand here, as is what it does once a step, a schedule.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -55,6 +54,12 @@ MODES = {V32: 2048} | {
 BATCHES = (1, 8, 32, 64, 128)
 
 
+def heads_of(mode: str) -> tuple[int, int]:
+    """The heads of an eighth of a sparse model, and all."""
+    heads = 64 if mode.startswith("v4-flash") else 128
+    return heads // 8, heads
+
+
 class Sparse(packed.PackedCase):
     """A sparse point."""
 
@@ -82,7 +87,7 @@ class Sparse(packed.PackedCase):
         is_v4 = point.mode != V32
         for tokens in {point.b, *WARM_TOKENS}:
             name, options = packed.options_of(point.h, tokens, is_v4)
-            yield name, {**options, "lengths": is_v4} | ({"window": ""} if point.keys == WINDOW else {})
+            yield name, {**options, "form": "auto", "lengths": is_v4} | ({"window": ""} if point.keys == WINDOW else {})
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -106,7 +111,11 @@ class Sparse(packed.PackedCase):
         )
 
     def run_peer(self) -> Run:
-        return sparse.package_decode(self.arguments)
+        given = self.arguments
+        padded = {"q": sparse.padded(given["q"], -2)}
+        if self.is_v4:
+            padded["attn_sink"] = sparse.padded(self.sinks, -1)
+        return sparse.package_decode(given | padded)
 
     def floor_us(self, name: str) -> float:
         pairs, row = self.point.b * self.point.keys, 584 if self.is_v4 else 656
@@ -162,14 +171,7 @@ class Dense:
 
 class SGLang(Case):
     points = (
-        *(Point(V32, b, h, 2048) for h, b in itertools.product((64, 128), BATCHES)),
-        *(
-            Point(mode, b, h, count)
-            for mode, count in MODES.items()
-            for h in ((64,) if mode.startswith("v4-flash") else (128,))
-            for b in BATCHES
-            if mode != V32
-        ),
+        *(Point(mode, b, h, count) for mode, count in MODES.items() for h in heads_of(mode) for b in BATCHES),
         *(Point(mode, b, h, 4096) for mode in (DENSE, DENSE_FP8) for h in (16, 128) for b in (1, 16, 64)),
     )
     common: ClassVar = {"page": PAGE, "s": 1}

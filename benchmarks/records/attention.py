@@ -140,9 +140,9 @@ def sglang() -> tb.Record:
         }
         said = ", ".join(f"{name} {each}" for name, each in ratios.items() if each)
         return (
-            "Microseconds of a layer's decode attention as SGLang 0.5.23 calls flash_mla, with queries of 64 or 128 "
-            "heads for sparse models and all that the call does. tsmla's time over that of SGLang's own kernels: "
-            f"{said}, geometric means. {tb.provenance(loaded.rows)}"
+            "Microseconds of a layer's decode attention as SGLang 0.5.23 calls flash_mla, all that the call does, with "
+            "the heads H of a GPU, an eighth of a model's or all; SGLang pads those of sparse models to 64 or 128 for "
+            f"its own kernels. tsmla's time over theirs: {said}, geometric means. {tb.provenance(loaded.rows)}"
         )
 
     def short(loaded: tb.Loaded) -> list[str]:

@@ -16,6 +16,7 @@ from tests.engines import sglang_model as sglang_model  # defines what importing
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tsmla_bridge.engines.install import install_as_flash_mla
+from tsmla_bridge.engines.sglang import heads
 
 install_as_flash_mla()
 wrapper = importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
@@ -133,3 +134,56 @@ def test_flashmla_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     out = dense.FlashMLABackend.forward_decode(self, q, None, None, layer, batch, save_kv_cache=False)
     assert_close(out.view(3, 1, HEADS, 512), given.want(scale=SCALE)[0], BF16)
+
+
+# ---- heads
+
+
+@pytest.fixture
+def own_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """SGLang's classes as they are once it has made such backends; the heads of each call of the package."""
+    v4 = importlib.import_module("sglang.srt.models.deepseek_v4").MqaAttentionBase
+    for owner, names in (
+        (dsa.DeepseekSparseAttnBackend, ("_forward_flashmla_kv", "_forward_flashmla_sparse")),
+        (v4, ("_kernel_num_heads",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
+    backends: dict[str, Any] = {"dsa": lambda runner: runner, "dsv4": lambda runner: runner, "fa3": None}
+    for _ in range(2):
+        heads.take_own_heads(backends)
+        assert [backends[name]("a runner") for name in ("dsa", "dsv4")] == ["a runner"] * 2
+    assert backends["fa3"] is None
+    seen: list[int] = []
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        call = getattr(wrapper, name)
+
+        def recorded(*arguments: Any, call: Any = call, **named: Any) -> Any:
+            seen.append((arguments[0] if arguments else named["q"]).shape[-2])
+            return call(*arguments, **named)
+
+        monkeypatch.setattr(wrapper, name, recorded)
+    return seen
+
+
+def test_dsa_pads_no_heads(own_heads: list[int]) -> None:
+    """Neither in decode nor in prompts; with the results of padded queries."""
+    test_dsa_decode()
+    test_dsa_prefill(sinks=True)
+    count = v32_call()[1]["q"].shape[1]
+    assert own_heads == [count, sparse_inputs.call(layout="plain", kv_dtype="bfloat16").arrays["q"].shape[1]]
+    assert 64 not in own_heads
+
+
+@pytest.mark.parametrize(("is_dsv41", "heads_of_a_call"), [(False, 16), (True, 64)])
+def test_v4_pads_no_heads(own_heads: list[int], is_dsv41: bool, heads_of_a_call: int) -> None:
+    layer = importlib.import_module("sglang.srt.models.deepseek_v4").MqaAttentionBase
+    given = SimpleNamespace(is_dsv41=is_dsv41, n_local_heads=16, n_heads=128, attn_tp_size=8)
+    assert layer._kernel_num_heads(given, 4) == heads_of_a_call
+
+
+def test_another_version_keeps_its_padding(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(dsa, "DeepseekSparseAttnBackend", SimpleNamespace())
+    backends: dict[str, Any] = {"dsa": lambda runner: runner}
+    heads.take_own_heads(backends)
+    assert backends["dsa"](3) == 3 and "queries stay padded" in caplog.text

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Name the backend in SGLang's registries; SGLang's entry point. May be called again."""
-    _install(os.environ.get("TSMLA_SGLANG", ""))
+    serves_flash_mla = _install(os.environ.get("TSMLA_SGLANG", ""))
     try:
         registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
         choices = importlib.import_module("sglang.srt.arg_groups.choices")
@@ -34,23 +34,27 @@ def register() -> None:
         if NAME not in choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
             choices.add_chunked_prefix_cache_attention_backend(NAME)
         registry.register_attention_backend(NAME)(create_backend)
+        if serves_flash_mla:
+            importlib.import_module(f"{__name__}.heads").take_own_heads(registry.ATTENTION_BACKENDS)
     except Exception as error:
         # No SGLang, or a version with other registries. The engine must start all the same.
         logger.warning("%s: not registered with this version of SGLang: %s", NAME, error)
 
 
-def _install(value: str) -> None:
-    """Do what TSMLA_SGLANG asks for."""
+def _install(value: str) -> bool:
+    """Do what TSMLA_SGLANG asks for; whether `import flash_mla` gives these kernels."""
     if value not in ("", "flash_mla"):
         said = "%s: got %r, which is taken as if it were not set; legal: '', 'flash_mla'"
         logger.warning(said, "TSMLA_SGLANG", value)
     if value != "flash_mla":
-        return
+        return False
     try:
         importlib.import_module("tsmla_bridge.engines.install").install_as_flash_mla()
         versions.say_active(versions.SGLANG, "FlashMLA's backends run on these kernels")
+        return True
     except Exception as error:
         logger.error("TSMLA_SGLANG=flash_mla: SGLang's FlashMLA backends run on their own kernels: %s", error)
+        return False
 
 
 def create_backend(runner: Any) -> Any:
