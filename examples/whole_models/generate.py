@@ -66,7 +66,7 @@ from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import default_page_size
 from tsmla_jax.generate.config import LayerAttention
-from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
+from tsmla_jax.generate.mesh import MeshShape, head_spec, make_mesh, param_specs
 from tsmla_jax.generate.model import fold
 from tsmla_jax.generate.session import StepKind
 from tsmla_jax.nn import MLAConfig, V32Config
@@ -103,7 +103,8 @@ def placed(params: Any) -> Any:
     mesh = make_mesh(mesh_shape())
     if mesh is None:
         return params
-    specs = jax.tree.broadcast(param_specs(params), params, is_leaf=lambda node: isinstance(node, P))
+    specs = param_specs(params, mesh_shape().expert_shards)
+    specs = jax.tree.broadcast(specs, params, is_leaf=lambda node: isinstance(node, P))
     return jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         params,
@@ -159,6 +160,8 @@ def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
             stacks = jax.tree.leaves([layer["mlp"]["gate_up"], layer["mlp"]["down"]])
             each = sum(math.prod(stack.shape[1:]) * stack.dtype.itemsize for stack in stacks)
             total += each * (chosen + moe.num_shared) - _bytes(stacks)
+    if head_spec(config.vocab_size, mesh.expert_shards) != P():
+        total -= _bytes(params["lm_head"]) * (1 - 1 / mesh.expert_shards)
     texts = batch / mesh.replicas / mesh.context
     total += texts * sum(_cache_bytes_read(config.layer(index).attention) for index in range(config.num_layers))
     return total / bytes_per_s(jax.devices()[0].device_kind) * 1e6

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.generate import ModelConfig
 from tsmla_jax.generate.config import LayerAttention
 from tsmla_jax.generate.loading import ATTENTION_WEIGHTS
-from tsmla_jax.generate.mesh import param_specs
+from tsmla_jax.generate.mesh import CONTEXT, EXPERT, param_specs
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
 from tsmla_jax.nn.v4 import V4Config
 
@@ -118,7 +118,8 @@ def random_params(config: ModelConfig, params: dict[str, Any], mesh: Mesh | None
             return jnp.full(leaf.shape, name.endswith(("norm", "scale")), leaf.dtype, device=sharding)
         return noise(next(seeds), leaf.shape, leaf.dtype, sharding)
 
-    specs = jax.tree.broadcast(param_specs(params), params, is_leaf=lambda node: isinstance(node, P))
+    shards = 1 if mesh is None else mesh.shape[EXPERT] * mesh.shape[CONTEXT]
+    specs = jax.tree.broadcast(param_specs(params, shards), params, is_leaf=lambda node: isinstance(node, P))
     return jax.tree_util.tree_map_with_path(make, params, specs, is_leaf=lambda node: isinstance(node, BlockScaled))
 
 

@@ -33,6 +33,7 @@ from tsmla_jax.generate.mesh import (
     experts_of,
     make_mesh,
     put,
+    put_head,
     put_shards,
 )
 from tsmla_jax.generate.model import Params
@@ -142,6 +143,11 @@ class _Reader:
         """A tensor on the device, or on every device of the mesh."""
         value: jax.Array = self.put_all(self(name, shape, dtype))
         return value
+
+    def put_head(self, name: str, shape: Sequence[int]) -> jax.Array:
+        """The output projection on the device, or a part of it on each device of the mesh."""
+        output = self(name, shape)
+        return jax.numpy.asarray(output) if self.mesh is None else put_head(self.mesh, output)
 
     def put_all(self, tree: Any) -> Any:
         """A tree of arrays on the device, or on every device of the mesh."""
@@ -270,7 +276,7 @@ def load_model(
         if config.tie_word_embeddings:
             read.check_tied()
         else:
-            params["lm_head"] = read.put("lm_head.weight", (config.vocab_size, *hidden))
+            params["lm_head"] = read.put_head("lm_head.weight", (config.vocab_size, *hidden))
         if config.streams is not None:
             count = config.streams.count
             params["streams"] = _read_streams(read, "model.hc_head.hc_", count, count * config.hidden_size, 1)

@@ -3,8 +3,9 @@
 A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a
 latent cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the
 axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
-"context". Experts are split over all devices of a copy; everything else each device holds whole. It is the data
-parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437, section 3.4).
+"context". Experts and the output projection are split over all devices of a copy; all else each device holds whole.
+It is the data parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437,
+section 3.4).
 """
 
 from __future__ import annotations
@@ -140,8 +141,15 @@ def put_shards(mesh: Mesh, read: Callable[[int], Any]) -> Any:
     return jax.tree.map(join, *parts)
 
 
-def param_specs(params: Any) -> Any:
-    """The specs of a model's parameters on a mesh, as a prefix of their tree."""
+def head_spec(vocabulary: int, shards: int) -> P:
+    """The spec of an output projection of so many rows where experts are split into `shards` parts: it is split like
+    them, if it has as many rows for each."""
+    return P(EXPERT_SHARDS) if shards > 1 and vocabulary % shards == 0 else P()
+
+
+def param_specs(params: Any, shards: int) -> Any:
+    """The specs of a model's parameters on a mesh that splits experts into `shards` parts, as a prefix of their
+    tree."""
 
     def of_layer(layer: Any) -> Any:
         mlp: Any = P()
@@ -150,13 +158,16 @@ def param_specs(params: Any) -> Any:
         return {name: mlp if name == "mlp" else P() for name in layer}
 
     rest = {name: P() for name in params if name != "layers"}
+    if "lm_head" in params:
+        rest["lm_head"] = head_spec(params["lm_head"].shape[0], shards)
     return {**rest, "layers": [of_layer(layer) for layer in params["layers"]]}
 
 
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """The parameters of `load_model` on the mesh; what is there already, stays.
 
-    A device has the weights of its experts, and behind them those of the shared experts, which all devices have.
+    A device has the weights of its experts, and behind them those of the shared experts, which all devices have, and
+    its part of the output projection.
 
     Raises:
       ValueError: the experts are split, but for another mesh.
@@ -169,7 +180,18 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
             layer = {**layer, "mlp": {**mlp, **_put_experts(mesh, f"layer {index}", stacks, config.moe)}}
         layers.append(layer)
     params = {**params, "layers": layers}
-    return params if mesh is None else put(mesh, P(), params)
+    if mesh is None:
+        return params
+    if "lm_head" in params:
+        params["lm_head"] = put_head(mesh, params["lm_head"])
+    return put(mesh, P(), params)
+
+
+def put_head(mesh: Mesh, output: Any) -> Any:
+    """An output projection on the mesh (`head_spec`), also where it lies there in another way."""
+    spec = head_spec(output.shape[0], mesh.shape[EXPERT] * mesh.shape[CONTEXT])
+    there, sharding = put(mesh, spec, output), NamedSharding(mesh, spec)
+    return there if there.sharding.is_equivalent_to(sharding, there.ndim) else jax.device_put(there, sharding)
 
 
 def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoEConfig) -> Any:

@@ -331,15 +331,20 @@ def _attend_fresh(
     return y, tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
 
 
-def logits(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Logits after the tokens x[rows]: f32 [N, V] from x [T, C] (V4: [T, S, C]) and rows [N] i32."""
+def last_norm(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows [N, C] that the output projection takes after the tokens x[rows], from x [T, C] (V4: [T, S, C]) and rows
+    [N] i32."""
     x = x[rows]
     if config.streams is not None:
         x = close_streams(params["streams"], x, config.streams)
     norm = rms_norm if config.streams is None else rms_norm_fixed_order
-    normed = norm(x, params["norm"], config.rms_norm_eps)
-    output = params["embed"] if config.tie_word_embeddings else params["lm_head"]
-    return jnp.einsum("nc,vc->nv", normed, output, preferred_element_type=jnp.float32)
+    return norm(x, params["norm"], config.rms_norm_eps)
+
+
+def output_projection(params: Params, config: ModelConfig) -> jax.Array:
+    """The matrix [V, C] that makes logits, or the device's part of it."""
+    output: jax.Array = params["embed"] if config.tie_word_embeddings else params["lm_head"]
+    return output
 
 
 def run_layers(
@@ -393,4 +398,5 @@ def forward(
     shared = shared_steps(config, batch, ropes, options)
     x = embed(params, config, batch.tokens)
     x, written = run_layers(params, config, x, caches, batch, scales, options, shared)
-    return logits(params, config, x, rows), written
+    normed, output = last_norm(params, config, x, rows), output_projection(params, config)
+    return jnp.einsum("nc,vc->nv", normed, output, preferred_element_type=jnp.float32), written

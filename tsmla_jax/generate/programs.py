@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import CacheLayout, init_cache
 from tsmla_jax.generate.config import ModelConfig
-from tsmla_jax.generate.mesh import AXES, REPLICAS, param_specs, put
+from tsmla_jax.generate.mesh import AXES, EXPERT_SHARDS, REPLICAS, param_specs, put
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
 
 _DONATED = ("caches", "state")
@@ -141,7 +141,7 @@ def _on_mesh(mesh: Mesh) -> Programs:
     def on_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
         @partial(jax.jit, static_argnames="config", donate_argnames=_DONATED, out_shardings=results)
         def program(params: Any, caches: Any, state: State, constants: Constants, work: Any, config: StepConfig) -> Any:
-            replicas = math.prod(mesh.shape[axis] for axis in REPLICAS)
+            replicas, shards = (math.prod(mesh.shape[axis] for axis in axes) for axes in (REPLICAS, EXPERT_SHARDS))
             shared, of_replica = _Elements.of(constants, 1), _Elements.of(work, replicas)
 
             def of_device(params: Any, caches: Any, state: State, shared: _Elements, of_replica: _Elements) -> Any:
@@ -152,7 +152,7 @@ def _on_mesh(mesh: Mesh) -> Programs:
             mapped = jax.shard_map(
                 of_device,
                 mesh=mesh,
-                in_specs=(param_specs(params), P(AXES), P(REPLICAS), P(), P(REPLICAS)),
+                in_specs=(param_specs(params, shards), P(AXES), P(REPLICAS), P(), P(REPLICAS)),
                 out_specs=(P(REPLICAS), P(AXES), P()),
                 check_vma=False,
             )

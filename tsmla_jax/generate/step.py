@@ -21,7 +21,8 @@ from tsmla_jax.generate import model
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.expert_parallel import gather_tokens
 from tsmla_jax.generate.model import Batch, Params, Scales, StepOptions
-from tsmla_jax.generate.sampling import Sampling, select_tokens
+from tsmla_jax.generate.next_tokens import choose_tokens
+from tsmla_jax.generate.sampling import Sampling
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.step import Step
 from tsmla_jax.ops.ragged import row_owner
@@ -250,9 +251,7 @@ def _start_texts(
     head: Params, state: State, constants: Constants, prompts: Prompts, x: jax.Array, config: StepConfig
 ) -> tuple[State, jax.Array]:
     last = jnp.maximum(prompts.cu_seqlens[1:] - 1, 0)
-    scores = model.logits(head, config.model, x, last)
-    positions = prompts.seq_lens
-    tokens = select_tokens(scores, prompts.requests, positions, *constants.sampling, greedy=config.greedy)
+    tokens = _choose(head, x, last, prompts.requests, prompts.seq_lens, constants.sampling, config)
     whole = prompts.limits > 0
     ended = jnp.isin(tokens, constants.ends)
     # A row past the last one is not written.
@@ -328,9 +327,8 @@ def _continue_texts(
     texts, most = _first_rows(state, config.rows), drafts.tokens.shape[1] + 1
     active, places = texts.remaining > 0, _places(texts, drafts, config)
     owner, total = places.owner, config.rows * most
-    scores = model.logits(head, config.model, x, jnp.arange(total, dtype=jnp.int32))
-    positions = texts.cached[owner] + places.local + 1
-    packed = select_tokens(scores, texts.requests[owner], positions, *constants.sampling, greedy=config.greedy)
+    positions, every = texts.cached[owner] + places.local + 1, jnp.arange(total, dtype=jnp.int32)
+    packed = _choose(head, x, every, texts.requests[owner], positions, constants.sampling, config)
 
     numbers = jnp.arange(most, dtype=jnp.int32)
     chosen = packed[jnp.minimum(places.starts[:, None] + numbers, total - 1)]
@@ -351,6 +349,21 @@ def _continue_texts(
         remaining=put(state.remaining, jnp.where(ended, 0, texts.remaining - count)),
     )
     return state, jnp.where(numbers < count[:, None], chosen, NO_TOKEN)
+
+
+def _choose(
+    head: Params,
+    x: jax.Array,
+    rows: jax.Array,
+    requests: jax.Array,
+    positions: jax.Array,
+    sampling: Sampling,
+    config: StepConfig,
+) -> jax.Array:
+    """The tokens chosen after x[rows]; other arguments as of `choose_tokens`."""
+    last = model.last_norm(head, config.model, x, rows)
+    given: dict[str, Any] = {"config": config.model, "mesh": config.options.mesh, "greedy": config.greedy}
+    return choose_tokens(model.output_projection(head, config.model), last, requests, positions, sampling, **given)
 
 
 def without_ends(config: ModelConfig) -> ModelConfig:
