@@ -4,15 +4,16 @@
         [--seconds 500] [--context 512] [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N]
         [--expert_parallel N] [--context_parallel N]
 
-A point is a model (v2-lite; v3-slice: one dense layer and 5 of experts in bf16, 9 in fp8; v3.2-slice and v4-slice, of
-the Flash model: 6 layers, in fp8), the format of its weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in
-all matrices that a checkpoint of V3 has so), and a batch size, "prefill", or "prompt" and a number of tokens
-(v2-lite,bf16,prompt131072). Weights are made on the device; texts are random ids, so that tokens choose their experts
-nearly evenly. A decode row is the median step of 64, of B texts of --context tokens over caches of noise; a prefill row
-is prompts of --context tokens, a chunk at a time; a prompt row is the whole prefill of one text. floor_us is the time
-of the bytes that a step must read (weights once, of the experts those that B tokens can be expected to choose if all
-are alike; the caches), or of the products of a prefill. compile_s is what it takes to compile the decode step, tracing
-included; warm_s is the same with jax's compilation cache filled by a run with --compile_only.
+A point is a model (v2-lite; v3-slice: one dense layer and 5 of experts in bf16, 9 in fp8; v3.2-slice, glm-5-slice,
+glm-5.2-slice, of whose layers 3 have no indexer, and v4-slice, of the Flash model: 6 layers, in fp8), the format of its
+weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
+batch size, "prefill", or "prompt" and a number of tokens (v2-lite,bf16,prompt131072). Weights are made on the device;
+texts are random ids, so that tokens choose their experts nearly evenly. A decode row is the median step of 64, of B
+texts of --context tokens over caches of noise; a prefill row is prompts of --context tokens, a chunk at a time; a
+prompt row is the whole prefill of one text. floor_us is the time of the bytes that a step must read (weights once, of
+the experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a
+prefill. compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with jax's
+compilation cache filled by a run with --compile_only.
 
 With --checkpoints weights are those of a checkpoint in that folder, which is written there from a seed unless it is
 there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are prefilled, so that their tokens mean
@@ -174,7 +175,8 @@ def _cache_bytes_read(attention: LayerAttention) -> float:
     if isinstance(attention, MLAConfig):
         return context * attention.cache_dim * 2
     if isinstance(attention, V32Config):
-        return context * (attention.index_head_dim + 4) + min(attention.index_topk, context) * V32_PACKED.row_bytes
+        keys = context * (attention.index_head_dim + 4) * attention.has_indexer
+        return keys + min(attention.index_topk, context) * V32_PACKED.row_bytes
     entries = selected = context // attention.ratio if attention.ratio else 0
     keys = 0
     if attention.kind == "csa":
@@ -189,9 +191,10 @@ def _products_with_keys(attention: LayerAttention, length: int) -> float:
     if isinstance(attention, MLAConfig):
         return attention.num_attention_heads * (attention.qk_head_dim + attention.v_head_dim) * seen
     if isinstance(attention, V32Config):
-        mla, indexer = attention.mla, attention.index_n_heads * attention.index_head_dim
-        widths = mla.num_attention_heads * (mla.cache_dim + mla.kv_lora_rank)
-        return widths * min(attention.index_topk, seen) + indexer * seen / 2
+        mla, indexer = attention.mla, attention.index_n_heads * attention.index_head_dim * attention.has_indexer
+        absorbed = (mla.cache_dim + mla.kv_lora_rank) * min(attention.index_topk, seen)
+        expanded = (mla.qk_head_dim + mla.v_head_dim) * seen  # of all keys, by the mask
+        return mla.num_attention_heads * min(absorbed, expanded) + indexer * seen / 2
     entries = seen / attention.ratio if attention.ratio else 0
     indexer = attention.index_n_heads * attention.index_head_dim * entries / 2 if attention.kind == "csa" else 0
     selected = min(attention.index_topk, entries) if attention.kind == "csa" else entries

@@ -48,6 +48,13 @@ V32 = {
     **V3, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
     "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
 }  # fmt: skip
+GLM_5 = {
+    **V3, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "vocab_size": 154880,
+    "hidden_size": 6144, "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "rope_theta": 1000000.0, "rope_scaling": None,
+    "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
+}  # fmt: skip
 V4_FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_act": "silu",
     "attention_bias": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 1048576, "tie_word_embeddings": False,
@@ -70,6 +77,8 @@ MODELS: dict[tuple[str, str], dict[str, Any]] = {
     ("v3-slice", "bf16"): {**V3, "num_hidden_layers": 6},
     ("v3-slice", "fp8"): {**V3, **_FP8, "num_hidden_layers": 10},
     ("v3.2-slice", "fp8"): {**V32, **_FP8, "num_hidden_layers": 6},
+    ("glm-5-slice", "fp8"): {**GLM_5, **_FP8, "num_hidden_layers": 6},
+    ("glm-5.2-slice", "fp8"): {**GLM_5, **_FP8, "num_hidden_layers": 6, "index_topk_freq": 4},
     ("v4-slice", "fp8"): {**V4_FLASH, **_FP8, "num_hidden_layers": 6},
 }
 """config.json of each model, by its name and the format of its weights."""

@@ -27,6 +27,8 @@ OF_MODEL = {
     "v2-lite": {},
     "v3-slice": {"q_lora_rank": 128, "n_group": 2, "topk_group": 1},
     "v3.2-slice": {"q_lora_rank": 128, "n_group": 2, "topk_group": 1, "index_n_heads": 4, "index_topk": 32},
+    "glm-5-slice": {"q_lora_rank": 128, "index_n_heads": 4, "index_topk": 32},
+    "glm-5.2-slice": {"num_hidden_layers": 3, "q_lora_rank": 128, "index_n_heads": 4, "index_topk": 32},
     "v4-slice": {
         "num_hidden_layers": 4, "num_key_value_heads": 1, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 64,
         "index_n_heads": 4, "index_topk": 16,
@@ -100,12 +102,14 @@ def test_random_parameters_are_shaped_as_loaded_ones(model: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_record_of_sparse_models(tmp_path: Path) -> None:
-    points = "/".join(f"{model},fp8,{what}" for model in ("v3.2-slice", "v4-slice") for what in ("2", "prompt300"))
+    slices = ("v3.2-slice", "glm-5.2-slice", "v4-slice")
+    points = "/".join(f"{model},fp8,{what}" for model in slices for what in ("2", "prompt300"))
     arguments = ["--context", 200, "--chunk", 128, "--points", points, "--out", tmp_path / "out.json"]
     run("generate", arguments, STEPS=6)
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [(row["mode"], row["b"], row["context"]) for row in rows] == [
         ("v3.2-slice fp8 decode", 2, 200), ("v3.2-slice fp8 prompt", 1, 300),
+        ("glm-5.2-slice fp8 decode", 2, 200), ("glm-5.2-slice fp8 prompt", 1, 300),
         ("v4-slice fp8 decode", 2, 200), ("v4-slice fp8 prompt", 1, 300),
     ]  # fmt: skip
     assert all(row["us"] > 0 and row["floor_us"] > 0 for row in rows)
