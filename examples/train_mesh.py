@@ -208,9 +208,7 @@ def train(mesh: Mesh, shape: Shape, steps: int, dtype: Any) -> Run:
         return optax.apply_updates(params, updates), state, value
 
     step = jax.jit(
-        jax.shard_map(
-            on_device, mesh=mesh, in_specs=(specs, state_specs, TEXTS), out_specs=(specs, state_specs, P())
-        ),
+        jax.shard_map(on_device, mesh=mesh, in_specs=(specs, state_specs, TEXTS), out_specs=(specs, state_specs, P())),
         donate_argnums=(0, 1),
     )
 

@@ -17,14 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from tsmla_jax.nn import Segments, segment_attention
+from tsmla_jax.nn import Segments, dot_product_attention, segment_attention
 
 ATTENTION_TYPES = ("global", "mla")
 # Arguments of apply_attention that ask for another attention.
-OTHERS = (
-    "previous_chunk", "bidirectional_mask", "sinks", "indexer_mask", "compressed_mask", "record_max_logits",
-    "decoder_segment_ids_kv",
-)  # fmt: skip
+OTHERS = ("previous_chunk", "bidirectional_mask", "compressed_mask", "decoder_segment_ids_kv")
 
 
 def attend(
@@ -36,8 +33,10 @@ def attend(
     max_segments: int,
     mesh: Mesh,
     spec: PartitionSpec,
+    sinks: jax.Array | None = None,
+    indexer_mask: jax.Array | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention within segments, on each device's rows and heads.
 
     Args:
@@ -47,10 +46,14 @@ def attend(
         decoder_segment_ids: [batch, length] i32, 0 for padding; None is one segment a row.
         max_segments: static, the most segments of a row (max_segments_per_seq); a row with more becomes NaN.
         mesh, spec: how [batch, length, heads, columns] is split over devices: rows and heads may be.
+        sinks: [heads], of `tsmla_jax.mla_prefill`.
+        indexer_mask: [batch, length, length], 0 for the keys that V3.2's indexer chose for a token, negative for the
+            others. It becomes bits, and takes the place of the ragged offsets.
         implementation: of `tsmla_jax.mla_prefill`.
 
     Returns:
-        [batch, length, heads, 128] in query's dtype; 0 for padding.
+        [batch, length, heads, 128] in query's dtype, 0 for padding; and the greatest logit of each row and head,
+        [batch, heads] in float32, for QK-clip.
 
     Raises:
         ValueError: spec splits the length (context parallelism) or the columns, or the arrays do not fit together.
@@ -62,13 +65,32 @@ def attend(
     if decoder_segment_ids is None:
         decoder_segment_ids = jnp.ones(query.shape[:2], jnp.int32)
 
-    def on_one_device(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
-        segments = Segments.from_ids(ids, max_segments=max_segments)
-        return segment_attention(query, key, value, segments, softmax_scale=1.0, implementation=implementation)
+    def on_one_device(
+        query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, given: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        options: Any = {"sinks": given.get("sinks"), "implementation": implementation}
+        if "indexer_mask" in given:
+            visible = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, :, None] & (given["indexer_mask"] == 0)
+            out, max_logits = dot_product_attention(
+                query, key, value, mask=visible[:, None], scale=1.0, is_causal=True, return_max_logits=True, **options
+            )
+        else:
+            segments = Segments.from_ids(ids, max_segments=max_segments)
+            out, max_logits = segment_attention(
+                query, key, value, segments, softmax_scale=1.0, return_max_logits=True, **options
+            )
+        return out, max_logits.max(axis=1)
 
-    split = PartitionSpec(rows, None, heads)
-    run = jax.shard_map(on_one_device, mesh=mesh, in_specs=(split, split, split, PartitionSpec(rows)), out_specs=split)
-    return run(query, key, value, decoder_segment_ids)
+    split, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+    given = {"sinks": (sinks, PartitionSpec(heads)), "indexer_mask": (indexer_mask, of_rows)}
+    given = {name: (x, spec) for name, (x, spec) in given.items() if x is not None}
+    run = jax.shard_map(
+        on_one_device,
+        mesh=mesh,
+        in_specs=(split, split, split, of_rows, {name: spec for name, (_, spec) in given.items()}),
+        out_specs=(split, PartitionSpec(rows, heads)),
+    )
+    return run(query, key, value, decoder_segment_ids, {name: x for name, (x, _) in given.items()})
 
 
 def attend_in(
@@ -79,11 +101,15 @@ def attend_in(
     decoder_segment_ids: jax.Array | None,
     *,
     model_mode: str,
+    sinks: jax.Array | None = None,
+    indexer_mask: jax.Array | None = None,
+    record_max_logits: bool = False,
     **others: Any,
 ) -> jax.Array:
     """`attend` with what MaxText's AttentionOp `op` knows: its mesh, its rules of sharding and its config.
 
-    others: the further arguments of `AttentionOp.apply_attention`.
+    sinks, indexer_mask: of `attend`. record_max_logits: keep the greatest logits in op.max_logits, as QK-clip reads
+    them. others: the further arguments of `AttentionOp.apply_attention`.
 
     Raises:
         ValueError: the config or an argument asks for something else than causal attention of whole sequences.
@@ -106,7 +132,7 @@ def attend_in(
             f"attention=tsmla with packing needs config.max_segments_per_seq >= 1, got {config.max_segments_per_seq}"
         )
     rows, heads, length, columns = op._logical_to_mesh_axes(op.flash_axis_names_q)
-    return attend(
+    out, max_logits = attend(
         query,
         key,
         value,
@@ -114,7 +140,14 @@ def attend_in(
         max_segments=config.max_segments_per_seq if packed else 1,
         mesh=op.mesh,
         spec=PartitionSpec(rows, length, heads, columns),
+        sinks=sinks,
+        indexer_mask=indexer_mask,
     )
+    if record_max_logits:
+        from flax import nnx
+
+        op.max_logits = nnx.Intermediate(max_logits)
+    return out
 
 
 def install() -> None:

@@ -39,9 +39,11 @@ def dot_product_attention(
     segment_ids: jax.Array | Segments | None = None,
     max_segments: int | None = None,
     dropout_rate: float = 0.0,
+    sinks: jax.Array | None = None,
     deterministic: bool = False,
     implementation: Preference = None,
     return_residual: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
 ) -> jax.Array: ...
 
 
@@ -61,10 +63,60 @@ def dot_product_attention(
     segment_ids: jax.Array | Segments | None = None,
     max_segments: int | None = None,
     dropout_rate: float = 0.0,
+    sinks: jax.Array | None = None,
     deterministic: bool = False,
     implementation: Preference = None,
     return_residual: Literal[True],
+    return_max_logits: Literal[False] = False,
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: None = None,
+    segment_ids: jax.Array | Segments | None = None,
+    max_segments: int | None = None,
+    dropout_rate: float = 0.0,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    implementation: Preference = None,
+    return_residual: Literal[False] = False,
+    return_max_logits: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: Scale | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: None = None,
+    segment_ids: jax.Array | Segments | None = None,
+    max_segments: int | None = None,
+    dropout_rate: float = 0.0,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    implementation: Preference = None,
+    return_residual: Literal[True],
+    return_max_logits: Literal[True],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 def dot_product_attention(
@@ -82,10 +134,12 @@ def dot_product_attention(
     segment_ids: jax.Array | Segments | None = None,
     max_segments: int | None = None,
     dropout_rate: float = 0.0,
+    sinks: jax.Array | None = None,
     deterministic: bool = False,
     implementation: Preference = None,
     return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return_max_logits: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
     """softmax(scale q k^T) v by `mla_prefill`, with the arguments of `jax.nn.dot_product_attention`.
 
     Axes: B rows, T / S query / key tokens of a row, N heads, H / V the widths of keys and of values (192 and 128 in
@@ -108,13 +162,14 @@ def dot_product_attention(
             made once for all layers. Lengths and mask are refused beside them.
         max_segments: static, the most segments of a row, with segment_ids of an array.
         dropout_rate: only 0 is legal.
-        deterministic, implementation: of `mla_prefill`.
-        return_residual: also return the logsumexp of the scaled logits, natural logarithm.
+        sinks, deterministic, implementation: of `mla_prefill`.
+        return_residual: also return the logsumexp of the scaled logits, natural logarithm, without the sinks.
+        return_max_logits: also return the greatest scaled logit of each query and head, as QK-clip wants it.
 
     Returns:
         out [B, T, N, V] in query's dtype, bfloat16 for fp8; with return_residual also [B, T, N] float32 (float64 for
-        float64). Queries past their row's length give 0 and -inf, and so do queries that see no key, where jax.nn gives
-        the mean of all values.
+        float64), and the same with return_max_logits, behind it. Queries past their row's length give 0 and -inf, and
+        so do queries that see no key, where jax.nn gives the mean of all values.
 
     Raises:
         TypeError, ValueError: an argument is not legal.
@@ -133,7 +188,9 @@ def dot_product_attention(
             softmax_scale=scale,
             deterministic=deterministic,
             implementation=implementation,
+            sinks=sinks,
             return_lse=True,
+            return_max_logits=return_max_logits,
         ),
     )
     if segment_ids is not None:
@@ -145,7 +202,7 @@ def dot_product_attention(
             if given is not None:
                 raise ValueError(f"{name}: got an array beside segment_ids, which say the same; legal: None")
         segments = _segments(segment_ids, max_segments, call)
-        out, lse = attend_within(segments, partial(attend, causal=is_causal))
+        results = attend_within(segments, partial(attend, causal=is_causal))
     else:
         batch, num_queries, num_keys = *call.query.shape[:2], call.key.shape[1]
         lengths = _Lengths(
@@ -153,13 +210,17 @@ def dot_product_attention(
             _checked("key_value_seq_lengths", key_value_seq_lengths, batch, num_keys),
             same=query_seq_lengths is not None and query_seq_lengths is key_value_seq_lengths,
         )
-        out, lse = _over_rows(call, partial(attend, selection=call.selection), lengths, is_causal)
-    out, lse = (x[0] if one_row else x for x in (out, lse))
-    return (out, lse) if return_residual else out
+        results = _over_rows(call, partial(attend, selection=call.selection), lengths, is_causal)
+    out, lse, *max_logits = (x[0] if one_row else x for x in results)
+    found = (out, *[lse] * return_residual, *max_logits)
+    return found if len(found) > 1 else out
 
 
-Attend = Callable[..., tuple[jax.Array, jax.Array]]
-"""`mla_prefill` of a call's arrays, without the offsets and the mask: returns out and lse."""
+Results = tuple[jax.Array, ...]
+"""out, lse and, if asked for, the greatest logits."""
+
+Attend = Callable[..., Results]
+"""`mla_prefill` of a call's arrays, without the offsets and the mask."""
 
 
 class _Call(NamedTuple):
@@ -285,24 +346,24 @@ def _checked(name: str, lengths: jax.Array | None, batch: int, tokens: int) -> j
     return jnp.clip(lengths, 0, tokens)
 
 
-def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, V] and lse [B, T, N] of rows with these lengths."""
+def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) -> Results:
+    """The results [B, T, N, ...] of rows with these lengths."""
     queries, keys, same = lengths
     (batch, num_queries), num_keys = call.query.shape[:2], call.key.shape[1]
     every = jnp.arange(batch + 1, dtype=jnp.int32)
 
-    def rows(starts_q: jax.Array, starts_kv: jax.Array, *, causal: bool) -> tuple[jax.Array, jax.Array]:
-        out, lse = attend(
+    def rows(starts_q: jax.Array, starts_kv: jax.Array, *, causal: bool) -> Results:
+        found = attend(
             cu_seqlens_q=starts_q, cu_seqlens_kv=starts_kv, max_q_len=num_queries, max_kv_len=num_keys, causal=causal
         )
-        return out.reshape(batch, num_queries, *out.shape[1:]), lse.reshape(batch, num_queries, *lse.shape[1:])
+        return tuple(x.reshape(batch, num_queries, *x.shape[1:]) for x in found)
 
     if queries is None and keys is None and (num_queries == num_keys or not is_causal):
         return rows(every * num_queries, every * num_keys, causal=is_causal)
     q_lens = jnp.full(batch, num_queries, jnp.int32) if queries is None else queries
     kv_lens = jnp.full(batch, num_keys, jnp.int32) if keys is None else keys
 
-    def part(first: jax.Array, count: jax.Array, kv_lens: jax.Array, *, causal: bool) -> tuple[jax.Array, jax.Array]:
+    def part(first: jax.Array, count: jax.Array, kv_lens: jax.Array, *, causal: bool) -> Results:
         """The results of `count` queries of each row from `first` on; those of the others are 0 and -inf.
 
         A row is four requests: the queries before `first` without keys, these with the row's keys, the queries behind
@@ -318,9 +379,10 @@ def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) 
         return part(none, q_lens, kv_lens, causal=False)
     # The last of as many queries as keys sees all of them, in mla_prefill's alignment and in jax.nn's.
     square = jnp.minimum(q_lens, kv_lens)
-    out, lse = part(none, square, square, causal=True)
+    found = part(none, square, square, causal=True)
     if same or (keys is None and num_queries <= num_keys):
-        return out, lse
+        return found
     behind = part(square, q_lens - square, kv_lens, causal=False)
-    first = (jnp.arange(num_queries) < square[:, None])[..., None]
-    return jnp.where(first[..., None], out, behind[0]), jnp.where(first, lse, behind[1])
+    first = jnp.arange(num_queries) < square[:, None]
+    pairs = zip(found, behind, strict=True)
+    return tuple(jnp.where(first.reshape(*first.shape, *(1,) * (a.ndim - 2)), a, b) for a, b in pairs)

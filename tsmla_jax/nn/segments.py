@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,7 @@ class Segments:
         return jnp.append(firsts.reshape(-1), jnp.int32(rows * self.row_len))
 
 
+@overload
 def segment_attention(
     q: jax.Array,
     k: jax.Array,
@@ -104,8 +106,41 @@ def segment_attention(
     softmax_scale: Scale,
     causal: bool = True,
     deterministic: bool = False,
+    sinks: jax.Array | None = None,
+    return_max_logits: Literal[False] = False,
     implementation: Preference = None,
-) -> jax.Array:
+) -> jax.Array: ...
+
+
+@overload
+def segment_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    softmax_scale: Scale,
+    causal: bool = True,
+    deterministic: bool = False,
+    sinks: jax.Array | None = None,
+    return_max_logits: Literal[True],
+    implementation: Preference = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def segment_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    softmax_scale: Scale,
+    causal: bool = True,
+    deterministic: bool = False,
+    sinks: jax.Array | None = None,
+    return_max_logits: bool = False,
+    implementation: Preference = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention within each segment of each row: `mla_prefill` of packed rows, with its gradient.
 
     Args:
@@ -115,11 +150,12 @@ def segment_attention(
             offsets count through all rows at hand, so automatic partitioning would gather them.
         softmax_scale: factor of the logits; 1 where q carries it, as MaxText's does.
         causal: a token sees its segment up to itself, else all of it.
-        deterministic, implementation: of `mla_prefill`.
+        deterministic, sinks, return_max_logits, implementation: of `mla_prefill`.
 
     Returns:
-        out [B, S, H, V] in q's dtype, bfloat16 when q is fp8. Padding gives 0, and no derivative passes through it (its
-        q, k and v must be finite for that). Rows with more segments than promised are NaN, never another segment's.
+        out [B, S, H, V] in q's dtype, bfloat16 when q is fp8; with return_max_logits also max_logits [B, S, H], -inf
+        for padding. Padding gives 0, and no derivative passes through it (its q, k and v must be finite for that). Rows
+        with more segments than promised are NaN, never another segment's.
 
     Raises:
         TypeError, ValueError: an argument is not legal.
@@ -127,7 +163,40 @@ def segment_attention(
     """
     operands = _packed(segments, q=q, k=k, v=v)
     attend = partial(tsmla_jax.mla_prefill, *operands, softmax_scale=softmax_scale, causal=causal)
-    return _out(segments, partial(attend, deterministic=deterministic, implementation=implementation))
+    attend = partial(attend, deterministic=deterministic, sinks=sinks, implementation=implementation)
+    return _within(segments, attend, return_max_logits)
+
+
+@overload
+def segment_attention_kv(
+    q: jax.Array,
+    kv: jax.Array,
+    k_rope: jax.Array,
+    segments: Segments,
+    *,
+    softmax_scale: Scale,
+    causal: bool = True,
+    deterministic: bool = False,
+    sinks: jax.Array | None = None,
+    return_max_logits: Literal[False] = False,
+    implementation: Preference = None,
+) -> jax.Array: ...
+
+
+@overload
+def segment_attention_kv(
+    q: jax.Array,
+    kv: jax.Array,
+    k_rope: jax.Array,
+    segments: Segments,
+    *,
+    softmax_scale: Scale,
+    causal: bool = True,
+    deterministic: bool = False,
+    sinks: jax.Array | None = None,
+    return_max_logits: Literal[True],
+    implementation: Preference = None,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def segment_attention_kv(
@@ -139,15 +208,18 @@ def segment_attention_kv(
     softmax_scale: Scale,
     causal: bool = True,
     deterministic: bool = False,
+    sinks: jax.Array | None = None,
+    return_max_logits: bool = False,
     implementation: Preference = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`segment_attention` on what kv_b made: no slices of it, and no copies of k_rope for each head, are needed.
 
     Args:
         q: [B, S, H, K], rope columns last.
         kv: [B, S, H, N + V]: a head's keys without rope columns, then its values.
         k_rope: [B, S, R], rotated, for all heads.
-        segments, softmax_scale, causal, deterministic, implementation: as in `segment_attention`.
+        segments, softmax_scale, causal, deterministic, sinks, return_max_logits, implementation: as in
+            `segment_attention`.
 
     Returns:
         as `segment_attention`.
@@ -157,7 +229,8 @@ def segment_attention_kv(
     """
     operands = _packed(segments, q=q, kv=kv, k_rope=k_rope)
     attend = partial(tsmla_jax.mla_prefill_kv, *operands, softmax_scale=softmax_scale, causal=causal)
-    return _out(segments, partial(attend, deterministic=deterministic, implementation=implementation))
+    attend = partial(attend, deterministic=deterministic, sinks=sinks, implementation=implementation)
+    return _within(segments, attend, return_max_logits)
 
 
 def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
@@ -170,9 +243,17 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
 
 
-def _out(segments: Segments, attend: Callable[..., jax.Array]) -> jax.Array:
-    """The out of `attend`, which returns nothing else, for the tokens of segments."""
-    return attend_within(segments, lambda **offsets: (attend(**offsets),))[0]
+def _within(
+    segments: Segments, attend: Callable[..., Any], return_max_logits: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The results of `attend` for the tokens of segments."""
+
+    def results(**offsets: Any) -> tuple[jax.Array, ...]:
+        found = attend(**offsets, return_max_logits=return_max_logits)
+        return found if isinstance(found, tuple) else (found,)
+
+    out, *max_logits = attend_within(segments, results)
+    return (out, *max_logits) if max_logits else out  # type: ignore[return-value]
 
 
 def attend_within(segments: Segments, attend: Callable[..., Sequence[jax.Array]]) -> tuple[jax.Array, ...]:

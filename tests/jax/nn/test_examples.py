@@ -39,9 +39,7 @@ def test_train_transformer(capsys: pytest.CaptureFixture[str]) -> None:
 slow = pytest.mark.slow  # 2 x 2 has both
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "context"), [(2, 2), pytest.param(2, 1, marks=slow), pytest.param(1, 2, marks=slow)]
-)
+@pytest.mark.parametrize(("fsdp", "context"), [(2, 2), pytest.param(2, 1, marks=slow), pytest.param(1, 2, marks=slow)])
 def test_train_mesh(capsys: pytest.CaptureFixture[str], fsdp: int, context: int) -> None:
     """The losses are those of one device, with parameters and tokens split over two or four."""
     pytest.importorskip("optax", reason="needs optax: pip install 'tsmla-jax[flax]'")

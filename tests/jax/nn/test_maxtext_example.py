@@ -100,10 +100,19 @@ def operands() -> list[jax.Array]:
 
 
 def dense(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    visible = (IDS[:, :, None] == IDS[:, None]) & (IDS != 0)[:, :, None] & np.tri(12, dtype=bool)
+    return with_maxima(query, key, value)[0]
+
+
+def with_maxima(
+    query: jax.Array, key: jax.Array, value: jax.Array, chosen: Any = True, sinks: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """The attention of `chosen` pairs within segments, and the greatest logits [B, H]."""
+    visible = (IDS[:, :, None] == IDS[:, None]) & (IDS != 0)[:, :, None] & np.tri(12, dtype=bool) & chosen
     scores = jnp.where(visible[:, None], jnp.einsum("bqhd,bkhd->bhqk", query, key), -1e30)
-    weights = jnp.where(visible[:, None], jax.nn.softmax(scores, axis=-1), 0)
-    return jnp.einsum("bhqk,bkhv->bqhv", weights, value)
+    sink = jnp.full((1, scores.shape[1], 1, 1), -1e30) if sinks is None else sinks[:, None, None]
+    columns = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:3], 1))], axis=-1)
+    weights = jnp.where(visible[:, None], jax.nn.softmax(columns, axis=-1)[..., :-1], 0)
+    return jnp.einsum("bhqk,bkhv->bqhv", weights, value), scores.max((2, 3))
 
 
 def test_it_trains_over_a_mesh(example: Any) -> None:
@@ -131,8 +140,8 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = operands()
     with pytest.raises(ValueError, match="attention=tsmla trains and prefills"):
         call(AttentionOp(), *arrays, model_mode="autoregressive")
-    with pytest.raises(ValueError, match="got sinks, indexer_mask; legal: none of them"):
-        call(AttentionOp(), *arrays, sinks=arrays[0], indexer_mask=arrays[0])
+    with pytest.raises(ValueError, match="got previous_chunk, compressed_mask; legal: none of them"):
+        call(AttentionOp(), *arrays, previous_chunk=arrays[0], compressed_mask=arrays[0])
     with pytest.raises(ValueError, match=r"needs config.max_segments_per_seq >= 1, got -1"):
         call(AttentionOp(max_segments_per_seq=-1), *arrays)
     op = AttentionOp()
@@ -155,3 +164,19 @@ def test_rows_that_are_not_packed() -> None:
     op = AttentionOp(packing=False, max_segments_per_seq=-1)
     out = jax.jit(lambda *arrays: call(op, *arrays, ids=None)[0])(*operands())
     np.testing.assert_allclose(out[1], dense(*operands())[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("chosen", [False, True], ids=["all", "chosen"])
+def test_qk_clip_sinks_and_the_indexers_mask(chosen: bool) -> None:
+    """Of V3.2's indexer as MaxText hands it over: 0 for the keys that a token selects, a large negative for others."""
+    pytest.importorskip("flax", reason="max_logits is a flax.nnx.Intermediate")
+    op, arrays = AttentionOp(), operands()
+    mask = jnp.asarray(np.random.default_rng(1).random((2, 12, 12)) < 0.5) | jnp.eye(12, dtype=bool)
+    sinks = jnp.asarray([0.5, 2.0])
+    given = {"indexer_mask": jnp.where(mask, 0.0, -1e9)} if chosen else {}
+    with jax.set_mesh(op.mesh):
+        out = call(op, *arrays, sinks=sinks, record_max_logits=True, **given)[0]
+    want, maxima = with_maxima(*arrays, chosen=mask if chosen else True, sinks=sinks)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(op.max_logits.get_value(), maxima, rtol=1e-5)  # type: ignore[attr-defined]
