@@ -144,6 +144,8 @@ class SparseMla:
     ):
         """Run one CTA, unless this launch has no row tile."""
         if const_expr(self.config.skips):
+            # The next kernel's CTAs do not fit beside these, so they start as these end.
+            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
             if self.works(arrays.lengths):
                 self.run(q, caches, q_map, arrays, score_mma, value_mma, ctas)

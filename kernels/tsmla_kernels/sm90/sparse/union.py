@@ -1,7 +1,7 @@
 """The kernel that makes a group's union: the slots that its tokens select, each once, and a bit for each token.
 
-A CTA has a group, and each thread some columns of every token. First the CTA marks the slots in a bitmap, by their
-hash: the number of marks shows about how many different slots there are. If the tokens share little, they gather for
+A CTA has a group, and each thread some columns of every token. First the CTA marks a quarter of the slots in a bitmap,
+those whose hashes are low: the number of marks shows about what part of the slots are different. If the tokens share little, they gather for
 themselves, and no more is done. Otherwise the slots go to a hash table in shared memory, with the bits of the tokens
 that select them. The union has the first token's slots, then those of the second token that the first does not have,
 and so on. Their order does not depend on the order in which threads run. If a token has a slot twice, the group's
@@ -30,17 +30,20 @@ EMPTY = -1  # a place of the table without a slot
 NO_SLOT = (1 << 31) - 1  # a cache has fewer slots; with the second cache's bit it would be EMPTY
 SECOND_CACHE = -(1 << 31)  # the bit of the second cache's slots
 GOLDEN = 0x9E3779B1 - (1 << 32)  # 2^32 divided by the golden ratio, odd: multiplied by it, slots spread over the table
-MARKS = TABLE * 8  # bits of the bitmap, which lies where the table's bits lie later
-DOUBT = 2  # the error, in PARTS of the selected slots, that is allowed for in the number of slots found from the marks
+MARKS = THREADS * 32  # bits of the bitmap, a word for each thread, which lies where the table's bits lie later
+HASHES = MARKS * 4  # slots with hashes below MARKS are marked
+FEWEST_MARKED = 512  # fewer marked slots say too little of the others
+DOUBT = 3  # the error, in PARTS of the selected slots, that is allowed for in the number of slots found from the marks
 
 
 class Total(IntEnum):
     """Words of shared memory that count a group's slots."""
 
     SELECTED = 0  # slots, each as often as tokens have it
-    MARKED = 1  # marks in the bitmap
-    DIFFERENT = 2  # different slots
-    TWICE = 3  # slots that a token has twice
+    LOOKED_AT = 1  # those of them that are marked in the bitmap
+    MARKED = 2  # marks in the bitmap
+    DIFFERENT = 3  # different slots
+    TWICE = 4  # slots that a token has twice
 
 
 class UnionArrays(NamedTuple):
@@ -117,14 +120,13 @@ class UnionMaker:
             storage.counts.get_tensor(cute.make_layout((WARPS, self.each + 1))),
         )
         keys = self.load_keys(group, thread, arrays)
-        self.fill(table.bits, 0, thread)
+        table.bits[thread] = Int32(0)
         if thread < len(Total):
             table.totals[thread] = Int32(0)
         cute.arch.sync_threads()
         self.mark(keys, table)
         cute.arch.sync_threads()
         self.count_marks(thread, table)
-        self.fill(table.slots, EMPTY, thread)
         cute.arch.sync_threads()
         selected, worth = table.totals[Total.SELECTED], Int32(WORTH[self.tokens])
         # Different slots can have the same mark: if n marks are set, the next slot meets one with chance n / MARKS.
@@ -132,10 +134,12 @@ class UnionMaker:
         different = marked + marked * marked * (0.5 / MARKS)
         # The host calls this kernel only if all columns have a thread.
         shares = Int32(arrays.indices.shape[1] <= MOST_COLUMNS)
-        if different * PARTS > Float32(selected * (worth + DOUBT)):
+        looked_at = table.totals[Total.LOOKED_AT]
+        if looked_at >= FEWEST_MARKED and different * PARTS > Float32(looked_at * (worth + DOUBT)):
             shares = Int32(0)
         length = Int32(-1)
         if shares == 1:
+            self.fill(table.slots, EMPTY, thread)
             self.fill(table.bits, 0, thread)
             cute.arch.sync_threads()
             self.enter(keys, table)
@@ -197,26 +201,23 @@ class UnionMaker:
 
     @cute.jit
     def mark(self, keys: cute.Tensor, table: Table):
-        """Mark a thread's slots in the bitmap, and count them."""
-        selected = Int32(0)
+        """Count a thread's slots, and mark those with low hashes in the bitmap."""
+        selected, looked_at = Int32(0), Int32(0)
         for n in cutlass.range_constexpr(self.each):
-            if keys[n] != EMPTY:
-                mark = remainder((keys[n] * GOLDEN) >> (32 - (MARKS.bit_length() - 1)), MARKS)
+            mark = remainder((keys[n] * GOLDEN) >> (32 - (HASHES.bit_length() - 1)), HASHES)
+            is_slot = Int32(keys[n] != EMPTY)
+            selected += is_slot
+            if is_slot == 1 and mark < MARKS:
                 bit = Int32(1) << remainder(mark, 32)
                 cute.arch.atomic_or(table.bits.iterator + quotient(mark, 32), bit, sem="relaxed", scope="cta")
-                selected += 1
+                looked_at += 1
         self.add(Total.SELECTED, selected, table)
+        self.add(Total.LOOKED_AT, looked_at, table)
 
     @cute.jit
     def count_marks(self, thread: Int32, table: Table):
         """Count the marks of the bitmap."""
-        four, marked = cute.make_rmem_tensor((4,), Int32), Int32(0)
-        for i in cutlass.range_constexpr(0, TABLE // 4, THREADS * 4):
-            pointer = (table.bits.iterator + (i + thread * 4)).align(16)
-            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), four)
-            for word in cutlass.range_constexpr(4):
-                marked += cute.arch.popc(four[word])
-        self.add(Total.MARKED, marked, table)
+        self.add(Total.MARKED, cute.arch.popc(table.bits[thread]), table)
 
     @cute.jit
     def add(self, which: cutlass.Constexpr[Total], count: Int32, table: Table):

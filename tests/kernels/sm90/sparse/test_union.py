@@ -239,6 +239,39 @@ def test_groups_that_share_and_groups_that_do_not(dtype: str, monkeypatch: pytes
     assert found["token_lengths"].tolist() == [-91 if shares else 90 for shares in shared]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
+def test_groups_that_are_known_by_a_quarter_of_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens with slots of their own, tokens with the same slots, and tokens of which each shares 80 % with the one
+    before; more slots than the bitmap's doubt is about."""
+    forget()
+    made = sparse_inputs.call("v32", tokens=12, heads=16, selected=640, pages=500, lengths=False, dtype="bfloat16")
+    arrays = {name: array.copy() for name, array in made.arrays.items()}
+    rng, indices = np.random.default_rng(6), arrays["indices"]
+    usable = np.unique(indices[indices >= 0])
+    assert len(usable) >= 3000
+    indices[:4] = rng.permutation(usable)[: 4 * 640].reshape(4, 640)
+    indices[4:8] = rng.permutation(usable)[:640]
+    indices[8] = rng.permutation(usable)[:640]
+    for token in (9, 10, 11):
+        kept = rng.permutation(indices[token - 1])[:512]
+        indices[token] = [*kept, *rng.permutation(np.setdiff1d(usable, indices[token - 1]))[:128]]
+    tensors = {name: numbers(array) for name, array in arrays.items()}
+    options = made.options | {"return_lse": True, "form": "union"}
+    cpu = torch.device("cpu")
+    call = next(iter(CALLS["sparse_mla"](torch.Generator())))._replace(
+        name="groups", function=tsmla_bridge.sparse_mla, tensors=tensors, options=options
+    )
+    want = call.on(cpu)
+    forget()
+    gpu = launcher.install(monkeypatch)
+    memory = tsmla_bridge.Workspace.of(torch.empty(1 << 27, dtype=torch.uint8))
+    got = call._replace(options=options | {"workspace": memory}).on(cpu)
+    assert wrong(call, got, want) == [] and launcher.EmulatedLauncher.hazards == []
+    lengths = gpu.launches[-1][1]["union_lengths"].tolist()
+    assert lengths == [-1, 640, len(np.unique(indices[8:]))]
+
+
 def test_a_configuration_is_of_plain_fields() -> None:
     config = union_config(PROMPT)
     assert SPARSE_MLA_UNION.config_from_fields(dataclasses.asdict(config)) == config == UnionConfig("bfloat16", 16)
