@@ -134,6 +134,7 @@ class Combine:
         lse: cute.Tensor,
         num_clusters: Int32,
         sinks: cute.Tensor | None = None,
+        token_lengths: cute.Tensor | None = None,
     ):
         """Merge the pieces of every row tile that was cut.
 
@@ -141,6 +142,8 @@ class Combine:
         cluster's CTAs merge slices of these pieces' row tiles, so neither a search nor a schedule is needed. If
         batch_invariant, a thread group merges a row tile, or a slice of one if there are at least twice as many groups
         as tiles.
+
+        token_lengths: [T], or None. A row tile is left out if its first row's token has a length that is not negative.
         """
         # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
         # CTAs of this kernel end.
@@ -210,6 +213,10 @@ class Combine:
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
+            if const_expr(token_lengths is not None):
+                if entry[SplitEntry.PIECES] > 0:
+                    if token_lengths[entry[SplitEntry.ROW] // self.shape.num_heads] >= 0:
+                        entry[SplitEntry.PIECES] = Int32(0)
             pieces = entry[SplitEntry.PIECES]
             taken = 1 + (first_busy | last_busy)
             index, slices = taken * position, taken * pieces - first_busy - last_busy

@@ -94,6 +94,12 @@ class SparseMla:
     @cute.jit
     def launch(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
         """Launch the kernel that attends and the one that merges pieces."""
+        self.launch_attend(stream, q, caches, arrays)
+        self.launch_merge(stream, arrays)
+
+    @cute.jit
+    def launch_attend(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
+        """Launch the kernel that attends."""
         config = self.config
         atom, tma = self.scores.query.tensor_map(q)
 
@@ -116,13 +122,25 @@ class SparseMla:
 
         self.storage = checked_storage(Storage, config)
         ctas = self.num_ctas(arrays)
-        grid = [ctas, 1, 1]
         self.attend(q, caches, (atom, tma), arrays, self.scores.mma(), self.values.mma(), ctas).launch(
-            grid=grid, block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=config.skips
+            grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=config.skips
         )
+
+    @cute.jit
+    def launch_merge(self, stream: cuda.CUstream, arrays: Arrays):
+        """Launch the kernel that merges pieces. Of a group that another launch computed anew it merges nothing."""
+        ctas = self.num_ctas(arrays)
+        lengths = arrays.token_lengths if const_expr(self.config.tokens > 1) else None
         self.combine.merge_pieces(
-            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, ctas, arrays.sinks
-        ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
+            arrays.partial_out,
+            arrays.partial_lse,
+            arrays.split_info,
+            arrays.out,
+            arrays.lse,
+            ctas,
+            arrays.sinks,
+            lengths,
+        ).launch(grid=[ctas, 1, 1], block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_ctas(self, arrays: Arrays) -> Int32:
         """How many CTAs share the work: see latent.shape.workspace_shapes."""

@@ -1,11 +1,11 @@
 """The kernel that makes a group's union: the slots that its tokens select, each once, and a bit for each token.
 
 A CTA has a group, and each thread some columns of every token. First the CTA marks a quarter of the slots in a bitmap,
-those whose hashes are low: the number of marks shows about what part of the slots are different. If the tokens share little, they gather for
-themselves, and no more is done. Otherwise the slots go to a hash table in shared memory, with the bits of the tokens
-that select them. The union has the first token's slots, then those of the second token that the first does not have,
-and so on. Their order does not depend on the order in which threads run. If a token has a slot twice, the group's
-tokens also gather for themselves, because a bit does not say how often a token has the slot.
+those whose hashes are low: the number of marks shows about what part of the slots are different. If the tokens share
+little, they gather for themselves, and no more is done. Otherwise the slots go to a hash table in shared memory, with
+the bits of the tokens that select them. The union has the first token's slots, then those of the second token that the
+first does not have, and so on. Their order does not depend on the order in which threads run. If a token has a slot
+twice, the group's tokens also gather for themselves, because a bit does not say how often a token has the slot.
 """
 
 from __future__ import annotations

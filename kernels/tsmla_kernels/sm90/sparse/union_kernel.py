@@ -4,8 +4,8 @@
   kernel.py     computes the groups that share; a row tile has the query rows of a group
   kernel.py     computes the other tokens; a row tile has query rows of one token
 
-The second and the third launch each merge their pieces in a further kernel. The third comes last, because the second
-can leave a group to it: see SparseValues.look_at.
+Two further kernels merge the pieces of the second and of the third launch. The second launch can leave a group to the
+third: see SparseValues.look_at. The group's pieces are then not merged.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class SparseMlaUnion:
         shared = Arrays(
             indices=slots, lengths=union_lengths, bits=bits, token_lengths=token_lengths, **results, **of_shared
         )
-        self.shared.launch(stream, q, caches, shared)
         of_alone = {name: given[name] for name in parts}
-        self.alone.launch(stream, q, caches, Arrays(indices=indices, lengths=token_lengths, **results, **of_alone))
+        alone = Arrays(indices=indices, lengths=token_lengths, **results, **of_alone)
+        self.shared.launch_attend(stream, q, caches, shared)
+        self.alone.launch_attend(stream, q, caches, alone)
+        self.shared.launch_merge(stream, shared)
+        self.alone.launch_merge(stream, alone)
