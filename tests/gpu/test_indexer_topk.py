@@ -100,7 +100,7 @@ FRONT_ENDS: dict[str, Callable[..., list[np.ndarray]]] = {"jax": through_jax, "t
 
 @pytest.mark.usefixtures("by_chunks")
 @pytest.mark.parametrize("front_end", list(FRONT_ENDS))
-@pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores"])
+@pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores", "return_bits"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_as_defined(ragged: bool, returned: str, front_end: str) -> None:
     given, options = arguments(ragged), dict.fromkeys(returned.split(), True)

@@ -65,6 +65,16 @@ def test_every_kind_of_row(kind: str, columns: int, order: str) -> None:
     np.testing.assert_array_equal(select("cute", order)(logits, lens), wanted(logits, lens, order))
 
 
+@pytest.mark.parametrize("columns", [1021, 8192, 20011, 70001, 131072])
+@pytest.mark.parametrize("kind", ["random", "equal", "nan"])
+def test_bits_are_those_of_the_positions(kind: str, columns: int) -> None:
+    logits, lens = logits_of(kind, (ROWS, columns)), lens_of(columns)
+    run = jax.jit(functools.partial(tsmla_jax.select_topk, k=K, return_bits=True, implementation="cute"))
+    positions = jnp.asarray(wanted(logits, lens, "position"))
+    want = tsmla_jax.selection_bits(positions, columns, implementation="reference")
+    np.testing.assert_array_equal(run(logits, lens), want)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_shorter_than_k(order: str) -> None:
     logits, lens = logits_of("random", (ROWS, 77)), np.asarray([77, 0, 1, 76, 40, 3], np.int32)
