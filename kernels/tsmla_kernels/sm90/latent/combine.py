@@ -172,15 +172,9 @@ class Combine:
         group = cute.arch.make_warp_uniform(tidx // GROUP_THREADS)
         entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
         merge = Merge(
-            partial_out=partial_out,
-            partial_lse=partial_lse,
-            out=out,
-            lse=lse,
-            sums=sums,
-            entry=entry,
-            group=group,
+            partial_out=partial_out, partial_lse=partial_lse, out=out, lse=lse, sums=sums, entry=entry, group=group,
             sinks=sinks,
-        )
+        )  # fmt: skip
         cute.arch.griddepcontrol_wait()
         if const_expr(self.batch_invariant):
             groups = ctas * GROUPS
