@@ -312,7 +312,12 @@ def indexer_positions(
     implementation: Preference = None,
 ) -> jax.Array:
     """The positions in their texts, [T, min(k, N M Z)] i32 and -1 where there is none, of the keys of all devices with
-    the k best scores of the indexer for every query token; the same on every device. Arguments: of `indexer_topk`."""
+    the k best scores of the indexer for every query token; the same on every device.
+
+    Args:
+      q, weights, k_cache, block_tables, seq_lens, k, implementation: as in `indexer_topk`, of this device's keys.
+      context_axis: the mesh axis over which the keys of a text are split.
+    """
     page_size = k_cache.shape[1]
     positions, scores = _candidates(q, weights, k_cache, block_tables, seq_lens, k, implementation)
     return _best_positions(positions, scores, k, context_axis=context_axis, page_size=page_size)
