@@ -76,7 +76,7 @@ COMPILE = flags.DEFINE_bool("compile", False, "torch.compile and piecewise graph
 ALL_POINTS = tuple((batch, context) for context in (512, 4096, 16000) for batch in (1, 16, 64, 256))
 PROFILED_STEPS = 16
 ATTENTION = re.compile(
-    r"tsmla|flash|sm90::(decode|fwd)|smxx::|mla_combine|sched_meta|prepare_varlen|convert_req_index|concat_mla|CatArray"
+    r"tsmla|flash|sm90::(decode|fwd)|smxx::|mla_combine|sched_meta|prepare_varlen|convert_req_index|concat_?mla", re.I
 )
 """Kernels of decode attention by their names: of all backends, and what runs for them alone."""
 FIRST_SERVED = 20  # requests after which the memory is measured first
