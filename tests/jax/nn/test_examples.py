@@ -1,5 +1,6 @@
 """The layer's examples run as they are; each checks its own numbers and leaves with an error if they are off."""
 
+import jax.numpy as jnp
 import pytest
 
 from tests.jax.nn.examples import load
@@ -47,3 +48,28 @@ def test_train_mesh(capsys: pytest.CaptureFixture[str], fsdp: int, context: int)
     load("train_mesh").main(["--fsdp", str(fsdp), "--context", str(context), "--steps", "3", *sizes])
     said = capsys.readouterr().out
     assert f"a device holds {1 / fsdp:.2f} of the parameters" in said and "from one device's" in said
+
+
+def test_a_trainer_by_rows_has_the_rollouts_bits() -> None:
+    """And one of whole texts has not: what the example counts."""
+    example = load("rollout_and_training")
+    model, texts = example.models(1)["tiny"], example.Texts(4, 6, 6)
+    params = example.draw(model, jnp.float32)
+    rollout = example.roll_out(model, texts, params, jnp.dtype("float32"))
+    exact = example.recompute_exact(model, texts, params, rollout.tokens)
+    assert example.difference(rollout.log_probs, exact) == (0.0, 0.0, 0.0)
+    whole = example.recompute_whole(model, texts, params, rollout.tokens, [None])
+    assert 0 < example.difference(rollout.log_probs, whole).greatest < 1e-5
+    one, two = jnp.asarray([1.0, -1.0, 0.0]), jnp.asarray([jnp.nextafter(1, 2), -1.0, -0.0])
+    assert example.difference(one, two)[:2] == (pytest.approx(1 / 3), 1.0)  # -0 is 0
+
+
+@pytest.mark.slow  # compiles some ten programs
+@pytest.mark.parametrize("model", ["tiny"])
+def test_rollout_and_training(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    load("rollout_and_training").main(
+        ["--model", model, "--layers", "1", "--texts", "4", "--prompt", "6", "--new", "6"]
+    )
+    said = capsys.readouterr().out
+    assert "  exact                               0.0% differ, by  0.0 bits" in said
+    assert "attention: absorbed, expanded" in said

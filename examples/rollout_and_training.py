@@ -1,0 +1,446 @@
+"""Do a rollout and its trainer agree? Count the bits in which log-probabilities of the same tokens differ, and where.
+
+    python examples/rollout_and_training.py                              # a small model, on a CPU or a GPU
+    python examples/rollout_and_training.py --model v2-lite --layers 27  # DeepSeek-V2-Lite's layers, random weights
+    python examples/rollout_and_training.py --model v3.2 --layers 4      # a slice of DeepSeek-V3.2
+
+A rollout decodes texts token by token over a paged latent cache, in the absorbed form, with `batch_invariant=True`. A
+trainer computes the log-probabilities of these tokens again, from the texts as a whole. Three ways are compared:
+
+  whole      all tokens at once in the expanded form, as trainers do; for V3.2 with an indexer of 16 bits
+  replayed   V3.2 alone: the same, with the keys that the rollout chose
+  exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)
+
+"exact" has the rollout's bits, because a row's products then have the rollout's shapes and its attention reads the same
+cache in the same order. The table below says what else differs where: each operation is given the rollout's own inputs.
+Weights are random and MLPs dense, of the width of a token's experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import tsmla_jax
+from tsmla_jax.nn import MLAConfig, Step, V32Config, functional, init_params, v32
+from tsmla_jax.nn.rope import rope_cos_sin
+
+PAGE = 64
+
+
+class Model(NamedTuple):
+    """The shape of a model; static."""
+
+    attention: MLAConfig | V32Config
+    layers: int
+    mlp: int
+    vocabulary: int
+
+    @property
+    def mla(self) -> MLAConfig:
+        return self.attention.mla if isinstance(self.attention, V32Config) else self.attention
+
+
+def models(layers: int) -> dict[str, Model]:
+    """The models of --model."""
+    tiny = MLAConfig(
+        hidden_size=128, num_attention_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+    )
+    lite = MLAConfig(
+        hidden_size=2048, num_attention_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128,
+    )  # fmt: skip
+    v3 = MLAConfig(
+        hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    return {
+        "tiny": Model(tiny, layers, 256, 512),
+        "v2-lite": Model(lite, layers, 8 * 1408, 102_400),
+        "v3.2": Model(V32Config(v3), layers, 9 * 2048, 129_280),
+    }
+
+
+class Texts(NamedTuple):
+    """Where the texts are: `count` of them, with a prompt and new tokens of one length each; static."""
+
+    count: int
+    prompt: int
+    new: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.new
+
+    @property
+    def tables(self) -> jax.Array:
+        """[B, M]: each text's pages, in order."""
+        pages = -(-self.length // PAGE)
+        return jnp.arange(self.count * pages, dtype=jnp.int32).reshape(self.count, pages)
+
+    @property
+    def starts(self) -> jax.Array:
+        return jnp.arange(self.count + 1, dtype=jnp.int32) * self.length
+
+
+Params = dict[str, Any]
+
+
+def draw(model: Model, dtype: Any) -> Params:
+    """Random weights, of a matrix with a variance of 1 / (its inputs)."""
+    keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * model.layers))
+    init = v32.init_params if isinstance(model.attention, V32Config) else init_params
+    width = model.mla.hidden_size
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * shape[0] ** -0.5)(next(keys))
+
+    def layer() -> Params:
+        attention: Any = init(next(keys), model.attention, dtype)  # type: ignore[arg-type]
+        return {"attention": attention, "up": normal(width, 2 * model.mlp), "down": normal(model.mlp, width)}
+
+    layers = [layer() for _ in range(model.layers)]
+    return {"embedding": normal(model.vocabulary, width) * width**0.5, "layers": layers,
+            "head": normal(width, model.vocabulary)}  # fmt: skip
+
+
+# ---- the operations of a layer, on rows [R, E]
+
+
+def norm(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def mlp(params: Params, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(x @ params["up"], 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ params["down"]
+
+
+def log_probs(params: Params, x: jax.Array) -> jax.Array:
+    """[R, vocabulary] in float32."""
+    return jax.nn.log_softmax(jnp.dot(norm(x), params["head"], preferred_element_type=jnp.float32))
+
+
+def attend(
+    model: Model, params: Params, x: jax.Array, cache: Any, tables: jax.Array, lens: jax.Array
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """The rollout's attention of rows [R, E], each a request of one new token: y, the cache, and V3.2's choice."""
+    if isinstance(model.attention, V32Config):
+        each = jnp.arange(len(x) + 1, dtype=jnp.int32)
+        step = Step.ragged(tables, lens, each, total_tokens=len(x), max_q_len=1, page_size=PAGE)
+        return v32.attend(params, model.attention, x, cache, step, return_selected=True, form="direct")
+    step = Step.dense(tables, lens, page_size=PAGE)
+    y, cache = functional.decode(params, model.attention, x[:, None], cache, step, batch_invariant=True)
+    return y[:, 0], cache, None
+
+
+def new_cache(model: Model, texts: Texts, dtype: Any) -> Any:
+    pages = texts.tables.size
+    if isinstance(model.attention, V32Config):
+        return v32.init_cache(model.attention, pages, PAGE, kv_dtype=dtype, indexer_dtype=jnp.uint8)
+    return jnp.zeros((pages, PAGE, model.attention.cache_dim), dtype)
+
+
+# ---- the rollout
+
+
+class Rollout(NamedTuple):
+    """What a rollout made: the tokens [B, P + N]; of the new ones but the last the log-probability of the token that
+    follows [B, N - 1], and the inputs of each layer [layers, B, N - 1, E]; the caches; each layer's choice of V3.2."""
+
+    tokens: jax.Array
+    log_probs: jax.Array
+    inputs: jax.Array
+    caches: Any
+    selected: Any
+
+
+def prompt_layer(model: Model, texts: Texts, params: Params, x: jax.Array, cache: Any) -> tuple[jax.Array, Any, Any]:
+    """A layer on the prompts [B * P, E], in the form that engines take for them; their choice of keys, if there is
+    one."""
+    starts = jnp.arange(texts.count + 1, dtype=jnp.int32) * texts.prompt
+    lens = jnp.full(texts.count, texts.prompt, jnp.int32)
+    step = Step.ragged(texts.tables, lens, starts, total_tokens=len(x), max_q_len=texts.prompt, page_size=PAGE)
+    chosen, given = None, params["attention"]
+    if isinstance(model.attention, V32Config):
+        y, cache, chosen = v32.attend(given, model.attention, norm(x), cache, step, return_selected=True, form="direct")
+    else:
+        y, latent, k_rope = functional.prefill(
+            given, model.attention, norm(x), cu_seqlens_q=starts, max_q_len=texts.prompt
+        )
+        cache = tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping)
+    x = x + y
+    return x + mlp(params, norm(x)), cache, chosen
+
+
+def run_prompts(model: Model, texts: Texts, params: Params, tokens: jax.Array, dtype: Any) -> tuple[list[Any], list]:
+    """The caches of all layers behind the prompts [B, P], and what V3.2 chose."""
+    x, caches, chosen = params["embedding"][tokens.reshape(-1)], [], []
+    for layer in params["layers"]:
+        x, cache, selected = prompt_layer(model, texts, layer, x, new_cache(model, texts, dtype))
+        caches.append(cache)
+        chosen.append(selected)
+    return caches, chosen
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def roll_out(model: Model, texts: Texts, params: Params, dtype: Any) -> Rollout:
+    """Sampled tokens of texts with random prompts, one step after the other."""
+    prompts = jax.random.randint(jax.random.key(1), (texts.count, texts.prompt), 0, model.vocabulary)
+    caches, of_prompts = run_prompts(model, texts, params, prompts, dtype)
+    first = jax.random.randint(jax.random.key(2), (texts.count,), 0, model.vocabulary)
+
+    def step(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+        token, caches = carry
+        x, inputs, written, chosen = params["embedding"][token], [], [], []
+        for layer, cache in zip(params["layers"], caches, strict=True):
+            inputs.append(x)
+            lens = jnp.full(texts.count, texts.prompt + 1, jnp.int32) + i
+            y, cache, selected = attend(model, layer["attention"], norm(x), cache, texts.tables, lens)
+            written.append(cache)
+            chosen.append(selected)
+            x = x + y
+            x = x + mlp(layer, norm(x))
+        found = log_probs(params, x)
+        following = jax.random.categorical(jax.random.fold_in(jax.random.key(3), i), found)
+        each = jnp.take_along_axis(found, following[:, None], axis=1)[:, 0]
+        return (following, written), (token, each, jnp.stack(inputs), chosen)
+
+    (last, caches), (tokens, each, inputs, chosen) = lax.scan(step, (first, caches), jnp.arange(texts.new - 1))
+    tokens = jnp.concatenate([prompts, tokens.T, last[:, None]], axis=1)
+
+    def whole(of_prompt: Any, of_new: Any) -> Any:
+        """The choice for each token of the packed texts [B * (P + N), K]; the last token's is not asked for."""
+        if of_prompt is None:
+            return None
+        new = jnp.pad(of_new.swapaxes(0, 1), ((0, 0), (0, 1), (0, 0)), constant_values=-1)
+        old = of_prompt.reshape(texts.count, texts.prompt, -1)
+        most = max(old.shape[2], new.shape[2])
+        parts = (jnp.pad(p, ((0, 0), (0, 0), (0, most - p.shape[2])), constant_values=-1) for p in (old, new))
+        return jnp.concatenate(list(parts), axis=1).reshape(-1, most)
+
+    selected = [whole(*pair) for pair in zip(of_prompts, chosen, strict=True)]
+    return Rollout(tokens, each.T, jnp.moveaxis(inputs, 0, 2), caches, selected)
+
+
+# ---- the trainer
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Array, selected: list[Any]) -> jax.Array:
+    """The log-probabilities [B, N - 1] from whole texts in the expanded form. selected: of each layer, or None."""
+    x = params["embedding"][tokens.reshape(-1)]
+    where: Any = {"cu_seqlens_q": texts.starts, "max_q_len": texts.length}
+    for layer, chosen in zip(params["layers"], selected, strict=True):
+        given = layer["attention"]
+        if isinstance(model.attention, V32Config):
+            y = v32.prefill(given, model.attention, norm(x), **where, selected=chosen, index_loss=False).y
+        else:
+            y = functional.prefill(given, model.attention, norm(x), **where)[0]
+        x = x + y
+        x = x + mlp(layer, norm(x))
+    new = x.reshape(texts.count, texts.length, -1)[:, texts.prompt : -1]
+    following = tokens[:, texts.prompt + 1 :].reshape(-1)
+    found = log_probs(params, new.reshape(-1, new.shape[2]))
+    return jnp.take_along_axis(found, following[:, None], axis=1)[:, 0].reshape(texts.count, -1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def recompute_exact(model: Model, texts: Texts, params: Params, tokens: jax.Array) -> jax.Array:
+    """The log-probabilities [B, N - 1] by the rollout's step, on as many rows as it has texts at a time: rows of one
+    text stand together, so a batch has other rows than any of the rollout's."""
+    dtype = params["head"].dtype
+    caches, _ = run_prompts(model, texts, params, tokens[:, : texts.prompt], dtype)
+    rows, each = texts.count, texts.new - 1
+    padding = -(rows * each) % rows
+    text, i = (jnp.pad(x, (0, padding)) for x in jnp.divmod(jnp.arange(rows * each, dtype=jnp.int32), each))
+    real = jnp.arange(rows * each + padding) < rows * each
+
+    def by_rows(function: Callable[..., Any], carry: Any, *arrays: Any) -> tuple[Any, Any]:
+        split = [x.reshape(-1, rows, *x.shape[1:]) for x in arrays]
+        carry, found = lax.scan(lambda carry, parts: function(carry, *parts), carry, tuple(split))
+        return carry, found.reshape(-1, *found.shape[2:])
+
+    x = params["embedding"][tokens[text, texts.prompt + i]]
+    lens = jnp.where(real, texts.prompt + 1 + i, 0)
+    for layer, cache in zip(params["layers"], caches, strict=True):
+
+        def one(cache: Any, x: jax.Array, text: jax.Array, lens: jax.Array, layer: Params = layer) -> Any:
+            y, cache, _ = attend(model, layer["attention"], norm(x), cache, texts.tables[text], lens)
+            x = x + y
+            return cache, x + mlp(layer, norm(x))
+
+        _, x = by_rows(one, cache, x, text, lens)
+
+    def last(_: None, x: jax.Array, following: jax.Array) -> tuple[None, jax.Array]:
+        return None, jnp.take_along_axis(log_probs(params, x), following[:, None], axis=1)[:, 0]
+
+    _, found = by_rows(last, None, x, tokens[text, texts.prompt + 1 + i])
+    return found[: rows * each].reshape(rows, each)
+
+
+# ---- counting
+
+
+class Difference(NamedTuple):
+    """How two arrays of one dtype differ: the part of the numbers whose bits differ, the mean number of bits by which
+    these differ (log2 of 1 + the distance in units of the last place), and the greatest difference."""
+
+    part: float
+    bits: float
+    greatest: float
+
+
+def difference(a: jax.Array, b: jax.Array) -> Difference:
+    """Of two arrays of the same shape and floating dtype; NaN is no number to compare."""
+    assert a.shape == b.shape and a.dtype == b.dtype
+    integer = {2: jnp.int16, 4: jnp.int32}[a.dtype.itemsize]
+
+    def ordered(x: jax.Array) -> np.ndarray:
+        bits = np.asarray(lax.bitcast_convert_type(x, integer)).astype(np.int64)
+        return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
+
+    apart = np.abs(ordered(a) - ordered(b))
+    differ = apart > 0
+    bits = float(np.log2(1 + apart[differ]).mean()) if differ.any() else 0.0
+    greatest = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
+    return Difference(float(differ.mean()), bits, float(greatest))
+
+
+def operations(model: Model, texts: Texts, params: Params, rollout: Rollout) -> dict[str, list[Difference]]:
+    """Of each operation and layer, how its result on all rows at once differs from that on a step's rows, given the
+    rollout's inputs: the products on as many rows as there are texts, against all; attention in the absorbed form over
+    the cache, against the expanded one over the same latents. Of V3.2 the products alone."""
+    config, rows = model.mla, texts.count
+    each = texts.new - 1
+    positions = jnp.tile(jnp.arange(each, dtype=jnp.int32) + texts.prompt, texts.count)
+    cos, sin = rope_cos_sin(config, positions)
+
+    def apart(function: Callable[..., Any], *arrays: jax.Array) -> Difference:
+        def in_parts(*arrays: jax.Array) -> jax.Array:
+            found = lax.map(lambda parts: function(*parts), tuple(x.reshape(-1, rows, *x.shape[1:]) for x in arrays))
+            return found.reshape(-1, *found.shape[2:])
+
+        return difference(jax.jit(function)(*arrays), jax.jit(in_parts)(*arrays))
+
+    found: dict[str, list[Difference]] = {}
+    for layer, inputs, cache in zip(params["layers"], rollout.inputs, rollout.caches, strict=True):
+        given = layer["attention"]
+        x = inputs.reshape(-1, inputs.shape[-1])  # text after text
+        normed = norm(x)
+
+        def query(x: jax.Array, cos: jax.Array, sin: jax.Array, given: Params = given) -> jax.Array:
+            return jnp.concatenate(functional.project_q(given, config, x, cos, sin), axis=-1)
+
+        def latent(x: jax.Array, cos: jax.Array, sin: jax.Array, given: Params = given) -> jax.Array:
+            return jnp.concatenate(functional.project_latent(given, config, x, cos, sin), axis=-1)
+
+        found.setdefault("projection of queries", []).append(apart(query, normed, cos, sin))
+        found.setdefault("projection to latents", []).append(apart(latent, normed, cos, sin))
+        heads = jax.jit(query)(normed, cos, sin)
+        if not isinstance(model.attention, V32Config):
+            absorbed, expanded = _both_forms(model, texts, given, heads, cache)
+            found.setdefault("attention: absorbed, expanded", []).append(difference(absorbed, expanded))
+        else:
+            absorbed = heads[..., : config.v_head_dim]  # any input of the projection behind it
+        out = functools.partial(functional.project_out, given, config)
+        found.setdefault("projection of heads", []).append(apart(out, absorbed))
+        found.setdefault("MLP", []).append(apart(functools.partial(mlp, layer), normed))
+    found["head and log-softmax"] = [apart(lambda x: log_probs(params, x)[:, :128], x)]
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _both_forms(
+    model: Model, texts: Texts, given: Params, heads: jax.Array, cache: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The attention [B * (N - 1), H, V] of the same queries over the same latents: absorbed over the cache, a row a
+    request, and expanded over packed texts."""
+    config, each = model.mla, texts.new - 1
+    lens = jnp.tile(texts.prompt + 1 + jnp.arange(each, dtype=jnp.int32), texts.count)
+    tables = jnp.repeat(texts.tables, each, axis=0)
+    nope, rope = jnp.split(heads, [config.qk_nope_head_dim], axis=-1)
+    out = tsmla_jax.mla_decode(
+        functional.absorb_q(given, nope, rope)[:, None], cache, tables, lens, softmax_scale=config.softmax_scale,
+        latent_dim=config.kv_lora_rank, batch_invariant=True,
+    )[:, 0]  # fmt: skip
+    absorbed = jnp.einsum("thl,hvl->thv", out.astype(heads.dtype), given["w_uv"])
+    pages = cache[texts.tables].reshape(texts.count, -1, cache.shape[-1])[:, : texts.length - 1]
+    latent, k_rope = jnp.split(pages.reshape(-1, cache.shape[-1]), [config.kv_lora_rank], axis=-1)
+    expanded = tsmla_jax.mla_prefill_kv(
+        heads, functional.expand_joint_kv(given, latent), k_rope,
+        cu_seqlens_q=jnp.arange(texts.count + 1, dtype=jnp.int32) * each, max_q_len=each,
+        cu_seqlens_kv=jnp.arange(texts.count + 1, dtype=jnp.int32) * (texts.length - 1), max_kv_len=texts.length - 1,
+        softmax_scale=config.softmax_scale,
+    )  # fmt: skip
+    return absorbed, expanded
+
+
+class Report(NamedTuple):
+    """The differences of log-probabilities by the way they were computed, those of operations, and seconds."""
+
+    log_probs: dict[str, Difference]
+    operations: dict[str, list[Difference]]
+    seconds: dict[str, float]
+
+
+def compare(model: Model, texts: Texts, dtype: Any, *, repeats: int = 3) -> Report:
+    """Roll out, compute again in each way, and count."""
+    params = draw(model, dtype)
+    rollout = jax.block_until_ready(roll_out(model, texts, params, dtype))
+    none = [None] * model.layers
+    ways: dict[str, Callable[[], jax.Array]] = {
+        "whole": lambda: recompute_whole(model, texts, params, rollout.tokens, none)
+    }
+    if isinstance(model.attention, V32Config):
+        ways["replayed"] = lambda: recompute_whole(model, texts, params, rollout.tokens, rollout.selected)
+    ways["exact"] = lambda: recompute_exact(model, texts, params, rollout.tokens)
+    differences, seconds = {}, {}
+    for name, run in ways.items():
+        differences[name] = difference(rollout.log_probs, jax.block_until_ready(run()))
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - begin)
+        seconds[name] = float(np.median(times))
+    return Report(differences, operations(model, texts, params, rollout), seconds)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="count the bits in which a rollout and its trainer differ")
+    parser.add_argument("--model", choices=sorted(models(1)), default="tiny")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--texts", type=int, default=8, help="also the rows of a step")
+    parser.add_argument("--prompt", type=int, default=24)
+    parser.add_argument("--new", type=int, default=17, help="tokens that a text gets")
+    options = parser.parse_args(arguments)
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = jnp.dtype("bfloat16") if on_gpu else jnp.dtype("float32")
+    model, texts = models(options.layers)[options.model], Texts(options.texts, options.prompt, options.new)
+    print(f"{jax.devices()[0].device_kind}, {dtype.name}, {options}", flush=True)
+    report = compare(model, texts, dtype)
+    print("log-probabilities of the rollout's tokens, against the rollout's own")
+    for name, found in report.log_probs.items():
+        times = report.seconds[name] / report.seconds["whole"]
+        print(f"  {name:32s} {found.part:7.1%} differ, by {found.bits:4.1f} bits, at most {found.greatest:.2e};"
+              f" {report.seconds[name] * 1e3:.1f} ms, {times:.2f} of whole's")  # fmt: skip
+    print("operations on the rollout's inputs, all rows at once against a step's rows; the mean over layers")
+    for name, layers in report.operations.items():
+        part, bits, greatest = (float(np.mean(column)) for column in zip(*layers, strict=True))
+        print(f"  {name:32s} {part:7.1%} differ, by {bits:4.1f} bits, at most {greatest:.2e}")
+    if report.log_probs["exact"].part:
+        raise SystemExit("the exact way has other bits than the rollout")
+
+
+if __name__ == "__main__":
+    main()
