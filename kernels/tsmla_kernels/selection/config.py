@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.selection import SelectionBitsSpec
 
 THREADS = 256  # of a CTA, which has one token
-HELD = 8  # positions that a thread holds in registers, if they suffice for the token's
 SPAN_WORDS = 4096  # words in shared memory at once: the bits of 131,072 keys
 
 

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.selection.config import HELD, SPAN_WORDS, THREADS, SelectionBitsConfig
+from tsmla_kernels.selection.config import SPAN_WORDS, THREADS, SelectionBitsConfig
 
 WORD_BITS = 32
 
@@ -52,40 +52,29 @@ class SelectionBits:
         words = utils.SmemAllocator().allocate(Storage).words.get_tensor(cute.make_layout(SPAN_WORDS))
         positions, selection = operands.positions[token, None], operands.selection[token, None]
         count, start = Int32(positions.shape[0]), Int32(0)
-        width, early = Int32(selection.shape[0]), cute.make_rmem_tensor((HELD,), Int32)
-        held = (width <= SPAN_WORDS) & (count > 0) & (count <= THREADS * HELD)
-        if held:
-            # All loads are in flight at once, with those of the length and the start.
-            for j in cutlass.range_constexpr(HELD):
-                early[j] = positions[cutlass.min(tidx + j * THREADS, count - 1)]
         if const_expr(self.config.lengths):
             count = cutlass.min(operands.lengths[token], count)
         if const_expr(self.config.starts):
             start = cutlass.max(operands.starts[token], 0)
+        width = Int32(selection.shape[0])
         for first in cutlass.range(0, width, SPAN_WORDS, unroll=1):
             span = cutlass.min(width - first, SPAN_WORDS)
             for i in cutlass.range(tidx, span, THREADS, unroll=1):
                 words[i] = Int32(0)
             cute.arch.sync_threads()
-            if held:
-                for j in cutlass.range_constexpr(HELD):
-                    if tidx + j * THREADS < count:
-                        self.set_bit(words, early[j], start, Int32(0), span)
-            else:
-                for i in cutlass.range(tidx, count, THREADS, unroll=4):
-                    self.set_bit(words, positions[i], start, first, span)
+            for i in cutlass.range(tidx, count, THREADS, unroll=4):
+                # A position before the start is no key of these words; comparing first keeps the difference in int32.
+                position = positions[i]
+                if position >= start:
+                    bit = position - start - first * WORD_BITS
+                    if (bit >= 0) & (bit < span * WORD_BITS):
+                        self.set_bit(words.iterator + bit // WORD_BITS, bit % WORD_BITS)
             cute.arch.sync_threads()
             for i in cutlass.range(tidx, span, THREADS, unroll=1):
                 selection[first + i] = words[i]
             cute.arch.sync_threads()
 
     @cute.jit
-    def set_bit(self, words: cute.Tensor, position: Int32, start: Int32, first: Int32, span: Int32) -> None:
-        """Set the bit of a position, if it is among the `span` words from word `first` on. Other threads may set bits
-        of the same word."""
-        # A position before the start is no key of these words; comparing first keeps the difference in int32.
-        if position >= start:
-            bit = position - start - first * WORD_BITS
-            if (bit >= 0) & (bit < span * WORD_BITS):
-                word = words.iterator + bit // WORD_BITS
-                cute.arch.atomic_or(word, Int32(1) << bit % WORD_BITS, sem="relaxed", scope="cta")
+    def set_bit(self, word: cute.Pointer, bit: Int32) -> None:
+        """Set a bit of a word in shared memory; other threads may set bits of the same word."""
+        cute.arch.atomic_or(word, Int32(1) << bit, sem="relaxed", scope="cta")
