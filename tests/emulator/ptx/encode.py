@@ -208,10 +208,11 @@ class _Encoder:
         if operation == "cas":
             to, where, expected, value = i.operands
             return Encoding(name, (self.slot(to), *self.address(where), self.slot(expected), self.slot(value)))
-        if i.name == "red" and "v4" in i.modifiers:
-            return Encoding(f"{name}.v4", (*self.address(i.operands[0]), *self.slots(i.operands[1])))
         if i.name == "red":
-            return Encoding(name, (*self.address(i.operands[0]), self.slot(i.operands[1])))
+            values = self.slots(i.operands[1])
+            if len(values) > 1:
+                return Encoding(f"red.{space}.{operation}.{i.type}", (*self.address(i.operands[0]), *values), aux=len(values))
+            return Encoding(name, (*self.address(i.operands[0]), *values))
         to, where, value = i.operands
         return Encoding(name, (self.slot(to), *self.address(where), self.slot(value)), aux=1)
 

@@ -17,7 +17,7 @@ LATENT_DIM = 512
 HEAD_DIMS = (512, 576)
 DTYPES = ("bfloat16", "float16")
 TILE_HEADS = 64  # heads of one token that a CTA works on
-BLOCK = 32  # keys of one step
+BLOCK = 64  # keys of one step of the main kernel
 NUM_SCALES = 3  # size of the operand `scales`, as for sparse_mla's kernel; only the first may differ from 1
 MAX_SLOTS = 1 << 31  # rows of both caches together must stay below this
 

@@ -9,7 +9,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.sparse_backward.bounds import factor_of
-from tsmla_kernels.sm90.sparse_backward.config import BLOCK
 from tsmla_kernels.sm90.sparse_backward.memory import (
     GATHER_ROWS,
     SLOTS_KEPT,
@@ -29,10 +28,10 @@ ALL_ROWS = (1 << GATHER_ROWS) - 1
 
 
 class Gatherer:
-    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each block."""
+    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`."""
 
-    def __init__(self, traits: Traits) -> None:
-        self.traits = traits
+    def __init__(self, traits: Traits, block: Block) -> None:
+        self.traits, self.block = traits, block
 
     # ---- queries
 
@@ -96,7 +95,7 @@ class Gatherer:
         following = self.slot_at(keys, item, column, length)
         for block in cutlass.range(item.blocks, unroll=1):
             slot = following
-            following = self.slot_at(keys, item, column + BLOCK, length)
+            following = self.slot_at(keys, item, column + self.block.rows, length)
             row = self.row_of(slot, column, keys)
             place = block % SLOTS_KEPT
             exist = cute.arch.vote_ballot_sync(row >= 0) & ALL_ROWS
@@ -115,7 +114,7 @@ class Gatherer:
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(shared.keys_full)
-            column += BLOCK
+            column += self.block.rows
 
     @cute.jit
     def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32):
@@ -155,7 +154,7 @@ class Gatherer:
         """Start the copies of this warp's rows of a block. A row that does not exist becomes zeros: P is 0 there, but
         0 * NaN is NaN."""
         lane = cute.arch.lane_idx()
-        block = self.traits.keys
+        block = self.block
         row_tile = block.width * self.traits.element_bytes  # bytes of a row in one column tile
         tile_bytes = block.pitch * row_tile
         chunk = lane % ROW_LANES

@@ -3,11 +3,10 @@
 There are three main launches: `prepare` computes the terms of query rows and zeroes the sums; `differentiate` computes
 dq and the sums of the caches' gradients; `finish` rounds these sums. If deterministic, `weigh` runs before
 `differentiate`, to find bounds that make the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one
-token and the keys that the token selected, 32 at a time:
+token and the keys that the token selected, 64 at a time:
 
-  warpgroups 0 and 1   all products (products.py)
-  warps 8 and 9        each adds the keys' gradients of one warpgroup to the sums in global memory (sums.py)
-  warps 10 and 11      gather keys; the first of them also copies Q and dO (gather.py)
+  warpgroups 0 and 1   all products (products.py); they add the keys' gradients to the sums in global memory (sums.py)
+  warps 8 to 11        gather keys; the first of them also copies Q and dO (gather.py)
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.memory import (
     COMPUTE_REGISTERS,
     GATHER_WARP,
-    GATHER_WARPS,
     GROUPS,
     OTHER_REGISTERS,
-    REDUCER_WARP,
     THREADS,
     Copies,
     Item,
@@ -43,8 +40,13 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
 )
 from tsmla_kernels.sm90.sparse_backward.products import Consumer
 from tsmla_kernels.sm90.sparse_backward.rows import CTA_ROWS, CTA_VECTORS, ROW_THREADS, VECTOR, WARP_ROWS, RowKernels
-from tsmla_kernels.sm90.sparse_backward.sums import Reducer
-from tsmla_kernels.sm90.sparse_backward.weigh import WEIGH_GATHER_WARP, WEIGH_THREADS, Weigher
+from tsmla_kernels.sm90.sparse_backward.weigh import (
+    WEIGH_BLOCK,
+    WEIGH_GATHER_WARP,
+    WEIGH_GATHER_WARPS,
+    WEIGH_THREADS,
+    Weigher,
+)
 
 
 class SparseMlaBackward:
@@ -55,9 +57,8 @@ class SparseMlaBackward:
         self.traits = Traits(config)
         self.storage = make_storage(self.traits)
         self.rows = RowKernels(self.traits)
-        self.gatherer = Gatherer(self.traits)
+        self.gatherer = Gatherer(self.traits, self.traits.keys)
         self.consumer = Consumer(self.traits)
-        self.reducer = Reducer(self.traits)
         self.weigher = Weigher(self.traits, self.consumer)
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
@@ -155,23 +156,23 @@ class SparseMlaBackward:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        item, length = self.item(keys, tiles)
+        item, length = self.item(keys, tiles, WEIGH_BLOCK)
         if group == 0:
             self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item)
-        elif warp_idx < WEIGH_GATHER_WARP + GATHER_WARPS:
+        elif warp_idx < WEIGH_GATHER_WARP + WEIGH_GATHER_WARPS:
             if warp_idx == WEIGH_GATHER_WARP:
-                self.gatherer.copy_q(copies, shared, item)
-            self.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP)
+                self.weigher.gatherer.copy_q(copies, shared, item)
+            self.weigher.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP)
 
     @cute.jit
-    def item(self, keys: Keys, tiles: Int32):
-        """The work of this CTA, and the token's length."""
+    def item(self, keys: Keys, tiles: Int32, block: cutlass.Constexpr[int]):
+        """The work of this CTA, in blocks of so many keys, and the token's length."""
         cta = cute.arch.block_idx()[0]
         token = cta // tiles
         length = Int32(keys.indices.shape[1])
         if const_expr(self.config.lengths):
             length = cutlass.min(cutlass.max(keys.lengths[token], 0), length)
-        return Item(token, (cta - token * tiles) * TILE_HEADS, (length + BLOCK - 1) // BLOCK), length
+        return Item(token, (cta - token * tiles) * TILE_HEADS, (length + block - 1) // block), length
 
     @cute.kernel
     def differentiate(
@@ -197,17 +198,14 @@ class SparseMlaBackward:
                 init_mbarriers(shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        item, length = self.item(keys, tiles)
+        item, length = self.item(keys, tiles, BLOCK)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if group == GROUPS:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp_idx >= GATHER_WARP:
-                if warp_idx == GATHER_WARP:
-                    self.gatherer.copy_queries(copies, shared, item)
-                self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP)
-            else:
-                self.reducer.run(sums, shared, item, warp_idx - REDUCER_WARP)
+            if warp_idx == GATHER_WARP:
+                self.gatherer.copy_queries(copies, shared, item)
+            self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP)
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             self.consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, group)

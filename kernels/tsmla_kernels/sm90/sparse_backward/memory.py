@@ -16,22 +16,19 @@ from tsmla_kernels.sm90.warp import DTYPES
 GROUPS = 2  # compute warpgroups
 COMPUTE_WARPS = 4 * GROUPS
 GROUP_KEYS = BLOCK // GROUPS  # keys of a block whose probabilities a warpgroup computes
-REDUCER_WARP = COMPUTE_WARPS  # the first of the warps, one for each warpgroup, that add to the sums in global memory
-GATHER_WARP = REDUCER_WARP + GROUPS  # the first of the warps that gather keys
-GATHER_WARPS = 2
-GATHER_ROWS = BLOCK // GATHER_WARPS
+GATHER_WARP = COMPUTE_WARPS  # the first of the warps that gather keys
+GATHER_WARPS = 4
+GATHER_ROWS = 16  # rows of a block that a warp gathers
 THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
-SLOTS_KEPT = 4  # how many blocks' row indices are kept: a reducer is at most two blocks behind the gathering warps
+SLOTS_KEPT = 4  # how many blocks' row indices are kept: gathering warps are at most two blocks ahead
 COLUMN_TILE = 64
-CHUNK_TILES = 2  # column tiles of a row's gradient that go through shared memory at once
-SUM_PITCH = CHUNK_TILES * COLUMN_TILE + 4  # float32 words from one key's sums to the next: banks differ
 COMPUTE_REGISTERS, OTHER_REGISTERS = 232, 40
 
 
 class Barrier(IntEnum):
     """Named barriers of the compute threads, 256 in the main kernel. Id 0 is `sync_threads`."""
 
-    EXCHANGED = 1  # S and dP lie in `exchange`
+    READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
     BOUNDED = 3  # in `weigh`, with 128 threads: the partial sums of four warps lie in shared memory
 
@@ -122,6 +119,8 @@ class Mma(NamedTuple):
     dq: cute.TiledMma
     dkv_first: cute.TiledMma
     dkv: cute.TiledMma
+    rope_first: cute.TiledMma
+    rope: cute.TiledMma
 
 
 class Item(NamedTuple):
@@ -141,14 +140,6 @@ class ThreadIndex(NamedTuple):
     row: Int32
 
 
-class Chunk(NamedTuple):
-    """Numbers that a warpgroup hands over: how many chunks it handed over before, and the index of their block among
-    the SLOTS_KEPT blocks whose rows are kept."""
-
-    count: Int32
-    place: Int32
-
-
 class Shared(NamedTuple):
     """The shared memory of the main kernel.
 
@@ -162,15 +153,11 @@ class Shared(NamedTuple):
     queries_full: cute.Pointer
     keys_full: cute.Pointer
     keys_empty: cute.Pointer
-    sums_full: cute.Pointer
-    sums_empty: cute.Pointer
     q: cute.Pointer
     d_out: cute.Pointer
     keys: cute.Pointer
     p: cute.Pointer
     ds: cute.Pointer
-    exchange: cute.Pointer
-    sums: cute.Pointer
     rows: cute.Tensor
     valid: cute.Tensor
     factors: cute.Tensor
@@ -189,11 +176,12 @@ class Traits:
         # The columns of one WGMMA of dQ: at most 256, and whole column tiles of keys.
         self.dq_width = self.dq_columns if self.dq_columns <= 256 else self.dq_columns // 3
         self.rope_columns = self.head_dim - LATENT_DIM
+        # Column tiles of the keys' gradient that a warpgroup computes at once, beside dQ's registers.
+        self.chunk_tiles = 1 if self.rope_columns > 0 else 2
         self.q = Block(TILE_HEADS, self.head_dim, COLUMN_TILE, TILE_HEADS)
         self.d_out = Block(TILE_HEADS, LATENT_DIM, COLUMN_TILE, TILE_HEADS)
         # Each half of dQ's columns needs whole column tiles of keys.
         self.keys = Block(BLOCK, self.head_dim, 32, BLOCK)
-        self.values = self.keys._replace(columns=LATENT_DIM)
         self.scores = Block(TILE_HEADS, BLOCK, BLOCK, TILE_HEADS)
 
     def bytes_of(self, block: Block) -> int:
@@ -207,15 +195,10 @@ class Traits:
 def make_storage(traits: Traits) -> Any:
     """The struct of the main kernel's shared memory. Raises ValueError if it exceeds a CTA's shared memory."""
 
-    def words(count: int) -> Any:
-        return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
-
     fields: dict[str, Any] = {
         "queries_full": cute.struct.MemRange[Int64, 1],
         "keys_full": cute.struct.MemRange[Int64, 1],
         "keys_empty": cute.struct.MemRange[Int64, 1],
-        "sums_full": cute.struct.MemRange[Int64, GROUPS],
-        "sums_empty": cute.struct.MemRange[Int64, GROUPS],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
@@ -224,24 +207,6 @@ def make_storage(traits: Traits) -> Any:
         "keys": traits.memory_of(traits.keys),
         "p": traits.memory_of(traits.scores),
         "ds": traits.memory_of(traits.scores),
-        "exchange": words(GROUPS * TILE_HEADS * GROUP_KEYS),
-        "sums": words(GROUPS * BLOCK * SUM_PITCH),
-    }
-    return storage_of_fields(fields, traits.config)
-
-
-def weigh_storage(traits: Traits) -> Any:
-    """The struct of the shared memory of the deterministic mode's first pass, with the names of `make_storage`."""
-    fields: dict[str, Any] = {
-        "queries_full": cute.struct.MemRange[Int64, 1],
-        "keys_full": cute.struct.MemRange[Int64, 1],
-        "keys_empty": cute.struct.MemRange[Int64, 1],
-        "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
-        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
-        "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
-        "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * len(Weight) * BLOCK], 16],
-        "q": traits.memory_of(traits.q),
-        "keys": traits.memory_of(traits.keys),
     }
     return storage_of_fields(fields, traits.config)
 
@@ -262,9 +227,6 @@ def init_mbarriers(shared: Shared) -> None:
     cute.arch.mbarrier_init(shared.queries_full, 1)
     cute.arch.mbarrier_init(shared.keys_full, 32 * GATHER_WARPS)
     cute.arch.mbarrier_init(shared.keys_empty, COMPUTE_WARPS)
-    for group in range(GROUPS):
-        cute.arch.mbarrier_init(shared.sums_full + group, COMPUTE_WARPS // GROUPS)
-        cute.arch.mbarrier_init(shared.sums_empty + group, 32)
 
 
 @cute.jit

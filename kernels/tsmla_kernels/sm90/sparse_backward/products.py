@@ -1,11 +1,10 @@
 """The warpgroups that compute sparse_mla's gradient. For a token's heads and a block of its keys:
 
     S = Q K^T    P = exp2(S scale - lse)    dP = dO V^T    dS = scale P (share dP + shift)
-    dQ += dS K   dKV^T = Q^T dS + dO^T (share P)
+    dQ += dS K   dKV = dS^T Q + (share P)^T dO
 
-Warpgroup 0 computes S and warpgroup 1 dP. Each gives the other its scores of half of the keys, so that each computes P
-and dS of one half. Then each has half of dQ's columns, in registers for all blocks, and half of dKV's, which go to the
-sums.
+Each warpgroup computes S, dP, P and dS of half of the keys. Then each has half of dQ's columns, in registers for all
+blocks, and half of dKV's, which it adds to the sums.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from cutlass.utils import hopper_helpers as sm90
 
 from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.operands import Block, operand, transposed
-from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS
+from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HEADS
 from tsmla_kernels.sm90.sparse_backward.memory import (
-    CHUNK_TILES,
     COLUMN_TILE,
     COMPUTE_WARPS,
+    GATHER_ROWS,
     GROUP_KEYS,
+    GROUPS,
     SLOTS_KEPT,
     Barrier,
-    Chunk,
     Item,
     Mma,
     Shared,
@@ -37,11 +36,11 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Traits,
     leave,
 )
-from tsmla_kernels.sm90.sparse_backward.sums import GROUP_CHUNKS, SumStaging
+from tsmla_kernels.sm90.sparse_backward.sums import Adder
 from tsmla_kernels.sm90.warp import store_matrices, transpose_quad
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
-HALF = GROUP_KEYS * TILE_HEADS // 128  # scores of half of a block's keys that a thread has
+SCORES = GROUP_KEYS * TILE_HEADS // 128  # scores of its warpgroup's keys that a thread has
 
 
 class Consumer:
@@ -49,7 +48,8 @@ class Consumer:
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
-        self.staging = SumStaging(traits)
+        self.adder = Adder(traits)
+        self.chunks = LATENT_DIM // (GROUPS * COLUMN_TILE * traits.chunk_tiles)
 
     def make_mmas(self) -> Mma:
         dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
@@ -58,11 +58,13 @@ class Consumer:
             return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (1, 1, 1), (rows, columns))
 
         return Mma(
-            scores_first=mma(k_major, k_major, TILE_HEADS, BLOCK),
-            scores=mma(k_major, k_major, TILE_HEADS, BLOCK),
+            scores_first=mma(k_major, k_major, TILE_HEADS, GROUP_KEYS),
+            scores=mma(k_major, k_major, TILE_HEADS, GROUP_KEYS),
             dq=mma(k_major, mn_major, TILE_HEADS, self.traits.dq_width),
-            dkv_first=mma(mn_major, mn_major, COLUMN_TILE, BLOCK),
-            dkv=mma(mn_major, mn_major, COLUMN_TILE, BLOCK),
+            dkv_first=mma(mn_major, mn_major, BLOCK, COLUMN_TILE * self.traits.chunk_tiles),
+            dkv=mma(mn_major, mn_major, BLOCK, COLUMN_TILE * self.traits.chunk_tiles),
+            rope_first=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
+            rope=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
         )
 
     # ---- a CTA's work
@@ -74,42 +76,41 @@ class Consumer:
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
         # Set these flags once, here: a change while products run would serialise the products.
-        for products, adds in zip(mma, (False, True, True, False, True), strict=True):
+        for products, adds in zip(mma, (False, True, True, False, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
         thr = mma.dq.get_slice(thread)
         dq = cute.make_rmem_tensor(thr.partition_shape_C((TILE_HEADS, self.traits.dq_columns)), Float32)
         dq.fill(0.0)
         terms = self.terms(sums, item, Int32(d_q.shape[1]), t)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
-        count = Int32(0)
         for block in cutlass.range(item.blocks, unroll=1):
+            place = block % SLOTS_KEPT
             cute.arch.mbarrier_wait(shared.keys_full, block & 1)
-            acc = cute.make_rmem_tensor(mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK)), Float32)
-            if const_expr(self.traits.rope_columns > 0):
-                if group == 0:
-                    self.multiply_scores(acc, mma, shared.q, shared.keys, self.traits.q, t)
-                else:
-                    self.multiply_scores(acc, mma, shared.d_out, shared.keys, self.traits.d_out, t)
-            else:
-                queries = shared.q.toint()
-                if group == 1:
-                    queries = shared.d_out.toint()
-                memory = cute.make_ptr(self.traits.dtype, queries, cute.AddressSpace.smem, assumed_align=1024)
-                self.multiply_scores(acc, mma, memory, shared.keys, self.traits.q, t)
-            s, dp = self.exchange(acc, shared, t)
-            self.probabilities(s, dp, terms, scale, shared.valid[group, block % SLOTS_KEPT], shared, t)
+            s, dp = self.multiply_scores(mma, shared, t)
+            p, ds = self.probabilities(s, dp, terms, scale, self.valid(shared, place, t), t)
+            cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
+            self.store_scores(p, ds, shared, t)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=Barrier.WRITTEN, number_of_threads=COMPUTE_THREADS)
             self.add_dq(dq, mma, shared, t)
-            for chunk in cutlass.range_constexpr(GROUP_CHUNKS):
-                first = t.group * (GROUP_CHUNKS * CHUNK_TILES) + chunk * CHUNK_TILES
-                self.put_chunk(mma, shared, first, Chunk(count, block % SLOTS_KEPT), CHUNK_TILES, chunk == 0, t)
-                count += 1
+            rows = self.adder.rows(sums, shared, place, t)
+            for chunk in cutlass.range_constexpr(self.chunks):
+                tiles = self.traits.chunk_tiles
+                first = (t.group * self.chunks + chunk) * tiles
+                acc = self.multiply_keys((mma.dkv_first, mma.dkv), shared, first, tiles, True, t)
+                warpgroup.commit_group()
+                if const_expr(chunk == 0):
+                    warpgroup.wait_group(1)
+                    leave(shared.keys_empty)
+                warpgroup.wait_group(0)
+                self.adder.add(acc, rows, first, tiles, t)
             if const_expr(self.traits.rope_columns > 0):
                 if group == 0:
-                    rope = Int32(self.traits.values.columns // COLUMN_TILE)
-                    self.put_chunk(mma, shared, rope, Chunk(count, block % SLOTS_KEPT), 1, False, t)
-                    count += 1
+                    first = Int32(LATENT_DIM // COLUMN_TILE)
+                    rope = self.multiply_keys((mma.rope_first, mma.rope), shared, first, 1, False, t)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                    self.adder.add(rope, rows, first, 1, t)
         self.store_dq(dq, d_q, item, t)
 
     @cute.jit
@@ -130,65 +131,57 @@ class Consumer:
     # ---- a block of keys
 
     @cute.jit
-    def multiply_scores(
+    def multiply_scores(self, mma: Mma, shared: Shared, t: ThreadIndex):
+        """Compute S = Q K^T and dP = dO V^T of this warpgroup's keys."""
+        traits, block = self.traits, self.traits.keys
+        shape = mma.scores.get_slice(t.thread).partition_shape_C((TILE_HEADS, GROUP_KEYS))
+        s, dp = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        half = block._replace(rows=GROUP_KEYS)
+        offset = t.group * (GROUP_KEYS * block.width * traits.element_bytes)
+        warpgroup.fence()
+        self.issue_scores(s, mma, shared.q, traits.q, shared.keys, offset, half, t)
+        self.issue_scores(dp, mma, shared.d_out, traits.d_out, shared.keys, offset, half, t)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        return s, dp
+
+    @cute.jit
+    def issue_scores(
         self,
         acc: cute.Tensor,
         mma: Mma,
         queries: cute.Pointer,
+        heads: cutlass.Constexpr[Block],
         keys: cute.Pointer,
-        block: Block,
+        offset: Int32,
+        block: cutlass.Constexpr[Block],
         t: ThreadIndex,
     ):
-        """Compute S = Q K^T or dP = dO V^T: over as many columns of the keys as `block`, of Q or dO, has."""
+        """Issue the scores of `heads` and of the keys of `block`, `offset` bytes into `keys`, over as many columns as
+        `heads` has."""
         thr = mma.scores.get_slice(t.thread)
-        of_keys = self.traits.keys._replace(columns=block.columns)
-        a = mma.scores.make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), block)))
-        b = mma.scores.make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, Int32(0), of_keys)))
-        warpgroup.fence()
+        of_keys = block._replace(columns=heads.columns)
+        a = mma.scores.make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), heads)))
+        b = mma.scores.make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, offset, of_keys)))
         cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
-        for k in cutlass.range_constexpr(1, block.columns // 16):
+        for k in cutlass.range_constexpr(1, heads.columns // 16):
             cute.gemm(mma.scores, acc, a[None, None, k], b[None, None, k], acc)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
-    def exchange(self, acc: cute.Tensor, shared: Shared, t: ThreadIndex):
-        """Give the other warpgroup its half of the keys' scores, and take this one's half from it. Returns S and dP."""
-        first = t.group == 0
-        part = shared.exchange.toint() + t.thread * 16
-        mine, other = part + t.group * (128 * HALF * 4), part + (1 - t.group) * (128 * HALF * 4)
-        s, dp = (cute.make_rmem_tensor((HALF,), Float32) for _ in range(2))
-        for quad in cutlass.range_constexpr(HALF // 4):
-            four = [cutlass.select_(first, acc[HALF + 4 * quad + j], acc[4 * quad + j]) for j in range(4)]
-            cute.arch.inline_ptx(
-                f"st.shared.v4.f32 [{{$r0}} + {quad * 128 * 16}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-                read_only_args=[mine, *four],
-            )
-        cute.arch.barrier(barrier_id=Barrier.EXCHANGED, number_of_threads=COMPUTE_THREADS)
-        for quad in cutlass.range_constexpr(HALF // 4):
-            pointer = cute.make_ptr(Float32, other + quad * 128 * 16, cute.AddressSpace.smem, assumed_align=16)
-            received = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), received)
-            for j in cutlass.range_constexpr(4):
-                at = 4 * quad + j
-                kept = cutlass.select_(first, acc[at], acc[HALF + at])
-                s[at] = cutlass.select_(first, kept, received[j])
-                dp[at] = cutlass.select_(first, received[j], kept)
-        return s, dp
+    def valid(self, shared: Shared, place: Int32, t: ThreadIndex):
+        """A bit for each of this warpgroup's keys, set if its row exists."""
+        warps = GROUP_KEYS // GATHER_ROWS
+        bits = shared.valid[t.group * warps, place]
+        for warp in cutlass.range_constexpr(1, warps):
+            bits |= shared.valid[t.group * warps + warp, place] << (warp * GATHER_ROWS)
+        return bits
 
     @cute.jit
     def probabilities(
-        self,
-        s: cute.Tensor,
-        dp: cute.Tensor,
-        terms: cute.Tensor,
-        scale: Float32,
-        valid: Int32,
-        shared: Shared,
-        t: ThreadIndex,
+        self, s: cute.Tensor, dp: cute.Tensor, terms: cute.Tensor, scale: Float32, valid: Int32, t: ThreadIndex
     ):
-        """Compute P and dS of this warpgroup's keys, and store them to shared memory."""
-        p, ds = (cute.make_rmem_tensor((HALF,), self.traits.dtype) for _ in range(2))
+        """P, times what the sink leaves, and dS of this warpgroup's keys."""
+        p, ds = (cute.make_rmem_tensor((SCORES,), self.traits.dtype) for _ in range(2))
         bits = valid >> (t.lane % 4 * 2)
         for i in cutlass.range_constexpr(GROUP_KEYS // 8):
             for half in cutlass.range_constexpr(2):
@@ -201,14 +194,20 @@ class Consumer:
                     share = terms[Term.SHARE, half]
                     p[at] = (weight * share).to(self.traits.dtype)
                     ds[at] = (weight * scale * (dp[at] * share + terms[Term.SHIFT, half])).to(self.traits.dtype)
+        return p, ds
+
+    @cute.jit
+    def store_scores(self, p: cute.Tensor, ds: cute.Tensor, shared: Shared, t: ThreadIndex):
+        """Store P and dS to shared memory."""
         # A lane gives the address of 16 bytes: row lane % 8 of matrix lane / 8. Matrix w is word w of
         # the lanes: rows from 8 (w % 2) and keys from 8 (w / 2) on.
         row = t.thread // 32 * 16 + t.lane // 8 % 2 * 8 + t.lane % 8
-        chunk = t.group * (GROUP_KEYS // 8) + t.lane // 16
-        offset = row * (BLOCK * self.traits.element_bytes) + (chunk ^ row // 2 % 4) * 16
-        for memory, values in ((shared.p, p), (shared.ds, ds)):
-            words = cute.recast_tensor(values, Int32)
-            store_matrices(memory.toint() + offset, *(words[w] for w in range(4)))
+        for pair in cutlass.range_constexpr(SCORES // 8):
+            chunk = t.group * (GROUP_KEYS // 8) + 2 * pair + t.lane // 16
+            offset = row * (BLOCK * self.traits.element_bytes) + (chunk ^ row % 8) * 16
+            for memory, values in ((shared.p, p), (shared.ds, ds)):
+                words = cute.recast_tensor(values, Int32)
+                store_matrices(memory.toint() + offset, *(words[4 * pair + w] for w in range(4)))
 
     @cute.jit
     def add_dq(self, dq: cute.Tensor, mma: Mma, shared: Shared, t: ThreadIndex):
@@ -226,56 +225,34 @@ class Consumer:
         warpgroup.commit_group()
 
     @cute.jit
-    def put_chunk(
-        self,
-        mma: Mma,
-        shared: Shared,
-        first: Int32,
-        chunk: Chunk,
-        tiles: cutlass.Constexpr[int],
-        releases: cutlass.Constexpr[bool],
-        t: ThreadIndex,
-    ):
-        """Compute `tiles` column tiles, from `first` on, of the keys' gradient, and hand them to the reducer warp. A
-        single tile has rope columns, which are no values. `releases`: release the keys when the products before these
-        are done."""
-        shape = mma.dkv.get_slice(t.thread).partition_shape_C((COLUMN_TILE, BLOCK))
-        accumulators = [cute.make_rmem_tensor(shape, Float32) for _ in range(tiles)]
-        for i in cutlass.range_constexpr(tiles):
-            self.multiply_keys(accumulators[i], mma, shared, first + i, tiles > 1, t)
-        warpgroup.commit_group()
-        if const_expr(releases):
-            warpgroup.wait_group(1)
-            leave(shared.keys_empty)
-        warpgroup.wait_group(0)
-        self.staging.put(shared, accumulators, chunk.count, chunk.place, t)
-
-    @cute.jit
     def multiply_keys(
         self,
-        acc: cute.Tensor,
-        mma: Mma,
+        products: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
         shared: Shared,
-        tile: Int32,
+        first: Int32,
+        tiles: cutlass.Constexpr[int],
         values: cutlass.Constexpr[bool],
         t: ThreadIndex,
     ):
-        """Issue column tile number `tile` of dKV^T: Q^T dS and, if these are columns of values too, dO^T P."""
-        columns = Block(TILE_HEADS, COLUMN_TILE, COLUMN_TILE, TILE_HEADS)
-        thr = mma.dkv.get_slice(t.thread)
-        offset = tile * self.traits.bytes_of(columns)
-        pairs = [(shared.q, shared.ds), (shared.d_out, shared.p)] if const_expr(values) else [(shared.q, shared.ds)]
+        """Issue `tiles` column tiles of dKV, from tile `first` on: dS^T Q and, if these are columns of `values` too,
+        P^T dO."""
+        width = tiles * COLUMN_TILE
+        thr = products[0].get_slice(t.thread)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, width)), Float32)
+        columns = Block(TILE_HEADS, width, COLUMN_TILE, TILE_HEADS)
+        offset = first * (TILE_HEADS * COLUMN_TILE * self.traits.element_bytes)
+        pairs = [(shared.ds, shared.q), (shared.p, shared.d_out)] if const_expr(values) else [(shared.ds, shared.q)]
         warpgroup.fence()
         for i in cutlass.range_constexpr(len(pairs)):
-            queries, scores = pairs[i]
-            a = mma.dkv.make_fragment_A(
-                thr.partition_A(transposed(operand(self.traits.dtype, queries, offset, columns)))
-            )
+            scores, queries = pairs[i]
             weights = transposed(operand(self.traits.dtype, scores, Int32(0), self.traits.scores))
-            b = mma.dkv.make_fragment_B(thr.partition_B(weights))
+            a = products[0].make_fragment_A(thr.partition_A(weights))
+            of_queries = transposed(operand(self.traits.dtype, queries, offset, columns))
+            b = products[0].make_fragment_B(thr.partition_B(of_queries))
             for k in cutlass.range_constexpr(TILE_HEADS // 16):
-                products = mma.dkv_first if const_expr(i == 0 and k == 0) else mma.dkv
-                cute.gemm(products, acc, a[None, None, k], b[None, None, k], acc)
+                product = products[0] if const_expr(i == 0 and k == 0) else products[1]
+                cute.gemm(product, acc, a[None, None, k], b[None, None, k], acc)
+        return acc
 
     # ---- results
 

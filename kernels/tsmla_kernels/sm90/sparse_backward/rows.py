@@ -156,6 +156,9 @@ class RowKernels:
             if vector < count:
                 total = cute.make_rmem_tensor((VECTOR,), sums.kv_sum.element_type)
                 cute.autovec_copy(global_tensor(sums.kv_sum, vector * VECTOR, VECTOR), total)
+                if const_expr(self.traits.config.deterministic):
+                    for i in cutlass.range_constexpr(0, VECTOR, 2):  # the first of two lent the second its sign
+                        total[i + 1] -= total[i] >> 31
                 numbers = cute.make_rmem_tensor((VECTOR,), Float32)
                 numbers.store(total.load().to(Float32))
                 if const_expr(self.traits.config.deterministic):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
 from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.sparse_backward.bounds import magnitude
-from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS
+from tsmla_kernels.sm90.sparse_backward.config import TILE_HEADS
+from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.memory import (
-    GATHER_WARPS,
     SLOTS_KEPT,
     Barrier,
     Item,
@@ -23,14 +27,32 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Traits,
     Weight,
     leave,
-    weigh_storage,
 )
 from tsmla_kernels.sm90.sparse_backward.products import Consumer
+from tsmla_kernels.sm90.storage import storage_of_fields
 
+WEIGH_BLOCK = 32  # keys of one step
 WEIGH_WARPS = 4  # warps that compute
+WEIGH_GATHER_WARPS = 2
 WEIGH_GATHER_WARP = WEIGH_WARPS
 WEIGH_THREADS = 256
 GROUP_LANES = (4, 8, 16)  # distances of the lanes that have a key's other heads
+
+
+def weigh_storage(traits: Traits, keys: Block) -> Any:
+    """The struct of the shared memory of the deterministic mode's first pass, with the names of `make_storage`."""
+    fields: dict[str, Any] = {
+        "queries_full": cute.struct.MemRange[Int64, 1],
+        "keys_full": cute.struct.MemRange[Int64, 1],
+        "keys_empty": cute.struct.MemRange[Int64, 1],
+        "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_BLOCK], 16],
+        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_GATHER_WARPS], 16],
+        "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * WEIGH_BLOCK], 16],
+        "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * len(Weight) * WEIGH_BLOCK], 16],
+        "q": traits.memory_of(traits.q),
+        "keys": traits.memory_of(keys),
+    }
+    return storage_of_fields(fields, traits.config)
 
 
 class Weigher:
@@ -38,12 +60,14 @@ class Weigher:
 
     def __init__(self, traits: Traits, consumer: Consumer) -> None:
         self.traits, self.consumer = traits, consumer
-        self.storage = weigh_storage(traits)
+        self.keys = Block(WEIGH_BLOCK, traits.head_dim, 32, WEIGH_BLOCK)
+        self.gatherer = Gatherer(traits, self.keys)
+        self.storage = weigh_storage(traits, self.keys)
 
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
         """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. In place
         of a buffer that this pass does not have stands `q`, which nothing reads as that buffer."""
-        strides = {"rows": BLOCK, "valid": GATHER_WARPS, "factors": BLOCK}
+        strides = {"rows": WEIGH_BLOCK, "valid": WEIGH_GATHER_WARPS, "factors": WEIGH_BLOCK}
         tensors = {
             name: getattr(storage, name).get_tensor(cute.make_layout((size, SLOTS_KEPT), stride=(1, size)))
             for name, size in strides.items()
@@ -51,13 +75,13 @@ class Weigher:
         names = ("queries_full", "keys_full", "keys_empty", "q", "keys")
         pointers = {name: getattr(storage, name).data_ptr() for name in names}
         others = {name: pointers["q"] for name in Shared._fields if name not in (*tensors, *pointers)}
-        shape = (BLOCK, len(Weight), WEIGH_WARPS, 2)
+        shape = (WEIGH_BLOCK, len(Weight), WEIGH_WARPS, 2)
         return Shared(**tensors, **pointers, **others), storage.partial.get_tensor(cute.make_layout(shape))
 
     def init_mbarriers(self, shared: Shared) -> None:
         """Initialise the mbarriers, in one thread."""
         cute.arch.mbarrier_init(shared.queries_full, 1)
-        cute.arch.mbarrier_init(shared.keys_full, 32 * GATHER_WARPS)
+        cute.arch.mbarrier_init(shared.keys_full, 32 * WEIGH_GATHER_WARPS)
         cute.arch.mbarrier_init(shared.keys_empty, WEIGH_WARPS)
 
     @cute.jit
@@ -81,11 +105,15 @@ class Weigher:
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         for block in cutlass.range(item.blocks, unroll=1):
             cute.arch.mbarrier_wait(shared.keys_full, block & 1)
-            acc = cute.make_rmem_tensor(mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK)), Float32)
-            self.consumer.multiply_scores(acc, mma, shared.q, shared.keys, self.traits.q, t)
+            shape = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, WEIGH_BLOCK))
+            acc = cute.make_rmem_tensor(shape, Float32)
+            warpgroup.fence()
+            self.consumer.issue_scores(acc, mma, shared.q, self.traits.q, shared.keys, Int32(0), self.keys, t)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
             leave(shared.keys_empty)
             place = block % SLOTS_KEPT
-            for i in cutlass.range_constexpr(BLOCK // 8):
+            for i in cutlass.range_constexpr(WEIGH_BLOCK // 8):
                 for e in cutlass.range_constexpr(2):
                     alone, by_length = Float32(0.0), Float32(0.0)
                     for half in cutlass.range_constexpr(2):

@@ -56,19 +56,15 @@ Flow atomic(Warp& warp, const Instruction& i, uint32_t mask) {  // aux: 1 if the
   return Flow::next;
 }
 
-// Slots: base and offset, then four registers, each added to its own word.
-template <class T, Space space>
-Flow add_four(Warp& warp, const Instruction& i, uint32_t mask) {
+// A reduction of a vector, whose elements are each added atomically. aux: how many. Slots: base and offset, then the registers.
+template <class T, class F, Space space>
+Flow reduce_vector(Warp& warp, const Instruction& i, uint32_t mask) {
   EACH_LANE {
-    const uint64_t address = address_of(warp, i, 0, lane);
-    at<space>(warp, address, 4 * sizeof(T), 4 * sizeof(T), true);
-    for (int part = 0; part < 4; ++part) {
-      const uint64_t to = address + part * sizeof(T);
-      T before;
-      std::memcpy(&before, at<space>(warp, to, sizeof(T), sizeof(T), true), sizeof(T));
-      const T after = before + read<T>(warp, i.slots[2 + part], lane);
-      put<space>(warp, lane, to, &after, sizeof(T), sizeof(T), true);
-    }
+    const uint64_t address = address_of(warp, i, 0, lane), bytes = sizeof(T) * i.aux;
+    T values[MOST_ELEMENTS];
+    std::memcpy(values, at<space>(warp, address, bytes, bytes, true), bytes);
+    for (int part = 0; part < i.aux; ++part) values[part] = F()(values[part], read<T>(warp, i.slots[2 + part], lane));
+    put<space>(warp, lane, address, values, bytes, bytes, true);
   }
   return Flow::next;
 }
@@ -111,8 +107,8 @@ void add_memory(Handlers& handlers, const std::string& name) {
     handlers["atom." + name + ".min." + type] = atomic<T, Least<T>, space>;
     handlers["atom." + name + ".max." + type] = atomic<T, Greatest<T>, space>;
   };
-  atomics(int32_t(), "s32"), atomics(uint32_t(), "u32"), atomics(float(), "f32");
-  handlers["atom." + name + ".add.f32.v4"] = add_four<float, space>;
+  atomics(int32_t(), "s32"), atomics(uint32_t(), "u32"), atomics(uint64_t(), "u64"), atomics(float(), "f32");
+  handlers["red." + name + ".add.f32"] = reduce_vector<float, Add<float>, space>;
   handlers["atom." + name + ".or.b32"] = atomic<uint32_t, Or, space>;
   handlers["atom." + name + ".and.b32"] = atomic<uint32_t, And, space>;
   handlers["atom." + name + ".exch.b32"] = atomic<uint32_t, Exchange, space>;
