@@ -28,10 +28,12 @@ ALL_ROWS = (1 << GATHER_ROWS) - 1
 
 
 class Gatherer:
-    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`."""
+    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`, to one of `stages`
+    buffers in turn. `weighs`: a key's factor is not the one that its numbers are multiplied by, but its value's length.
+    """
 
-    def __init__(self, traits: Traits, block: Block) -> None:
-        self.traits, self.block = traits, block
+    def __init__(self, traits: Traits, block: Block, stages: int = 1, weighs: bool = False) -> None:
+        self.traits, self.block, self.stages, self.weighs = traits, block, stages, weighs
 
     # ---- queries
 
@@ -88,7 +90,7 @@ class Gatherer:
 
     @cute.jit
     def run(self, keys: Keys, sums: Sums, shared: Shared, item: Item, length: Int32, warp: Int32):
-        """Gather one block of keys after another, each when the compute warps have released the block before. Lane i
+        """Gather one block of keys after another, each when the compute warps have released what its buffer had. Lane i
         knows the slot of row i % 16 of its warp, and reads the next block's slot early."""
         lane = cute.arch.lane_idx()
         column = warp * GATHER_ROWS + lane % GATHER_ROWS
@@ -104,17 +106,32 @@ class Gatherer:
                 if const_expr(self.traits.config.deterministic):
                     factor = Float32(1.0)
                     if row >= 0:
-                        factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
+                        if const_expr(self.weighs):
+                            factor = sums.key_norms[row]
+                        else:
+                            factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
                     shared.factors[warp * GATHER_ROWS + lane, place] = factor
             if lane == 0:
                 shared.valid[warp, place] = exist
-            cute.arch.mbarrier_wait(shared.keys_empty, (block + 1) & 1)
-            self.copy_keys(keys, shared, row, warp)
+            stage = block % self.stages
+            cute.arch.mbarrier_wait(shared.keys_empty + stage, (block // self.stages + 1) & 1)
+            self.copy_keys(keys, shared.keys.toint() + stage * self.traits.bytes_of(self.block), row, warp)
             cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(shared.keys_full)
+            if const_expr(self.stages == 1):
+                self.announce(shared, stage, 0)
+            elif block > 0:
+                self.announce(shared, (block - 1) % self.stages, 1)
             column += self.block.rows
+        if const_expr(self.stages > 1):
+            if item.blocks > 0:
+                self.announce(shared, (item.blocks - 1) % self.stages, 0)
+
+    @cute.jit
+    def announce(self, shared: Shared, stage: Int32, later: cutlass.Constexpr[int]):
+        """Say that this thread's copies to `stage` have arrived; `later` groups of copies may still be under way."""
+        cute.arch.cp_async_wait_group(later)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(shared.keys_full + stage)
 
     @cute.jit
     def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32):
@@ -150,9 +167,9 @@ class Gatherer:
         return row
 
     @cute.jit
-    def copy_keys(self, keys: Keys, shared: Shared, row: Int32, warp: Int32):
-        """Start the copies of this warp's rows of a block. A row that does not exist becomes zeros: P is 0 there, but
-        0 * NaN is NaN."""
+    def copy_keys(self, keys: Keys, memory: Int32, row: Int32, warp: Int32):
+        """Start the copies of this warp's rows of a block to the buffer at `memory`. A row that does not exist becomes
+        zeros: P is 0 there, but 0 * NaN is NaN."""
         lane = cute.arch.lane_idx()
         block = self.block
         row_tile = block.width * self.traits.element_bytes  # bytes of a row in one column tile
@@ -172,7 +189,7 @@ class Gatherer:
                     base = keys.caches[1].iterator.toint()
             source = base + Int64(source_row) * self.traits.row_bytes + chunk * CHUNK
             at = warp * GATHER_ROWS + mine
-            target = shared.keys.toint() + (chunk // chunks) * tile_bytes + at * row_tile
+            target = memory + (chunk // chunks) * tile_bytes + at * row_tile
             target += (chunk % chunks ^ (at // 2) % chunks) * CHUNK  # swizzled as `layout_atom` says
             for line in cutlass.range_constexpr(self.traits.row_bytes // (ROW_LANES * CHUNK)):
                 cute.arch.inline_ptx(

@@ -43,7 +43,7 @@ from tsmla_kernels.sm90.sparse_backward.rows import CTA_ROWS, CTA_VECTORS, ROW_T
 from tsmla_kernels.sm90.sparse_backward.weigh import (
     WEIGH_BLOCK,
     WEIGH_GATHER_WARP,
-    WEIGH_GATHER_WARPS,
+    WEIGH_STAGES,
     WEIGH_THREADS,
     Weigher,
 )
@@ -157,9 +157,9 @@ class SparseMlaBackward:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         item, length = self.item(keys, tiles, WEIGH_BLOCK)
-        if group == 0:
-            self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item)
-        elif warp_idx < WEIGH_GATHER_WARP + WEIGH_GATHER_WARPS:
+        if group < WEIGH_STAGES:
+            self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item, group)
+        else:
             if warp_idx == WEIGH_GATHER_WARP:
                 self.weigher.gatherer.copy_q(copies, shared, item)
             self.weigher.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP)

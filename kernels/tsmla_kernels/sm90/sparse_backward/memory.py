@@ -30,7 +30,7 @@ class Barrier(IntEnum):
 
     READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
-    BOUNDED = 3  # in `weigh`, with 128 threads: the partial sums of four warps lie in shared memory
+    BOUNDED = 3  # in `weigh`, with 128 threads: the partial sums of four warps lie in shared memory; 4: of the others
 
 
 class Term(IntEnum):
@@ -114,6 +114,8 @@ class Sums(NamedTuple):
 class Mma(NamedTuple):
     """The tiled MMAs. The `first` ones start a sum; the others add to one."""
 
+    weigh_first: cute.TiledMma
+    weigh: cute.TiledMma
     scores_first: cute.TiledMma
     scores: cute.TiledMma
     dq: cute.TiledMma

@@ -58,6 +58,8 @@ class Consumer:
             return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (1, 1, 1), (rows, columns))
 
         return Mma(
+            weigh_first=mma(k_major, k_major, TILE_HEADS, BLOCK),
+            weigh=mma(k_major, k_major, TILE_HEADS, BLOCK),
             scores_first=mma(k_major, k_major, TILE_HEADS, GROUP_KEYS),
             scores=mma(k_major, k_major, TILE_HEADS, GROUP_KEYS),
             dq=mma(k_major, mn_major, TILE_HEADS, self.traits.dq_width),
@@ -76,7 +78,7 @@ class Consumer:
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
         # Set these flags once, here: a change while products run would serialise the products.
-        for products, adds in zip(mma, (False, True, True, False, True, False, True), strict=True):
+        for products, adds in zip(mma, (False, True, False, True, True, False, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
         thr = mma.dq.get_slice(thread)
         dq = cute.make_rmem_tensor(thr.partition_shape_C((TILE_HEADS, self.traits.dq_columns)), Float32)
@@ -139,8 +141,9 @@ class Consumer:
         half = block._replace(rows=GROUP_KEYS)
         offset = t.group * (GROUP_KEYS * block.width * traits.element_bytes)
         warpgroup.fence()
-        self.issue_scores(s, mma, shared.q, traits.q, shared.keys, offset, half, t)
-        self.issue_scores(dp, mma, shared.d_out, traits.d_out, shared.keys, offset, half, t)
+        products = (mma.scores_first, mma.scores)
+        self.issue_scores(products, s, shared.q, traits.q, shared.keys, offset, half, t)
+        self.issue_scores(products, dp, shared.d_out, traits.d_out, shared.keys, offset, half, t)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         return s, dp
@@ -148,8 +151,8 @@ class Consumer:
     @cute.jit
     def issue_scores(
         self,
+        products: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
         acc: cute.Tensor,
-        mma: Mma,
         queries: cute.Pointer,
         heads: cutlass.Constexpr[Block],
         keys: cute.Pointer,
@@ -159,13 +162,13 @@ class Consumer:
     ):
         """Issue the scores of `heads` and of the keys of `block`, `offset` bytes into `keys`, over as many columns as
         `heads` has."""
-        thr = mma.scores.get_slice(t.thread)
+        thr = products[0].get_slice(t.thread)
         of_keys = block._replace(columns=heads.columns)
-        a = mma.scores.make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), heads)))
-        b = mma.scores.make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, offset, of_keys)))
-        cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
+        a = products[0].make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), heads)))
+        b = products[0].make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, offset, of_keys)))
+        cute.gemm(products[0], acc, a[None, None, 0], b[None, None, 0], acc)
         for k in cutlass.range_constexpr(1, heads.columns // 16):
-            cute.gemm(mma.scores, acc, a[None, None, k], b[None, None, k], acc)
+            cute.gemm(products[1], acc, a[None, None, k], b[None, None, k], acc)
 
     @cute.jit
     def valid(self, shared: Shared, place: Int32, t: ThreadIndex):

@@ -31,41 +31,43 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
 from tsmla_kernels.sm90.sparse_backward.products import Consumer
 from tsmla_kernels.sm90.storage import storage_of_fields
 
-WEIGH_BLOCK = 32  # keys of one step
-WEIGH_WARPS = 4  # warps that compute
-WEIGH_GATHER_WARPS = 2
-WEIGH_GATHER_WARP = WEIGH_WARPS
-WEIGH_THREADS = 256
-GROUP_LANES = (4, 8, 16)  # distances of the lanes that have a key's other heads
+WEIGH_BLOCK = 64  # keys of one step
+WEIGH_STAGES = 2  # buffers of keys, one for each compute warpgroup
+WEIGH_WARPS = 4  # warps of a compute warpgroup
+WEIGH_GATHER_WARP = WEIGH_STAGES * WEIGH_WARPS
+WEIGH_GATHER_WARPS = 4
+WEIGH_THREADS = 32 * (WEIGH_GATHER_WARP + WEIGH_GATHER_WARPS)
+GROUP_LANES = (16, 8, 4)  # distances of the lanes that have a key's other heads
 
 
 def weigh_storage(traits: Traits, keys: Block) -> Any:
     """The struct of the shared memory of the deterministic mode's first pass, with the names of `make_storage`."""
     fields: dict[str, Any] = {
         "queries_full": cute.struct.MemRange[Int64, 1],
-        "keys_full": cute.struct.MemRange[Int64, 1],
-        "keys_empty": cute.struct.MemRange[Int64, 1],
+        "keys_full": cute.struct.MemRange[Int64, WEIGH_STAGES],
+        "keys_empty": cute.struct.MemRange[Int64, WEIGH_STAGES],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_GATHER_WARPS], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * WEIGH_BLOCK], 16],
-        "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * len(Weight) * WEIGH_BLOCK], 16],
+        "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * WEIGH_STAGES * WEIGH_WARPS * WEIGH_BLOCK], 16],
         "q": traits.memory_of(traits.q),
-        "keys": traits.memory_of(keys),
+        "keys": traits.memory_of(keys._replace(rows=WEIGH_STAGES * WEIGH_BLOCK)),
     }
     return storage_of_fields(fields, traits.config)
 
 
 class Weigher:
-    """Device code of the first pass: one warpgroup computes P and the sums over heads of P times the rows' weights."""
+    """Device code of the first pass. Two warpgroups take blocks in turn: each computes P and, for each key, the sum over
+    heads of P times the row's weights."""
 
     def __init__(self, traits: Traits, consumer: Consumer) -> None:
         self.traits, self.consumer = traits, consumer
         self.keys = Block(WEIGH_BLOCK, traits.head_dim, 32, WEIGH_BLOCK)
-        self.gatherer = Gatherer(traits, self.keys)
+        self.gatherer = Gatherer(traits, self.keys, WEIGH_STAGES, weighs=True)
         self.storage = weigh_storage(traits, self.keys)
 
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
-        """Views of the allocated `storage`, and the partial sums [key, weight, warp, parity of the block]. In place
+        """Views of the allocated `storage`, and the partial sums [key, warp, warpgroup, parity of its blocks]. In place
         of a buffer that this pass does not have stands `q`, which nothing reads as that buffer."""
         strides = {"rows": WEIGH_BLOCK, "valid": WEIGH_GATHER_WARPS, "factors": WEIGH_BLOCK}
         tensors = {
@@ -75,14 +77,15 @@ class Weigher:
         names = ("queries_full", "keys_full", "keys_empty", "q", "keys")
         pointers = {name: getattr(storage, name).data_ptr() for name in names}
         others = {name: pointers["q"] for name in Shared._fields if name not in (*tensors, *pointers)}
-        shape = (WEIGH_BLOCK, len(Weight), WEIGH_WARPS, 2)
+        shape = (WEIGH_BLOCK, WEIGH_WARPS, WEIGH_STAGES, 2)
         return Shared(**tensors, **pointers, **others), storage.partial.get_tensor(cute.make_layout(shape))
 
     def init_mbarriers(self, shared: Shared) -> None:
         """Initialise the mbarriers, in one thread."""
         cute.arch.mbarrier_init(shared.queries_full, 1)
-        cute.arch.mbarrier_init(shared.keys_full, 32 * WEIGH_GATHER_WARPS)
-        cute.arch.mbarrier_init(shared.keys_empty, WEIGH_WARPS)
+        for stage in range(WEIGH_STAGES):
+            cute.arch.mbarrier_init(shared.keys_full + stage, 32 * WEIGH_GATHER_WARPS)
+            cute.arch.mbarrier_init(shared.keys_empty + stage, WEIGH_WARPS)
 
     @cute.jit
     def run(
@@ -94,43 +97,68 @@ class Weigher:
         partial: cute.Tensor,
         mma: Mma,
         item: Item,
+        group: Int32,
     ):
-        """Run the compute warpgroup. `count`: how many heads a token has."""
-        thread = cute.arch.thread_idx()[0]
+        """Run compute warpgroup `group`, which has every second block. `count`: how many heads a token has."""
+        thread = cute.arch.thread_idx()[0] % 128
         lane, warp = thread % 32, thread // 32
-        t = ThreadIndex(Int32(0), thread, lane, warp * 16 + lane // 4)
-        mma.scores_first.set(Field.ACCUMULATE, False)
-        mma.scores.set(Field.ACCUMULATE, True)
+        t = ThreadIndex(group, thread, lane, warp * 16 + lane // 4)
+        mma.weigh_first.set(Field.ACCUMULATE, False)
+        mma.weigh.set(Field.ACCUMULATE, True)
         heads = self.weights(sums, count, item, t)
+        offset = group * self.traits.bytes_of(self.keys)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
-        for block in cutlass.range(item.blocks, unroll=1):
-            cute.arch.mbarrier_wait(shared.keys_full, block & 1)
-            shape = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, WEIGH_BLOCK))
+        for step in cutlass.range((item.blocks - group + 1) // WEIGH_STAGES, unroll=1):
+            place = (step * WEIGH_STAGES + group) % SLOTS_KEPT
+            cute.arch.mbarrier_wait(shared.keys_full + group, step & 1)
+            products = (mma.weigh_first, mma.weigh)
+            shape = mma.weigh.get_slice(thread).partition_shape_C((TILE_HEADS, WEIGH_BLOCK))
             acc = cute.make_rmem_tensor(shape, Float32)
             warpgroup.fence()
-            self.consumer.issue_scores(acc, mma, shared.q, self.traits.q, shared.keys, Int32(0), self.keys, t)
+            self.consumer.issue_scores(products, acc, shared.q, self.traits.q, shared.keys, offset, self.keys, t)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            leave(shared.keys_empty)
-            place = block % SLOTS_KEPT
-            for i in cutlass.range_constexpr(WEIGH_BLOCK // 8):
-                for e in cutlass.range_constexpr(2):
-                    alone, by_length = Float32(0.0), Float32(0.0)
-                    for half in cutlass.range_constexpr(2):
-                        power = acc[4 * i + 2 * half + e] * (scale * LOG2_E) + heads[0, half]
-                        weight = cute.math.exp2(power, fastmath=True)
-                        alone += weight * heads[1, half]
-                        by_length += weight * heads[2, half]
-                    for offset in GROUP_LANES:
-                        alone += cute.arch.shuffle_sync_bfly(alone, offset=offset)
-                        by_length += cute.arch.shuffle_sync_bfly(by_length, offset=offset)
-                    if lane < 4:
-                        key = 8 * i + lane * 2 + e
-                        partial[key, Weight.ALONE, warp, block & 1] = alone
-                        partial[key, Weight.BY_LENGTH, warp, block & 1] = by_length
-            cute.arch.barrier(barrier_id=Barrier.BOUNDED, number_of_threads=32 * WEIGH_WARPS)
-            if warp == 0:
-                self.put_bounds(sums, partial, shared.rows[lane, place], block & 1)
+            bounds = self.bounds(acc, heads, scale, shared, place, lane)
+            row = shared.rows[thread % WEIGH_BLOCK, place]
+            cute.arch.sync_warp()
+            leave(shared.keys_empty + group)
+            for e in cutlass.range_constexpr(2):
+                partial[lane // 4 * 8 + lane % 4 * 2 + e, warp, group, step & 1] = bounds[e]
+            cute.arch.barrier(barrier_id=Barrier.BOUNDED + group, number_of_threads=32 * WEIGH_WARPS)
+            if thread < WEIGH_BLOCK:
+                bound = Float32(0.0)
+                for part in cutlass.range_constexpr(WEIGH_WARPS):
+                    bound += partial[thread, part, group, step & 1]
+                self.put_bound(sums, row, bound)
+
+    @cute.jit
+    def bounds(
+        self, acc: cute.Tensor, heads: cute.Tensor, scale: Float32, shared: Shared, place: Int32, lane: Int32
+    ):
+        """This warp's sums over its heads: for keys 2 (lane % 4) and the next one of each 8 keys, of which a lane
+        returns those of group lane / 4."""
+        values = []
+        for i in cutlass.range_constexpr(WEIGH_BLOCK // 8):
+            for e in cutlass.range_constexpr(2):
+                length = shared.factors[8 * i + lane % 4 * 2 + e, place]
+                value = Float32(0.0)
+                for half in cutlass.range_constexpr(2):
+                    power = acc[4 * i + 2 * half + e] * (scale * LOG2_E) + heads[0, half]
+                    weight = cute.math.exp2(power, fastmath=True)
+                    value += weight * (heads[1, half] + heads[2, half] * length)
+                values.append(value)
+        # In each step a lane keeps one half of its groups of keys and gets the sums of the lane that keeps the other.
+        for distance in GROUP_LANES:
+            values = self.exchanged(values, distance, lane)
+        return values
+
+    def exchanged(self, values: list[Float32], distance: int, lane: Int32) -> list[Float32]:
+        """Half of the values, each plus that of the lane `distance` away, which keeps the other half."""
+        upper, half, kept = lane // distance % 2 == 1, len(values) // 2, []
+        for low, high in zip(values[:half], values[half:], strict=True):
+            sent, mine = cutlass.select_(upper, low, high), cutlass.select_(upper, high, low)
+            kept.append(mine + cute.arch.shuffle_sync_bfly(sent, offset=distance))
+        return kept
 
     @cute.jit
     def weights(self, sums: Sums, count: Int32, item: Item, t: ThreadIndex):
@@ -149,18 +177,13 @@ class Weigher:
         return heads
 
     @cute.jit
-    def put_bounds(self, sums: Sums, partial: cute.Tensor, row: Int32, parity: Int32):
-        """For this lane's key, raise key_bounds to this tile's bound if that is greater, and add 1 to key_counts."""
-        lane = cute.arch.lane_idx()
+    def put_bound(self, sums: Sums, row: Int32, bound: Float32):
+        """Raise the row's key_bounds to this tile's bound if that is greater, and add 1 to its key_counts."""
         if row >= 0:
-            alone, by_length = Float32(0.0), Float32(0.0)
-            for warp in cutlass.range_constexpr(WEIGH_WARPS):
-                alone += partial[lane, Weight.ALONE, warp, parity]
-                by_length += partial[lane, Weight.BY_LENGTH, warp, parity]
-            bound = magnitude(alone + by_length * sums.key_norms[row])
             bounds = sums.key_bounds.iterator.toint() + Int64(row) * 4
             counts = sums.key_counts.iterator.toint() + Int64(row) * 4
             cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.max.s32 [{$r0}], {$r1};", read_only_args=[bounds, bound.bitcast(Int32)]
+                "red.relaxed.gpu.global.max.s32 [{$r0}], {$r1};",
+                read_only_args=[bounds, magnitude(bound).bitcast(Int32)],
             )
             cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[counts])
