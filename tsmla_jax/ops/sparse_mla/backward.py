@@ -134,7 +134,7 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     spec = call.spec.with_sizes_of(x.q.shape, [cache.shape for cache in x.caches], x.indices.shape)
     config = sparse_backward_config(spec, lengths=call.lengths, sinks=call.sinks)
     slots = sum(cache.num_slots for cache in spec.caches)
-    workspaces = backward_workspaces(config, spec.num_tokens, spec.num_heads, slots)
+    workspaces = backward_workspaces(config, spec.num_tokens, spec.num_heads, spec.num_selected, slots)
     optional = tuple(array for array in (x.lengths, x.sinks) if array is not None)
     shapes = (
         x.q.shape,

@@ -10,6 +10,7 @@ twice, the group's tokens also gather for themselves, because a bit does not say
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.sparse.union_config import MOST_COLUMNS, PARTS, TABLE, WORTH, UnionConfig
+from tsmla_kernels.sm90.sparse_backward.config import SparseBackwardConfig
 from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import element, quotient, remainder, running_sum
 
@@ -80,10 +82,11 @@ class UnionMaker:
 
     Attributes:
       tokens: tokens of a group. each: columns of a thread, those of all tokens together. window: as in SparseConfig.
+      worth: how many PARTS-ths of the slots that the tokens select a union may have.
     """
 
-    def __init__(self, config: UnionConfig) -> None:
-        self.config, self.tokens, self.window = config, config.tokens, config.window
+    def __init__(self, config: UnionConfig | SparseBackwardConfig, worth: Mapping[int, int] = WORTH) -> None:
+        self.config, self.tokens, self.window, self.worth = config, config.tokens, config.window, worth[config.tokens]
         self.each = COLUMNS * self.tokens
 
     @cute.jit
@@ -128,7 +131,7 @@ class UnionMaker:
         cute.arch.sync_threads()
         self.count_marks(thread, table)
         cute.arch.sync_threads()
-        selected, worth = table.totals[Total.SELECTED], Int32(WORTH[self.tokens])
+        selected, worth = table.totals[Total.SELECTED], Int32(self.worth)
         # Different slots can have the same mark: if n marks are set, the next slot meets one with chance n / MARKS.
         marked = Float32(table.totals[Total.MARKED])
         different = marked + marked * marked * (0.5 / MARKS)

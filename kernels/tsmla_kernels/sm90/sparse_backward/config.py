@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tsmla_kernels.sm90.sparse.union_config import MOST_COLUMNS, PARTS
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract.layouts import CacheSpec
     from tsmla_kernels.contract.rules import Dim
@@ -20,6 +22,10 @@ TILE_HEADS = 64  # heads of one token that a CTA works on
 BLOCK = 64  # keys of one step of the main kernel
 NUM_SCALES = 3  # size of the operand `scales`, as for sparse_mla's kernel; only the first may differ from 1
 MAX_SLOTS = 1 << 31  # rows of both caches together must stay below this
+UNION_HEADS = (8, 16, 32)  # eight rows of P are always of one token, and a byte has a bit for each token of a group
+WORTH = {2: 60, 4: 60, 8: 48}
+"""By a group's number of tokens: how many PARTS-ths of the slots that these tokens select a union may have. A key of a
+union takes as long as a key of one token; eight tokens' union has to leave room in the hash table that makes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,8 @@ class SparseBackwardConfig:
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
       deterministic: whether the caches' gradients are summed as integers, so that repeated calls give equal bits.
+      tokens: how many neighbouring tokens, with TILE_HEADS heads together, may share a tile, over the union of their
+        slots; 1 if each token is alone.
     """
 
     dtype: str
@@ -47,6 +55,7 @@ class SparseBackwardConfig:
     lengths: bool = False
     sinks: bool = False
     deterministic: bool = False
+    tokens: int = 1
 
     @property
     def two_caches(self) -> bool:
@@ -90,7 +99,17 @@ def sparse_backward_config(spec: SparseMLASpec, *, lengths: bool = False, sinks:
         lengths=lengths,
         sinks=sinks,
         deterministic=spec.deterministic,
+        tokens=_group_tokens(spec),
     )
+
+
+def _group_tokens(spec: SparseMLASpec) -> int:
+    """How many tokens may share a tile. The device finds for each group of them whether that is worth it."""
+    known = isinstance(spec.num_tokens, int) and isinstance(spec.num_selected, int)
+    alone = spec.batch_invariant or spec.form == "direct" or spec.num_heads not in UNION_HEADS
+    if alone or not known or spec.num_tokens < 2 or spec.num_selected > MOST_COLUMNS:
+        return 1
+    return TILE_HEADS // spec.num_heads
 
 
 def _pages(cache: CacheSpec) -> tuple[int, int]:
@@ -99,7 +118,7 @@ def _pages(cache: CacheSpec) -> tuple[int, int]:
 
 
 def backward_workspaces(
-    config: SparseBackwardConfig, num_tokens: Dim, num_heads: Dim, num_slots: Dim
+    config: SparseBackwardConfig, num_tokens: Dim, num_heads: Dim, num_selected: Dim, num_slots: Dim
 ) -> dict[str, tuple[tuple[Dim, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands. `num_slots` counts the rows of both
     caches.
@@ -111,6 +130,7 @@ def backward_workspaces(
       whatever the key is, and, on top, for each unit of length of the key's value.
     key_norms, key_bounds, key_counts (deterministic): for each row of the caches, the length of its value; the bits of
       the greatest of the bounds on what a tile of a token's heads adds at once; how many such bounds there are.
+    union_slots, union_bits, union_lengths, token_lengths (groups of tokens): see UnionArrays.
     """
     shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
         "kv_sum": ((num_slots, config.head_dim), "int32" if config.deterministic else "float32"),
@@ -120,4 +140,9 @@ def backward_workspaces(
         shapes["row_weights"] = ((2, num_tokens * num_heads), "float32")
         shapes["key_norms"] = ((num_slots,), "float32")
         shapes |= {name: ((num_slots,), "int32") for name in ("key_bounds", "key_counts")}
+    if config.tokens > 1:
+        groups = -(-num_tokens // config.tokens)
+        columns = -(-(config.tokens * num_selected * WORTH[config.tokens] // PARTS) // BLOCK) * BLOCK
+        shapes["union_slots"], shapes["union_bits"] = ((groups, columns), "int32"), ((groups, columns), "uint8")
+        shapes["union_lengths"], shapes["token_lengths"] = ((groups,), "int32"), ((num_tokens,), "int32")
     return shapes

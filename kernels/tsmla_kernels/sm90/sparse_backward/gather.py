@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.operands import Block
+from tsmla_kernels.sm90.sparse.union import NO_SLOT
 from tsmla_kernels.sm90.sparse_backward.bounds import factor_of
 from tsmla_kernels.sm90.sparse_backward.memory import (
     GATHER_ROWS,
@@ -89,18 +90,35 @@ class Gatherer:
     # ---- keys
 
     @cute.jit
-    def run(self, keys: Keys, sums: Sums, shared: Shared, item: Item, length: Int32, warp: Int32):
+    def run(
+        self,
+        keys: Keys,
+        sums: Sums,
+        shared: Shared,
+        item: Item,
+        length: Int32,
+        warp: Int32,
+        groups: cutlass.Constexpr[bool],
+    ):
         """Gather one block of keys after another, each when the compute warps have released what its buffer had. Lane i
-        knows the slot of row i % 16 of its warp, and reads the next block's slot early."""
+        knows the slot of row i % 16 of its warp, and reads the next block's slot early. groups: whether keys are those
+        of groups of tokens."""
         lane = cute.arch.lane_idx()
         column = warp * GATHER_ROWS + lane % GATHER_ROWS
-        following = self.slot_at(keys, item, column, length)
+        following = self.slot_at(keys, item, column, length, groups)
+        following_bits = self.bits_at(keys, item, column, length, groups)
         for block in cutlass.range(item.blocks, unroll=1):
-            slot = following
-            following = self.slot_at(keys, item, column + self.block.rows, length)
-            row = self.row_of(slot, column, keys)
+            slot, bits = following, following_bits
+            following = self.slot_at(keys, item, column + self.block.rows, length, groups)
+            following_bits = self.bits_at(keys, item, column + self.block.rows, length, groups)
+            row = self.row_of(slot, column, keys, groups)
             place = block % SLOTS_KEPT
-            exist = cute.arch.vote_ballot_sync(row >= 0) & ALL_ROWS
+            if row < 0:
+                bits = Int32(0)
+            for token in cutlass.range_constexpr(self.traits.config.tokens if const_expr(groups) else 1):
+                selected = cute.arch.vote_ballot_sync((bits >> token) & 1 == 1) & ALL_ROWS
+                if lane == 0:
+                    shared.valid[warp, token, place] = selected
             if lane < GATHER_ROWS:
                 shared.rows[warp * GATHER_ROWS + lane, place] = row
                 if const_expr(self.traits.config.deterministic):
@@ -111,8 +129,6 @@ class Gatherer:
                         else:
                             factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
                     shared.factors[warp * GATHER_ROWS + lane, place] = factor
-            if lane == 0:
-                shared.valid[warp, place] = exist
             stage = block % self.stages
             cute.arch.mbarrier_wait(shared.keys_empty + stage, (block // self.stages + 1) & 1)
             self.copy_keys(keys, shared.keys.toint() + stage * self.traits.bytes_of(self.block), row, warp)
@@ -134,20 +150,32 @@ class Gatherer:
         cute.arch.mbarrier_arrive(shared.keys_full + stage)
 
     @cute.jit
-    def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32):
-        """The slot in column `column` of the token's indices; -1 if that column is not active."""
-        slot = Int32(-1)
+    def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
+        """The slot in column `column` of the token's indices; one that no cache has if that column is not active."""
+        slot = Int32(NO_SLOT) if const_expr(groups) else Int32(-1)
         if column < length:
-            slot = keys.indices[item.token, column]
+            slot = keys.indices[item.indices, column]
         return slot
 
     @cute.jit
-    def row_of(self, slot: Int32, column: Int32, keys: Keys):
+    def bits_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
+        """A bit for each token of a group, set if the token selects the slot in column `column`; 1 for a token alone."""
+        bits = Int32(1)
+        if const_expr(groups):
+            if column < length:
+                bits = Int32(keys.bits[item.indices, column])
+        return bits
+
+    @cute.jit
+    def row_of(self, slot: Int32, column: Int32, keys: Keys, groups: cutlass.Constexpr[bool]):
         """The row in kv_sum of the slot in column `column`; -1 if the slot does not exist."""
         config = self.traits.config
+        compressed = column >= config.window if const_expr(config.two_caches) else False
+        if const_expr(groups):
+            compressed, slot = slot < 0, slot & NO_SLOT
         row = self.checked(slot, keys.caches[0], config.page_size, config.page_span)
         if const_expr(config.two_caches):
-            if column >= config.window:
+            if compressed:
                 row = self.checked(slot, keys.caches[1], config.compressed_page_size, config.compressed_page_span)
                 if row >= 0:
                     row += keys.caches[0].shape[0] * keys.caches[0].shape[1]

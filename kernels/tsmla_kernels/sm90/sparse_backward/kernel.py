@@ -11,6 +11,8 @@ token and the keys that the token selected, 64 at a time:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -18,7 +20,8 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS, SparseBackwardConfig
+from tsmla_kernels.sm90.sparse.union import UnionArrays, UnionMaker
+from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS, WORTH, SparseBackwardConfig
 from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.memory import (
     COMPUTE_REGISTERS,
@@ -34,6 +37,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Saved,
     Sums,
     Traits,
+    Unions,
     init_mbarriers,
     make_storage,
     shared_memory,
@@ -49,6 +53,17 @@ from tsmla_kernels.sm90.sparse_backward.weigh import (
 )
 
 
+class Work(NamedTuple):
+    """A launch over tiles of heads: how many heads a token has, how many CTAs there are, and whether a tile has a group
+    of tokens."""
+
+    copies: Copies
+    keys: Keys
+    heads: Int32
+    ctas: Int32
+    groups: bool
+
+
 class SparseMlaBackward:
     """One compiled gradient: `config` is static. The launcher takes a stream and the operands of record.py."""
 
@@ -60,6 +75,7 @@ class SparseMlaBackward:
         self.gatherer = Gatherer(self.traits, self.traits.keys)
         self.consumer = Consumer(self.traits)
         self.weigher = Weigher(self.traits, self.consumer)
+        self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
         """The operands by name. For an operand that the config does not have another stands, which nothing reads."""
@@ -73,42 +89,73 @@ class SparseMlaBackward:
         scales, out, lse, d_out, d_lse, d_q = (rest.pop(0) for _ in range(6))
         written = tuple(rest.pop(0) for _ in range(caches))
         sink_terms = rest.pop(0) if config.sinks else lse
-        kv_sum, row_terms, *bounds = rest
-        row_weights, key_norms, key_bounds, key_counts = bounds or (row_terms, row_terms, indices, indices)
+        kv_sum, row_terms = rest.pop(0), rest.pop(0)
+        unions = Unions(*[rest.pop() for _ in range(4)][::-1]) if config.tokens > 1 else Unions(*(indices,) * 4)
+        row_weights, key_norms, key_bounds, key_counts = rest or (row_terms, row_terms, indices, indices)
         sums = Sums(
             kv_sum=kv_sum, row_terms=row_terms, row_weights=row_weights, key_norms=key_norms, key_bounds=key_bounds,
             key_counts=key_counts,
         )  # fmt: skip
         return Operands(
             q=q, caches=read, indices=indices, lengths=lengths, sinks=sinks, scales=scales, out=out, lse=lse,
-            d_out=d_out, d_lse=d_lse, d_q=d_q, d_caches=written, sink_terms=sink_terms, sums=sums,
+            d_out=d_out, d_lse=d_lse, d_q=d_q, d_caches=written, sink_terms=sink_terms, sums=sums, unions=unions,
         )  # fmt: skip
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
         """Launch the kernels on `stream`."""
         x = self.named(tensors)
-        sums, keys = x.sums, Keys(x.caches, x.indices, x.lengths)
+        sums = x.sums
         saved = Saved(x.out, x.lse, x.d_out, x.d_lse, x.sinks, x.scales)
         rows = Int32(sums.row_terms.shape[1])
-        tiles = (Int32(x.q.shape[1]) + TILE_HEADS - 1) // TILE_HEADS
+        if const_expr(self.unions is not None):
+            lengths = x.lengths if const_expr(self.config.lengths) else None
+            unions = x.unions
+            self.unions.launch(
+                stream,
+                UnionArrays(x.indices, lengths, unions.slots, unions.bits, unions.lengths, unions.token_lengths),
+            )
         self.prepare(saved, x.q, x.caches, sums, x.sink_terms).launch(
             grid=[(rows + CTA_ROWS - 1) // CTA_ROWS, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
-        copies, mma = self.gatherer.make_copies(x.q, x.d_out), self.consumer.make_mmas()
+        works = [self.alone(x)]
+        if const_expr(self.unions is not None):
+            works = [self.together(x), *works]
+        mma = self.consumer.make_mmas()
         if const_expr(self.config.deterministic):
-            self.weigh(copies, keys, sums, x.scales, mma, tiles, Int32(x.q.shape[1])).launch(
-                grid=[Int32(x.q.shape[0]) * tiles, 1, 1], block=[WEIGH_THREADS, 1, 1], stream=stream, use_pdl=True
+            for work in works:
+                self.weigh(work.copies, work.keys, sums, x.scales, mma, work.heads, work.groups).launch(
+                    grid=[work.ctas, 1, 1], block=[WEIGH_THREADS, 1, 1], stream=stream, use_pdl=True
+                )
+        for work in works:
+            self.differentiate(work.copies, work.keys, sums, x.scales, x.d_q, mma, work.heads, work.groups).launch(
+                grid=[work.ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
             )
-        self.differentiate(copies, keys, sums, x.scales, x.d_q, mma, tiles).launch(
-            grid=[Int32(x.q.shape[0]) * tiles, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1,
-            use_pdl=True,
-        )  # fmt: skip
         vectors = cutlass.Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // VECTOR)
         self.finish(sums, x.d_caches).launch(
             grid=[Int32((vectors + CTA_VECTORS - 1) // CTA_VECTORS), 1, 1], block=[ROW_THREADS, 1, 1], stream=stream,
             use_pdl=True,
         )  # fmt: skip
+
+    def alone(self, x: Operands) -> Work:
+        """The launch whose tiles each have heads of one token."""
+        heads = Int32(x.q.shape[1])
+        tiles = (heads + TILE_HEADS - 1) // TILE_HEADS
+        lengths = x.unions.token_lengths if self.config.tokens > 1 else x.lengths
+        copies = self.gatherer.make_copies(x.q, x.d_out)
+        return Work(copies, Keys(x.caches, x.indices, lengths, x.indices), heads, Int32(x.q.shape[0]) * tiles, False)
+
+    def together(self, x: Operands) -> Work:
+        """The launch whose tiles each have all heads of a group of tokens."""
+        heads = Int32(x.q.shape[0]) * Int32(x.q.shape[1])
+
+        def as_one_token(rows: cute.Tensor) -> cute.Tensor:
+            layout = cute.make_layout((1, heads, rows.shape[2]), stride=(rows.stride[0], rows.stride[1], 1))
+            return cute.make_tensor(rows.iterator, layout)
+
+        copies = self.gatherer.make_copies(as_one_token(x.q), as_one_token(x.d_out))
+        keys = Keys(x.caches, x.unions.slots, x.unions.lengths, x.unions.bits)
+        return Work(copies, keys, heads, Int32(x.unions.lengths.shape[0]), True)
 
     @cute.kernel
     def prepare(
@@ -141,10 +188,10 @@ class SparseMlaBackward:
         sums: Sums,
         scales: cute.Tensor,
         mma: Mma,
-        tiles: Int32,
         heads: Int32,
+        groups: cutlass.Constexpr[bool],
     ):
-        """Run one CTA, only if deterministic: bound what a token's tile of heads adds to its keys' gradients."""
+        """Run one CTA, only if deterministic: bound what a tile of heads adds to its keys' gradients."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         storage = utils.SmemAllocator().allocate(self.weigher.storage)
@@ -156,23 +203,32 @@ class SparseMlaBackward:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        item, length = self.item(keys, tiles, WEIGH_BLOCK)
-        if group < WEIGH_STAGES:
-            self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item, group)
-        else:
-            if warp_idx == WEIGH_GATHER_WARP:
-                self.weigher.gatherer.copy_q(copies, shared, item)
-            self.weigher.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP)
+        item, length, runs = self.item(keys, heads, WEIGH_BLOCK, groups)
+        if runs == 1:
+            if group < WEIGH_STAGES:
+                self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item, group, groups)
+            else:
+                if warp_idx == WEIGH_GATHER_WARP:
+                    self.weigher.gatherer.copy_q(copies, shared, item)
+                self.weigher.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP, groups)
 
     @cute.jit
-    def item(self, keys: Keys, tiles: Int32, block: cutlass.Constexpr[int]):
-        """The work of this CTA, in blocks of so many keys, and the token's length."""
+    def item(self, keys: Keys, heads: Int32, block: cutlass.Constexpr[int], groups: cutlass.Constexpr[bool]):
+        """The work of this CTA in blocks of so many keys, how many keys there are, and whether the CTA has work."""
         cta = cute.arch.block_idx()[0]
-        token = cta // tiles
-        length = Int32(keys.indices.shape[1])
-        if const_expr(self.config.lengths):
-            length = cutlass.min(cutlass.max(keys.lengths[token], 0), length)
-        return Item(token, (cta - token * tiles) * TILE_HEADS, (length + block - 1) // block), length
+        token, first_head, indices = Int32(0), cta * TILE_HEADS, cta
+        if const_expr(not groups):
+            tiles = (heads + TILE_HEADS - 1) // TILE_HEADS
+            token = cta // tiles
+            first_head, indices = (cta - token * tiles) * TILE_HEADS, token
+        columns = Int32(keys.indices.shape[1])
+        length, runs = columns, Int32(1)
+        if const_expr(self.config.lengths or self.config.tokens > 1):
+            given = keys.lengths[indices]
+            length = cutlass.min(cutlass.max(given, 0), columns)
+            if const_expr(self.config.tokens > 1):
+                runs = Int32(given >= 0)
+        return Item(token, first_head, indices, (length + block - 1) // block), length, runs
 
     @cute.kernel
     def differentiate(
@@ -183,13 +239,14 @@ class SparseMlaBackward:
         scales: cute.Tensor,
         d_q: cute.Tensor,
         mma: Mma,
-        tiles: Int32,
+        heads: Int32,
+        groups: cutlass.Constexpr[bool],
     ):
         """Run one CTA: set up the barriers, then give each warp its role."""
         tidx = cute.arch.thread_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
-        shared = shared_memory(utils.SmemAllocator().allocate(self.storage))
+        shared = shared_memory(utils.SmemAllocator().allocate(self.storage), self.config.tokens)
         if warp_idx == GATHER_WARP:
             for copy in copies:
                 cpasync.prefetch_descriptor(copy.atom)
@@ -198,17 +255,21 @@ class SparseMlaBackward:
                 init_mbarriers(shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        item, length = self.item(keys, tiles, BLOCK)
-        cute.arch.griddepcontrol_wait()
+        if const_expr(self.config.tokens > 1):  # the lengths are made by a kernel that may not have ended
+            cute.arch.griddepcontrol_wait()
+        item, length, runs = self.item(keys, heads, BLOCK, groups)
+        if const_expr(self.config.tokens == 1):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if group == GROUPS:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp_idx == GATHER_WARP:
-                self.gatherer.copy_queries(copies, shared, item)
-            self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP)
-        else:
-            cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-            self.consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, group)
+        if runs == 1:
+            if group == GROUPS:
+                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+                if warp_idx == GATHER_WARP:
+                    self.gatherer.copy_queries(copies, shared, item)
+                self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP, groups)
+            else:
+                cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+                self.consumer.run(sums, Float32(scales[0]), d_q, heads, shared, mma, item, group, groups)
 
     @cute.kernel
     def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):

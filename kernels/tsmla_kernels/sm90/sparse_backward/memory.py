@@ -65,6 +65,7 @@ class Operands(NamedTuple):
     d_caches: tuple[cute.Tensor, ...]
     sink_terms: cute.Tensor
     sums: Sums
+    unions: Unions
 
 
 class TmaCopy(NamedTuple):
@@ -93,11 +94,23 @@ class Saved(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The arrays from which keys are gathered."""
+    """The arrays from which keys are gathered: of each token its slots and their number, or of each group the union of
+    its tokens' slots, the number of these, and `bits`, in which bit i says whether token i of the group selects the
+    slot. A negative number: the tokens are no work of this launch."""
 
     caches: tuple[cute.Tensor, ...]
     indices: cute.Tensor
     lengths: cute.Tensor
+    bits: cute.Tensor
+
+
+class Unions(NamedTuple):
+    """The workspaces of groups of tokens: see UnionArrays. If each token is alone, others stand for them."""
+
+    slots: cute.Tensor
+    bits: cute.Tensor
+    lengths: cute.Tensor
+    token_lengths: cute.Tensor
 
 
 class Sums(NamedTuple):
@@ -126,10 +139,13 @@ class Mma(NamedTuple):
 
 
 class Item(NamedTuple):
-    """The work of a CTA: a token, the first of its heads, and how many blocks of keys it has."""
+    """The work of a CTA: a token, the first of its heads, which row of the indices has the keys, and how many blocks of
+    keys there are. A group's heads are heads of token 0, which then has the heads of all tokens, one token after the
+    other."""
 
     token: Int32
     first_head: Int32
+    indices: Int32
     blocks: Int32
 
 
@@ -148,7 +164,8 @@ class Shared(NamedTuple):
     `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `exchange` has the scores that
     warpgroups give each other, `sums` the float32 numbers of each warpgroup that its reducer warp adds to the sums in
     global memory. `rows` [key, block % SLOTS_KEPT] has the row in kv_sum of each key, or -1 if it does not exist, and
-    `valid` [warp, block % SLOTS_KEPT] a bit for each of a gathering warp's rows, set if the row exists. Deterministic:
+    `valid` [warp, token of the group, block % SLOTS_KEPT] a bit for each of a gathering warp's rows, set if
+    the row exists and the token selects it. Deterministic:
     `factors`, indexed as `rows`, has what a key's numbers are multiplied by before they are rounded to integers.
     """
 
@@ -202,7 +219,7 @@ def make_storage(traits: Traits) -> Any:
         "keys_full": cute.struct.MemRange[Int64, 1],
         "keys_empty": cute.struct.MemRange[Int64, 1],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
-        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS], 16],
+        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS * traits.config.tokens], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
         "q": traits.memory_of(traits.q),
         "d_out": traits.memory_of(traits.d_out),
@@ -213,14 +230,14 @@ def make_storage(traits: Traits) -> Any:
     return storage_of_fields(fields, traits.config)
 
 
-def shared_memory(storage: cute.struct) -> Shared:
-    """Views of the allocated `storage`."""
+def shared_memory(storage: cute.struct, tokens: int) -> Shared:
+    """Views of the allocated `storage`. tokens: how many a group has."""
     tensors = ("rows", "valid", "factors")
     pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in tensors}
     rows, factors = (
         x.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK))) for x in (storage.rows, storage.factors)
     )
-    valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, SLOTS_KEPT), stride=(1, GATHER_WARPS)))
+    valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, tokens, SLOTS_KEPT)))
     return Shared(rows=rows, valid=valid, factors=factors, **pointers)
 
 

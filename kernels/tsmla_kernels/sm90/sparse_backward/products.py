@@ -72,8 +72,19 @@ class Consumer:
     # ---- a CTA's work
 
     @cute.jit
-    def run(self, sums: Sums, scale: Float32, d_q: cute.Tensor, shared: Shared, mma: Mma, item: Item, group: Int32):
-        """Run one compute warpgroup."""
+    def run(
+        self,
+        sums: Sums,
+        scale: Float32,
+        d_q: cute.Tensor,
+        heads: Int32,
+        shared: Shared,
+        mma: Mma,
+        item: Item,
+        group: Int32,
+        groups: cutlass.Constexpr[bool],
+    ):
+        """Run one compute warpgroup. heads: how many the token has. groups: whether the tile has a group of tokens."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
@@ -83,13 +94,13 @@ class Consumer:
         thr = mma.dq.get_slice(thread)
         dq = cute.make_rmem_tensor(thr.partition_shape_C((TILE_HEADS, self.traits.dq_columns)), Float32)
         dq.fill(0.0)
-        terms = self.terms(sums, item, Int32(d_q.shape[1]), t)
+        terms = self.terms(sums, item, heads, t)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         for block in cutlass.range(item.blocks, unroll=1):
             place = block % SLOTS_KEPT
             cute.arch.mbarrier_wait(shared.keys_full, block & 1)
             s, dp = self.multiply_scores(mma, shared, t)
-            p, ds = self.probabilities(s, dp, terms, scale, self.valid(shared, place, t), t)
+            p, ds = self.probabilities(s, dp, terms, scale, self.valid(shared, place, groups, t), t)
             cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
             self.store_scores(p, ds, shared, t)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -113,7 +124,7 @@ class Consumer:
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
                     self.adder.add(rope, rows, first, 1, t)
-        self.store_dq(dq, d_q, item, t)
+        self.store_dq(dq, d_q, heads, item, t)
 
     @cute.jit
     def terms(self, sums: Sums, item: Item, heads: Int32, t: ThreadIndex):
@@ -171,28 +182,40 @@ class Consumer:
             cute.gemm(products[1], acc, a[None, None, k], b[None, None, k], acc)
 
     @cute.jit
-    def valid(self, shared: Shared, place: Int32, t: ThreadIndex):
-        """A bit for each of this warpgroup's keys, set if its row exists."""
-        warps = GROUP_KEYS // GATHER_ROWS
-        bits = shared.valid[t.group * warps, place]
-        for warp in cutlass.range_constexpr(1, warps):
-            bits |= shared.valid[t.group * warps + warp, place] << (warp * GATHER_ROWS)
-        return bits
+    def valid(self, shared: Shared, place: Int32, groups: cutlass.Constexpr[bool], t: ThreadIndex):
+        """For each of this thread's two heads, a bit for each of its warpgroup's keys, set if the head's token selects
+        the key and its row exists."""
+        warps, found = GROUP_KEYS // GATHER_ROWS, []
+        for half in cutlass.range_constexpr(2):
+            token = Int32(0)
+            if const_expr(groups):
+                token = (t.row + 8 * half) // (TILE_HEADS // self.traits.config.tokens)
+            bits = shared.valid[t.group * warps, token, place]
+            for warp in cutlass.range_constexpr(1, warps):
+                bits |= shared.valid[t.group * warps + warp, token, place] << (warp * GATHER_ROWS)
+            found.append(bits)
+        return found[0], found[1]
 
     @cute.jit
     def probabilities(
-        self, s: cute.Tensor, dp: cute.Tensor, terms: cute.Tensor, scale: Float32, valid: Int32, t: ThreadIndex
+        self,
+        s: cute.Tensor,
+        dp: cute.Tensor,
+        terms: cute.Tensor,
+        scale: Float32,
+        valid: tuple[Int32, Int32],
+        t: ThreadIndex,
     ):
         """P, times what the sink leaves, and dS of this warpgroup's keys."""
         p, ds = (cute.make_rmem_tensor((SCORES,), self.traits.dtype) for _ in range(2))
-        bits = valid >> (t.lane % 4 * 2)
+        bits = [valid[half] >> (t.lane % 4 * 2) for half in range(2)]
         for i in cutlass.range_constexpr(GROUP_KEYS // 8):
             for half in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
                     at = 4 * i + 2 * half + e
                     power = s[at] * (scale * LOG2_E) + terms[Term.LSE, half]
                     weight = cute.math.exp2(power, fastmath=True)
-                    if ((bits >> (8 * i + e)) & 1) == 0:
+                    if ((bits[half] >> (8 * i + e)) & 1) == 0:
                         weight = Float32(0.0)
                     share = terms[Term.SHARE, half]
                     p[at] = (weight * share).to(self.traits.dtype)
@@ -260,9 +283,9 @@ class Consumer:
     # ---- results
 
     @cute.jit
-    def store_dq(self, dq: cute.Tensor, d_q: cute.Tensor, item: Item, t: ThreadIndex):
+    def store_dq(self, dq: cute.Tensor, d_q: cute.Tensor, heads: Int32, item: Item, t: ThreadIndex):
         """Store this warpgroup's half of dQ's columns."""
-        heads, groups, quad = Int32(d_q.shape[1]), self.traits.dq_columns // 8, t.lane % 4
+        groups, quad = self.traits.dq_columns // 8, t.lane % 4
         # A lane's part of the accumulator as [2 rows, a quarter of the columns]: 2 of every 8 columns.
         values = cute.make_tensor(dq.iterator, cute.make_layout((2, (2, groups)), stride=(2, (1, 4))))
         for i in cutlass.range_constexpr(2):

@@ -25,7 +25,7 @@ def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...
     lengths = (Operand("lengths", "int32", (None,), align=4),) if config.lengths else ()
     sinks = (Operand("sinks", "float32", (None,), align=4),) if config.sinks else ()
     sink_terms = (Operand("sink_terms", "float32", row_terms, output=True, align=4),) if config.sinks else ()
-    workspaces = backward_workspaces(config, 1, 1, 1)
+    workspaces = backward_workspaces(config, 1, 1, 1, 1)
     return (
         Operand("q", config.dtype, rows),
         *(Operand(name, config.dtype, rows, wide=True) for name in names),
@@ -43,10 +43,18 @@ def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...
         Operand("kv_sum", workspaces["kv_sum"][1], (None, config.head_dim), output=True, wide=True),
         Operand("row_terms", workspaces["row_terms"][1], (3, None), output=True),
         *(
-            Operand(name, dtype, (*shape[:-1], None), output=True)
-            for name, (shape, dtype) in list(workspaces.items())[2:]
+            Operand(name, dtype, _SHAPES.get(name, (None,)), output=True)
+            for name, (_, dtype) in list(workspaces.items())[2:]
         ),
     )
+
+
+_SHAPES: dict[str, tuple[int | None, ...]] = {
+    "row_weights": (2, None),
+    "union_slots": (None, None),
+    "union_bits": (None, None),
+}
+"""Those of workspaces that have more than one axis."""
 
 
 SPARSE_MLA_BACKWARD = Kernel(

@@ -47,7 +47,7 @@ def weigh_storage(traits: Traits, keys: Block) -> Any:
         "keys_full": cute.struct.MemRange[Int64, WEIGH_STAGES],
         "keys_empty": cute.struct.MemRange[Int64, WEIGH_STAGES],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_BLOCK], 16],
-        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_GATHER_WARPS], 16],
+        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_GATHER_WARPS * traits.config.tokens], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * WEIGH_BLOCK], 16],
         "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * WEIGH_STAGES * WEIGH_WARPS * WEIGH_BLOCK], 16],
         "q": traits.memory_of(traits.q),
@@ -69,11 +69,12 @@ class Weigher:
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
         """Views of the allocated `storage`, and the partial sums [key, warp, warpgroup, parity of its blocks]. In place
         of a buffer that this pass does not have stands `q`, which nothing reads as that buffer."""
-        strides = {"rows": WEIGH_BLOCK, "valid": WEIGH_GATHER_WARPS, "factors": WEIGH_BLOCK}
-        tensors = {
-            name: getattr(storage, name).get_tensor(cute.make_layout((size, SLOTS_KEPT), stride=(1, size)))
-            for name, size in strides.items()
+        shapes = {
+            "rows": (WEIGH_BLOCK, SLOTS_KEPT),
+            "valid": (WEIGH_GATHER_WARPS, self.traits.config.tokens, SLOTS_KEPT),
+            "factors": (WEIGH_BLOCK, SLOTS_KEPT),
         }
+        tensors = {name: getattr(storage, name).get_tensor(cute.make_layout(of)) for name, of in shapes.items()}
         names = ("queries_full", "keys_full", "keys_empty", "q", "keys")
         pointers = {name: getattr(storage, name).data_ptr() for name in names}
         others = {name: pointers["q"] for name in Shared._fields if name not in (*tensors, *pointers)}
@@ -98,8 +99,10 @@ class Weigher:
         mma: Mma,
         item: Item,
         group: Int32,
+        groups: cutlass.Constexpr[bool],
     ):
-        """Run compute warpgroup `group`, which has every second block. `count`: how many heads a token has."""
+        """Run compute warpgroup `group`, which has every second block. `count`: how many heads a token has. `groups`:
+        whether the tile has a group of tokens."""
         thread = cute.arch.thread_idx()[0] % 128
         lane, warp = thread % 32, thread // 32
         t = ThreadIndex(group, thread, lane, warp * 16 + lane // 4)
@@ -118,7 +121,7 @@ class Weigher:
             self.consumer.issue_scores(products, acc, shared.q, self.traits.q, shared.keys, offset, self.keys, t)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            bounds = self.bounds(acc, heads, scale, shared, place, lane)
+            bounds = self.bounds(acc, heads, scale, shared, place, groups, t)
             row = shared.rows[thread % WEIGH_BLOCK, place]
             cute.arch.sync_warp()
             leave(shared.keys_empty + group)
@@ -133,11 +136,18 @@ class Weigher:
 
     @cute.jit
     def bounds(
-        self, acc: cute.Tensor, heads: cute.Tensor, scale: Float32, shared: Shared, place: Int32, lane: Int32
+        self,
+        acc: cute.Tensor,
+        heads: cute.Tensor,
+        scale: Float32,
+        shared: Shared,
+        place: Int32,
+        groups: cutlass.Constexpr[bool],
+        t: ThreadIndex,
     ):
         """This warp's sums over its heads: for keys 2 (lane % 4) and the next one of each 8 keys, of which a lane
-        returns those of group lane / 4."""
-        values = []
+        returns those of the 8 keys number lane / 4. A row that does not exist has any number."""
+        lane, values = t.lane, []
         for i in cutlass.range_constexpr(WEIGH_BLOCK // 8):
             for e in cutlass.range_constexpr(2):
                 length = shared.factors[8 * i + lane % 4 * 2 + e, place]
@@ -145,6 +155,11 @@ class Weigher:
                 for half in cutlass.range_constexpr(2):
                     power = acc[4 * i + 2 * half + e] * (scale * LOG2_E) + heads[0, half]
                     weight = cute.math.exp2(power, fastmath=True)
+                    if const_expr(groups):
+                        token = (t.row + 8 * half) // (TILE_HEADS // self.traits.config.tokens)
+                        bits = shared.valid[i // 2, token, place] >> (8 * (i % 2) + e + lane % 4 * 2)
+                        if bits & 1 == 0:
+                            weight = Float32(0.0)
                     value += weight * (heads[1, half] + heads[2, half] * length)
                 values.append(value)
         # In each step a lane keeps one half of its groups of keys and gets the sums of the lane that keeps the other.

@@ -32,10 +32,10 @@ def test_one_object_serves_every_number_of_heads() -> None:
 def test_workspaces_are_linear_in_tokens_and_slots() -> None:
     """Neither the columns of the indices nor products of tokens and slots make any memory."""
     config = SPARSE_MLA_BACKWARD.from_options(PLAIN)
-    shapes = backward_workspaces(config, 4096, 128, 131072)
+    shapes = backward_workspaces(config, 4096, 128, 2048, 131072)
     assert shapes == {"kv_sum": ((131072, 576), "float32"), "row_terms": ((3, 4096 * 128), "float32")}
     config = SPARSE_MLA_BACKWARD.from_options(PLAIN | {"deterministic": "true"})
-    shapes = backward_workspaces(config, 4096, 128, 131072)
+    shapes = backward_workspaces(config, 4096, 128, 2048, 131072)
     assert shapes["kv_sum"] == ((131072, 576), "int32") and shapes["row_weights"] == ((2, 4096 * 128), "float32")
     assert all(shapes[name][0] == (131072,) for name in ("key_norms", "key_bounds", "key_counts"))
 
