@@ -581,7 +581,8 @@ def sparse_gradient(dout: torch.Tensor, dlse: torch.Tensor, **given: Any) -> tup
 
 def sparse_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
     """The gradient of sparse_mla over plain caches: one and two, heads that fill no tile and several, gaps between
-    pages, sinks, rows of no slot, slots given twice, NaN in all others, and many tokens of few keys."""
+    pages, sinks, rows of no slot, slots given twice, NaN in all others, many tokens of few keys, and tokens with few heads
+    that share their slots."""
     cases: list[dict[str, Any]] = [
         {"heads": 16, "selected": 70, "tokens": 5},
         {"heads": 80, "selected": 200, "tokens": 5, "sinks": True},
@@ -589,6 +590,9 @@ def sparse_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
         {"heads": 64, "selected": 68, "window": 4, "width": 512, "sinks": True},
         {"heads": 130, "selected": 68, "window": 4, "gap": 1},
         {"heads": 33, "selected": 12, "width": 512, "tokens": 150, "sinks": True},
+        {"heads": 16, "selected": 150, "tokens": 14, "together": 6, "pages": 24, "lengths": False},
+        {"heads": 8, "selected": 70, "width": 512, "tokens": 17, "together": 9, "pages": 24, "sinks": True, "gap": 1},
+        {"heads": 32, "selected": 90, "window": 40, "tokens": 5, "together": 4, "pages": 24, "lengths": False},
     ]
     for dtype, case in itertools.product(("bfloat16", "float16"), cases):
         call = sparse_inputs.call("plain", dtype=dtype, kv_dtype=dtype, **case)
@@ -603,7 +607,7 @@ def sparse_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
         tensors["dout"] = normal(generator, *rows, LATENT, dtype=tensors["q"].dtype)
         tensors["dlse"] = normal(generator, *rows, dtype=torch.float32)
         yield Call(f"{dtype} {case}", sparse_gradient, tensors, options)
-        if case["heads"] in (5, 80) or "window" in case:
+        if case["heads"] in (5, 16, 80) or "window" in case:
             yield Call(f"deterministic {dtype} {case}", sparse_gradient, tensors, options | {"deterministic": True})
 
 
