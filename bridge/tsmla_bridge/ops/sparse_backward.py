@@ -99,9 +99,7 @@ def launch(spec: SparseMLASpec, inputs: SparseInputs, factors: Factors, saved: S
         spec, lengths=inputs.lengths is not None, sinks=inputs.sinks is not None
     )
     slots = sum(cache.num_slots for cache in spec.caches)
-    workspaces = sm90_backward.backward_workspaces(
-        config, spec.num_tokens, spec.num_heads, spec.num_selected, slots
-    )
+    workspaces = sm90_backward.backward_workspaces(config, spec.num_tokens, spec.num_heads, spec.num_selected, slots)
     q = inputs.q
     sink_terms = None if sinks is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     index, memory = q.get_device(), Layout(workspaces)

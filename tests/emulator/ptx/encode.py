@@ -211,7 +211,9 @@ class _Encoder:
         if i.name == "red":
             values = self.slots(i.operands[1])
             if len(values) > 1:
-                return Encoding(f"red.{space}.{operation}.{i.type}", (*self.address(i.operands[0]), *values), aux=len(values))
+                return Encoding(
+                    f"red.{space}.{operation}.{i.type}", (*self.address(i.operands[0]), *values), aux=len(values)
+                )
             return Encoding(name, (*self.address(i.operands[0]), *values))
         to, where, value = i.operands
         return Encoding(name, (self.slot(to), *self.address(where), self.slot(value)), aux=1)

@@ -47,7 +47,9 @@ def weigh_storage(traits: Traits, keys: Block) -> Any:
         "keys_full": cute.struct.MemRange[Int64, WEIGH_STAGES],
         "keys_empty": cute.struct.MemRange[Int64, WEIGH_STAGES],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_BLOCK], 16],
-        "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_GATHER_WARPS * traits.config.tokens], 16],
+        "valid": cute.struct.Align[
+            cute.struct.MemRange[Int32, SLOTS_KEPT * WEIGH_GATHER_WARPS * traits.config.tokens], 16
+        ],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * WEIGH_BLOCK], 16],
         "partial": cute.struct.Align[cute.struct.MemRange[Float32, 2 * WEIGH_STAGES * WEIGH_WARPS * WEIGH_BLOCK], 16],
         "q": traits.memory_of(traits.q),
