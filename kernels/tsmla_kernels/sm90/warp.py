@@ -136,8 +136,9 @@ def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
 
 
 @cute.jit
-def transpose_quad(words: cute.Tensor, quad: Int32):
-    """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
+def transpose_quad(words: cute.Tensor, quad: Int32, distance: cutlass.Constexpr[int] = 1):
+    """4 x 4 transpose among four lanes, of which each is `distance` from the next, such as those of a row: word j of
+    lane q becomes word q of lane j."""
     for step in cutlass.range_constexpr(2):
         offset = 2 >> step
         upper = (quad // offset) % 2
@@ -147,7 +148,7 @@ def transpose_quad(words: cute.Tensor, quad: Int32):
                 sent = b
                 if upper == 1:
                     sent = a
-                received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                received = cute.arch.shuffle_sync_bfly(sent, offset=offset * distance)
                 if upper == 1:
                     a = received
                 else:

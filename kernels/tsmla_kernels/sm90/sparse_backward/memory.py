@@ -20,9 +20,9 @@ GATHER_WARP = COMPUTE_WARPS  # the first of the warps that gather keys
 GATHER_WARPS = 4
 GATHER_ROWS = 16  # rows of a block that a warp gathers
 THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
-SLOTS_KEPT = 4  # how many blocks' row indices are kept: gathering warps are at most two blocks ahead
-COLUMN_TILE = 64
-COMPUTE_REGISTERS, OTHER_REGISTERS = 232, 40
+SLOTS_KEPT = 3  # how many blocks' row indices are kept: gathering warps are at most two blocks ahead
+COLUMN_TILE = 32  # columns of a block side by side in shared memory, and of the keys' gradient computed at once
+COMPUTE_REGISTERS, OTHER_REGISTERS = 240, 24
 
 
 class Barrier(IntEnum):
@@ -134,8 +134,6 @@ class Mma(NamedTuple):
     dq: cute.TiledMma
     dkv_first: cute.TiledMma
     dkv: cute.TiledMma
-    rope_first: cute.TiledMma
-    rope: cute.TiledMma
 
 
 class Item(NamedTuple):
@@ -166,7 +164,8 @@ class Shared(NamedTuple):
     global memory. `rows` [key, block % SLOTS_KEPT] has the row in kv_sum of each key, or -1 if it does not exist, and
     `valid` [warp, token of the group, block % SLOTS_KEPT] a bit for each of a gathering warp's rows, set if
     the row exists and the token selects it. Deterministic:
-    `factors`, indexed as `rows`, has what a key's numbers are multiplied by before they are rounded to integers.
+    `factors`, indexed as `rows`, has what a key's numbers are multiplied by before they are rounded to integers. `terms`
+    [Term, head] has the terms of the tile's heads.
     """
 
     queries_full: cute.Pointer
@@ -180,6 +179,7 @@ class Shared(NamedTuple):
     rows: cute.Tensor
     valid: cute.Tensor
     factors: cute.Tensor
+    terms: cute.Tensor
 
 
 class Traits:
@@ -195,12 +195,10 @@ class Traits:
         # The columns of one WGMMA of dQ: at most 256, and whole column tiles of keys.
         self.dq_width = self.dq_columns if self.dq_columns <= 256 else self.dq_columns // 3
         self.rope_columns = self.head_dim - LATENT_DIM
-        # Column tiles of the keys' gradient that a warpgroup computes at once, beside dQ's registers.
-        self.chunk_tiles = 1 if self.rope_columns > 0 else 2
         self.q = Block(TILE_HEADS, self.head_dim, COLUMN_TILE, TILE_HEADS)
         self.d_out = Block(TILE_HEADS, LATENT_DIM, COLUMN_TILE, TILE_HEADS)
         # Each half of dQ's columns needs whole column tiles of keys.
-        self.keys = Block(BLOCK, self.head_dim, 32, BLOCK)
+        self.keys = Block(BLOCK, self.head_dim, COLUMN_TILE, BLOCK)
         self.scores = Block(TILE_HEADS, BLOCK, BLOCK, TILE_HEADS)
 
     def bytes_of(self, block: Block) -> int:
@@ -221,6 +219,7 @@ def make_storage(traits: Traits) -> Any:
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS * traits.config.tokens], 16],
         "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
+        "terms": cute.struct.Align[cute.struct.MemRange[Float32, len(Term) * TILE_HEADS], 16],
         "q": traits.memory_of(traits.q),
         "d_out": traits.memory_of(traits.d_out),
         "keys": traits.memory_of(traits.keys),
@@ -232,13 +231,14 @@ def make_storage(traits: Traits) -> Any:
 
 def shared_memory(storage: cute.struct, tokens: int) -> Shared:
     """Views of the allocated `storage`. tokens: how many a group has."""
-    tensors = ("rows", "valid", "factors")
+    tensors = ("rows", "valid", "factors", "terms")
     pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in tensors}
     rows, factors = (
         x.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK))) for x in (storage.rows, storage.factors)
     )
     valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, tokens, SLOTS_KEPT)))
-    return Shared(rows=rows, valid=valid, factors=factors, **pointers)
+    terms = storage.terms.get_tensor(cute.make_layout((len(Term), TILE_HEADS), stride=(TILE_HEADS, 1)))
+    return Shared(rows=rows, valid=valid, factors=factors, terms=terms, **pointers)
 
 
 def init_mbarriers(shared: Shared) -> None:

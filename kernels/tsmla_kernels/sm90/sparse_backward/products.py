@@ -36,7 +36,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Traits,
     leave,
 )
-from tsmla_kernels.sm90.sparse_backward.sums import Adder
+from tsmla_kernels.sm90.sparse_backward.sums import Adder, Place
 from tsmla_kernels.sm90.warp import store_matrices, transpose_quad
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
@@ -49,7 +49,7 @@ class Consumer:
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
         self.adder = Adder(traits)
-        self.chunks = LATENT_DIM // (GROUPS * COLUMN_TILE * traits.chunk_tiles)
+        self.chunks = traits.dq_columns // COLUMN_TILE  # of a warpgroup's half of dKV's columns
 
     def make_mmas(self) -> Mma:
         dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
@@ -63,10 +63,8 @@ class Consumer:
             scores_first=mma(k_major, k_major, TILE_HEADS, GROUP_KEYS),
             scores=mma(k_major, k_major, TILE_HEADS, GROUP_KEYS),
             dq=mma(k_major, mn_major, TILE_HEADS, self.traits.dq_width),
-            dkv_first=mma(mn_major, mn_major, BLOCK, COLUMN_TILE * self.traits.chunk_tiles),
-            dkv=mma(mn_major, mn_major, BLOCK, COLUMN_TILE * self.traits.chunk_tiles),
-            rope_first=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
-            rope=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
+            dkv_first=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
+            dkv=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
         )
 
     # ---- a CTA's work
@@ -89,78 +87,116 @@ class Consumer:
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
         # Set these flags once, here: a change while products run would serialise the products.
-        for products, adds in zip(mma, (False, True, False, True, True, False, True, False, True), strict=True):
+        for products, adds in zip(mma, (False, True, False, True, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
         thr = mma.dq.get_slice(thread)
         dq = cute.make_rmem_tensor(thr.partition_shape_C((TILE_HEADS, self.traits.dq_columns)), Float32)
         dq.fill(0.0)
-        terms = self.terms(sums, item, heads, t)
+        self.load_terms(sums, item, heads, shared, t)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
-        for block in cutlass.range(item.blocks, unroll=1):
-            place = block % SLOTS_KEPT
-            cute.arch.mbarrier_wait(shared.keys_full, block & 1)
-            s, dp = self.multiply_scores(mma, shared, t)
-            p, ds = self.probabilities(s, dp, terms, scale, self.valid(shared, place, groups, t), t)
-            cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
-            self.store_scores(p, ds, shared, t)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=Barrier.WRITTEN, number_of_threads=COMPUTE_THREADS)
-            self.add_dq(dq, mma, shared, t)
-            rows = self.adder.rows(sums, shared, place, t)
-            for chunk in cutlass.range_constexpr(self.chunks):
-                tiles = self.traits.chunk_tiles
-                first = (t.group * self.chunks + chunk) * tiles
-                acc = self.multiply_keys((mma.dkv_first, mma.dkv), shared, first, tiles, True, t)
-                warpgroup.commit_group()
-                if const_expr(chunk == 0):
-                    warpgroup.wait_group(1)
-                    leave(shared.keys_empty)
-                warpgroup.wait_group(0)
-                self.adder.add(acc, rows, first, tiles, t)
-            if const_expr(self.traits.rope_columns > 0):
-                if group == 0:
-                    first = Int32(LATENT_DIM // COLUMN_TILE)
-                    rope = self.multiply_keys((mma.rope_first, mma.rope), shared, first, 1, False, t)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    self.adder.add(rope, rows, first, 1, t)
+        if item.blocks > 0:
+            of_keys = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, GROUP_KEYS))
+            s, dp = (cute.make_rmem_tensor(of_keys, Float32) for _ in range(2))
+            of_chunk = mma.dkv.get_slice(thread).partition_shape_C((BLOCK, COLUMN_TILE))
+            chunks = [cute.make_rmem_tensor(of_chunk, Float32) for _ in range(2)]
+            chunks[1].fill(0.0)
+            cute.arch.mbarrier_wait(shared.keys_full, 0)
+            warpgroup.fence()
+            self.issue_scores(mma, s, shared.q, self.traits.q, shared, t)
+            self.issue_scores(mma, dp, shared.d_out, self.traits.d_out, shared, t)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            for block in cutlass.range(item.blocks, unroll=1):
+                place = block % SLOTS_KEPT
+                p, ds = self.probabilities(s, dp, scale, shared, self.valid(shared, place, groups, t), t)
+                cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
+                self.store_scores(p, ds, shared, t)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=Barrier.WRITTEN, number_of_threads=COMPUTE_THREADS)
+                self.multiply_block(dq, s, dp, chunks, sums, mma, shared, item, block, t)
+            self.adder.add(chunks[1], sums, shared, Place((item.blocks - 1) % SLOTS_KEPT, Int32(0)), self.chunks - 1, t)
         self.store_dq(dq, d_q, heads, item, t)
 
     @cute.jit
-    def terms(self, sums: Sums, item: Item, heads: Int32, t: ThreadIndex):
-        """The terms of this thread's two heads, [Term, 2]. Rows past the token's last head have those of a row that
+    def multiply_block(
+        self,
+        dq: cute.Tensor,
+        s: cute.Tensor,
+        dp: cute.Tensor,
+        chunks: list[cute.Tensor],
+        sums: Sums,
+        mma: Mma,
+        shared: Shared,
+        item: Item,
+        block: Int32,
+        t: ThreadIndex,
+    ):
+        """Compute dQ and dKV of a block, and S and dP of the next one.
+
+        Additions to global memory take longer than the products. So a chunk of dKV, or the last one of the block before,
+        is added while the next one is computed, and the other products are spread over the chunks. Behind the last block
+        S and dP are those of the same keys again, which nothing reads.
+        """
+        place = Place(block % SLOTS_KEPT, Int32(0))
+        # The first block has none before.
+        before = Place((block + SLOTS_KEPT - 1) % SLOTS_KEPT, cutlass.select_(block == 0, Int32(-1), Int32(0)))
+        following = cutlass.min(block + 1, item.blocks - 1)
+        for chunk in cutlass.range_constexpr(self.chunks):
+            if const_expr(chunk == self.chunks - 2):
+                cute.arch.mbarrier_wait(shared.keys_full, following & 1)
+            warpgroup.fence()
+            if const_expr(chunk == 0):
+                self.issue_dq(dq, mma, shared, t)
+            if const_expr(chunk == self.chunks - 2):
+                self.issue_scores(mma, s, shared.q, self.traits.q, shared, t)
+            if const_expr(chunk == self.chunks - 1):
+                self.issue_scores(mma, dp, shared.d_out, self.traits.d_out, shared, t)
+            self.issue_keys(chunks[chunk % 2], mma, shared, chunk, t)
+            warpgroup.commit_group()
+            if const_expr(chunk == 0):
+                self.adder.add(chunks[1], sums, shared, before, self.chunks - 1, t)
+            else:
+                self.adder.add(chunks[(chunk - 1) % 2], sums, shared, place, chunk - 1, t)
+            warpgroup.wait_group(0)
+            if const_expr(chunk == 0):
+                leave(shared.keys_empty)
+        if const_expr(self.chunks % 2 == 1):
+            chunks[1].store(chunks[0].load())
+
+    @cute.jit
+    def load_terms(self, sums: Sums, item: Item, heads: Int32, shared: Shared, t: ThreadIndex):
+        """Copy the terms of the tile's heads to shared memory. Rows past the token's last head get those of a row that
         sees no key."""
-        terms = cute.make_rmem_tensor((len(Term), 2), Float32)
-        terms.fill(0.0)
-        for i in cutlass.range_constexpr(2):
-            terms[Term.LSE, i] = -Float32.inf
-            head = item.first_head + t.row + 8 * i
-            if head < heads:
-                row = Int64(item.token) * heads + head
-                for term in cutlass.range_constexpr(len(Term)):
-                    terms[term, i] = sums.row_terms[Int32(term), row]
-        return terms
+        if t.group == 0 and t.thread < TILE_HEADS:
+            head = item.first_head + t.thread
+            row = Int64(item.token) * heads + head
+            for term in cutlass.range_constexpr(len(Term)):
+                value = -Float32.inf if const_expr(term == Term.LSE) else Float32(0.0)
+                if head < heads:
+                    value = sums.row_terms[Int32(term), row]
+                shared.terms[term, t.thread] = value
+        cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
 
     # ---- a block of keys
 
     @cute.jit
-    def multiply_scores(self, mma: Mma, shared: Shared, t: ThreadIndex):
-        """Compute S = Q K^T and dP = dO V^T of this warpgroup's keys."""
-        traits, block = self.traits, self.traits.keys
-        shape = mma.scores.get_slice(t.thread).partition_shape_C((TILE_HEADS, GROUP_KEYS))
-        s, dp = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+    def issue_scores(
+        self,
+        mma: Mma,
+        acc: cute.Tensor,
+        queries: cute.Pointer,
+        heads: cutlass.Constexpr[Block],
+        shared: Shared,
+        t: ThreadIndex,
+    ):
+        """Issue S = Q K^T or dP = dO V^T of this warpgroup's keys."""
+        block = self.traits.keys
+        offset = t.group * (GROUP_KEYS * block.width * self.traits.element_bytes)
         half = block._replace(rows=GROUP_KEYS)
-        offset = t.group * (GROUP_KEYS * block.width * traits.element_bytes)
-        warpgroup.fence()
-        products = (mma.scores_first, mma.scores)
-        self.issue_scores(products, s, shared.q, traits.q, shared.keys, offset, half, t)
-        self.issue_scores(products, dp, shared.d_out, traits.d_out, shared.keys, offset, half, t)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        return s, dp
+        self.issue((mma.scores_first, mma.scores), acc, queries, heads, shared.keys, offset, half, t)
 
     @cute.jit
-    def issue_scores(
+    def issue(
         self,
         products: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
         acc: cute.Tensor,
@@ -201,13 +237,17 @@ class Consumer:
         self,
         s: cute.Tensor,
         dp: cute.Tensor,
-        terms: cute.Tensor,
         scale: Float32,
+        shared: Shared,
         valid: tuple[Int32, Int32],
         t: ThreadIndex,
     ):
         """P, times what the sink leaves, and dS of this warpgroup's keys."""
         p, ds = (cute.make_rmem_tensor((SCORES,), self.traits.dtype) for _ in range(2))
+        terms = cute.make_rmem_tensor((len(Term), 2), Float32)
+        for half in cutlass.range_constexpr(2):
+            for term in cutlass.range_constexpr(len(Term)):
+                terms[term, half] = shared.terms[term, t.row + 8 * half]
         bits = [valid[half] >> (t.lane % 4 * 2) for half in range(2)]
         for i in cutlass.range_constexpr(GROUP_KEYS // 8):
             for half in cutlass.range_constexpr(2):
@@ -236,7 +276,7 @@ class Consumer:
                 store_matrices(memory.toint() + offset, *(words[4 * pair + w] for w in range(4)))
 
     @cute.jit
-    def add_dq(self, dq: cute.Tensor, mma: Mma, shared: Shared, t: ThreadIndex):
+    def issue_dq(self, dq: cute.Tensor, mma: Mma, shared: Shared, t: ThreadIndex):
         """Issue dQ += dS K, for this warpgroup's half of the columns."""
         block = self.traits.keys
         part = block._replace(columns=self.traits.dq_columns)
@@ -245,40 +285,42 @@ class Consumer:
         keys = transposed(operand(self.traits.dtype, shared.keys, offset, part))
         a = mma.dq.make_fragment_A(thr.partition_A(operand(self.traits.dtype, shared.ds, Int32(0), self.traits.scores)))
         b = mma.dq.make_fragment_B(thr.partition_B(keys))
-        warpgroup.fence()
         for k in cutlass.range_constexpr(BLOCK // 16):
             cute.gemm(mma.dq, dq, a[None, None, k], b[None, None, k], dq)
-        warpgroup.commit_group()
 
     @cute.jit
-    def multiply_keys(
+    def issue_keys(
+        self, acc: cute.Tensor, mma: Mma, shared: Shared, chunk: cutlass.Constexpr[int], t: ThreadIndex
+    ):
+        """Issue a chunk of this warpgroup's half of dKV: dS^T Q and, if these are columns of values too, P^T dO."""
+        first = t.group * self.chunks + chunk
+        self.issue_part(acc, (mma.dkv_first, mma.dkv), shared.ds, shared.q, shared, first, t)
+        if const_expr((self.chunks + chunk) * COLUMN_TILE < LATENT_DIM):
+            self.issue_part(acc, (mma.dkv, mma.dkv), shared.p, shared.d_out, shared, first, t)
+        elif t.group == 0:
+            self.issue_part(acc, (mma.dkv, mma.dkv), shared.p, shared.d_out, shared, first, t)
+
+    @cute.jit
+    def issue_part(
         self,
+        acc: cute.Tensor,
         products: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
+        scores: cute.Pointer,
+        queries: cute.Pointer,
         shared: Shared,
-        first: Int32,
-        tiles: cutlass.Constexpr[int],
-        values: cutlass.Constexpr[bool],
+        tile: Int32,
         t: ThreadIndex,
     ):
-        """Issue `tiles` column tiles of dKV, from tile `first` on: dS^T Q and, if these are columns of `values` too,
-        P^T dO."""
-        width = tiles * COLUMN_TILE
+        """Issue scores^T queries for one column tile of the queries."""
         thr = products[0].get_slice(t.thread)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, width)), Float32)
-        columns = Block(TILE_HEADS, width, COLUMN_TILE, TILE_HEADS)
-        offset = first * (TILE_HEADS * COLUMN_TILE * self.traits.element_bytes)
-        pairs = [(shared.ds, shared.q), (shared.p, shared.d_out)] if const_expr(values) else [(shared.ds, shared.q)]
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(len(pairs)):
-            scores, queries = pairs[i]
-            weights = transposed(operand(self.traits.dtype, scores, Int32(0), self.traits.scores))
-            a = products[0].make_fragment_A(thr.partition_A(weights))
-            of_queries = transposed(operand(self.traits.dtype, queries, offset, columns))
-            b = products[0].make_fragment_B(thr.partition_B(of_queries))
-            for k in cutlass.range_constexpr(TILE_HEADS // 16):
-                product = products[0] if const_expr(i == 0 and k == 0) else products[1]
-                cute.gemm(product, acc, a[None, None, k], b[None, None, k], acc)
-        return acc
+        columns = Block(TILE_HEADS, COLUMN_TILE, COLUMN_TILE, TILE_HEADS)
+        weights = transposed(operand(self.traits.dtype, scores, Int32(0), self.traits.scores))
+        a = products[0].make_fragment_A(thr.partition_A(weights))
+        of_queries = transposed(operand(self.traits.dtype, queries, tile * self.traits.bytes_of(columns), columns))
+        b = products[0].make_fragment_B(thr.partition_B(of_queries))
+        for k in cutlass.range_constexpr(TILE_HEADS // 16):
+            product = products[0] if const_expr(k == 0) else products[1]
+            cute.gemm(product, acc, a[None, None, k], b[None, None, k], acc)
 
     # ---- results
 

@@ -1,7 +1,8 @@
-"""The sums of the caches' gradients in global memory, to which the compute warpgroups add from their registers: float32,
-or, if deterministic, int32.
+"""The sums of the caches' gradients in global memory, to which compute warpgroups add from their registers: float32, or
+int32 if deterministic.
 
-A thread of an accumulator [BLOCK keys, columns] has two keys, 8 apart, and 2 of every 8 columns.
+A thread of an accumulator [BLOCK keys, COLUMN_TILE columns] has two keys, 8 apart, and 2 of every 8 columns. Additions
+are fastest if a warp adds 128 contiguous bytes of a key at once. So four lanes exchange their columns of four keys.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.sparse_backward.memory import COLUMN_TILE, Shared, Sums, ThreadIndex, Traits
+from tsmla_kernels.sm90.warp import transpose_quad
 
 
-class KeyRows(NamedTuple):
-    """A thread's two keys of a block: the address of each key's sums, and the row, which is -1 if it does not exist.
-    Deterministic: what the key's numbers are multiplied by before they are rounded to integers."""
+class Place(NamedTuple):
+    """A block whose rows are kept: its index among these, and -1 if nothing is to be added, otherwise 0."""
 
-    addresses: tuple[Int64, Int64]
-    rows: tuple[Int32, Int32]
-    factors: tuple[Float32, Float32]
+    index: Int32
+    hidden: Int32
 
 
 class Adder:
@@ -31,75 +31,57 @@ class Adder:
         self.traits = traits
 
     @cute.jit
-    def rows(self, sums: Sums, shared: Shared, place: Int32, t: ThreadIndex):
-        """This thread's keys. `place`: the block's index among those whose rows are kept."""
-        addresses, rows, factors = [], [], []
+    def add(
+        self,
+        acc: cute.Tensor,
+        sums: Sums,
+        shared: Shared,
+        place: Place,
+        chunk: cutlass.Constexpr[int],
+        t: ThreadIndex,
+    ):
+        """Add a chunk of this warpgroup's half of the columns."""
+        lane, width = t.lane, self.traits.dq_columns
+        quarter = lane // 4 % 4  # which of four neighbouring keys a lane has, then which of four groups of 8 columns
+        base = sums.kv_sum.iterator.toint() + (t.group * width + (chunk * COLUMN_TILE + quarter * 8 + lane % 4 * 2)) * 4
         for half in cutlass.range_constexpr(2):
-            row = shared.rows[t.row + 8 * half, place]
-            rows.append(row)
-            addresses.append(sums.kv_sum.iterator.toint() + Int64(row) * (4 * self.traits.head_dim))
+            words = [cute.make_rmem_tensor((4,), Int32) for _ in range(2)]
             factor = Float32(1.0)
             if const_expr(self.traits.config.deterministic):
-                factor = shared.factors[t.row + 8 * half, place]
-            factors.append(factor)
-        return KeyRows((addresses[0], addresses[1]), (rows[0], rows[1]), (factors[0], factors[1]))
+                factor = shared.factors[t.row + 8 * half, place.index]
+            for j in cutlass.range_constexpr(4):
+                first, second = (acc[4 * j + 2 * half + e] for e in range(2))
+                if const_expr(self.traits.config.deterministic):
+                    words[0][j], words[1][j] = self.integers(first * factor, second * factor)
+                else:
+                    words[0][j], words[1][j] = first.bitcast(Int32), second.bitcast(Int32)
+            for word in words:
+                transpose_quad(word, quarter, 4)
+            keys = t.thread // 32 * 16 + 8 * half + lane // 16 * 4
+            for i in cutlass.range_constexpr(4):
+                row = shared.rows[keys + i, place.index] | place.hidden
+                address = base + Int64(row) * (4 * self.traits.head_dim)
+                self.reduce(address, row, words[0][i], words[1][i])
 
     @cute.jit
-    def add(self, acc: cute.Tensor, keys: KeyRows, first: Int32, tiles: cutlass.Constexpr[int], t: ThreadIndex):
-        """Add `tiles` column tiles, from tile `first` on."""
-        for half in cutlass.range_constexpr(2):
-            address = keys.addresses[half] + first * (COLUMN_TILE * 4)
-            if const_expr(self.traits.config.deterministic):
-                self.add_integers(acc, half, address, keys.rows[half], keys.factors[half], tiles, t)
-            else:
-                self.add_vectors(acc, half, address, keys.rows[half], tiles, t)
+    def integers(self, first: Float32, second: Float32):
+        """Two numbers rounded to integers, as the words of one integer of 64 bits: the second times 2^32, plus the first
+        with its sign."""
+        low = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[first])
+        high = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[second])
+        return low, high + (low >> 31)
 
     @cute.jit
-    def add_vectors(
-        self,
-        acc: cute.Tensor,
-        half: cutlass.Constexpr[int],
-        address: Int64,
-        row: Int32,
-        tiles: cutlass.Constexpr[int],
-        t: ThreadIndex,
-    ):
-        """Add float32. Neighbouring lanes exchange pairs of columns, so that each has 4 of every 16 in a row."""
-        odd = t.lane % 2 == 1
-        address += t.lane % 2 * 32 + t.lane % 4 // 2 * 16
-        for i in cutlass.range_constexpr(tiles * COLUMN_TILE // 16):
-            a = [acc[8 * i + 2 * half + e] for e in range(2)]
-            b = [acc[8 * i + 4 + 2 * half + e] for e in range(2)]
-            sent = [cutlass.select_(odd, a[e], b[e]) for e in range(2)]
-            received = [cute.arch.shuffle_sync_bfly(sent[e], offset=1) for e in range(2)]
-            four = [cutlass.select_(odd, received[e], a[e]) for e in range(2)]
-            four += [cutlass.select_(odd, b[e], received[e]) for e in range(2)]
+    def reduce(self, address: Int64, row: Int32, first: Int32, second: Int32):
+        """Add two words to the sums at `address`, if the row exists."""
+        guard = "{ .reg .pred p; setp.ge.s32 p, {$r1}, 0; "
+        if const_expr(self.traits.config.deterministic):
             cute.arch.inline_ptx(
-                "{ .reg .pred p; setp.ge.s32 p, {$r1}, 0; "
-                f"@p red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {i * 64}], "
-                "{{$r2}, {$r3}, {$r4}, {$r5}}; }",
-                read_only_args=[address, row, *four],
+                guard + ".reg .b64 v; mov.b64 v, {{$r2}, {$r3}}; @p red.relaxed.gpu.global.add.u64 [{$r0}], v; }",
+                read_only_args=[address, row, first, second],
             )
-
-    @cute.jit
-    def add_integers(
-        self,
-        acc: cute.Tensor,
-        half: cutlass.Constexpr[int],
-        address: Int64,
-        row: Int32,
-        factor: Float32,
-        tiles: cutlass.Constexpr[int],
-        t: ThreadIndex,
-    ):
-        """Add int32, two as one number of 64 bits: the second times 2^32, plus the first with its sign."""
-        address += t.lane % 4 * 8
-        for i in cutlass.range_constexpr(tiles * COLUMN_TILE // 8):
-            two = [acc[4 * i + 2 * half + e] * factor for e in range(2)]
+        else:
             cute.arch.inline_ptx(
-                "{ .reg .pred p; .reg .b32 a, b, c; .reg .b64 v; setp.ge.s32 p, {$r1}, 0; "
-                "cvt.rni.s32.f32 a, {$r2}; cvt.rni.s32.f32 b, {$r3}; shr.s32 c, a, 31; add.s32 b, b, c; "
-                "mov.b64 v, {a, b}; "
-                f"@p red.relaxed.gpu.global.add.u64 [{{$r0}} + {i * 32}], v; }}",
-                read_only_args=[address, row, *two],
+                guard + "@p red.relaxed.gpu.global.add.v2.f32 [{$r0}], {{$r2}, {$r3}}; }",
+                read_only_args=[address, row, first.bitcast(Float32), second.bitcast(Float32)],
             )

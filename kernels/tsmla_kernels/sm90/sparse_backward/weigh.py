@@ -16,6 +16,7 @@ from tsmla_kernels.sm90.sparse_backward.bounds import magnitude
 from tsmla_kernels.sm90.sparse_backward.config import TILE_HEADS
 from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.memory import (
+    COLUMN_TILE,
     SLOTS_KEPT,
     Barrier,
     Item,
@@ -64,7 +65,7 @@ class Weigher:
 
     def __init__(self, traits: Traits, consumer: Consumer) -> None:
         self.traits, self.consumer = traits, consumer
-        self.keys = Block(WEIGH_BLOCK, traits.head_dim, 32, WEIGH_BLOCK)
+        self.keys = Block(WEIGH_BLOCK, traits.head_dim, COLUMN_TILE, WEIGH_BLOCK)
         self.gatherer = Gatherer(traits, self.keys, WEIGH_STAGES, weighs=True)
         self.storage = weigh_storage(traits, self.keys)
 
@@ -79,8 +80,9 @@ class Weigher:
         tensors = {name: getattr(storage, name).get_tensor(cute.make_layout(of)) for name, of in shapes.items()}
         names = ("queries_full", "keys_full", "keys_empty", "q", "keys")
         pointers = {name: getattr(storage, name).data_ptr() for name in names}
-        others = {name: pointers["q"] for name in Shared._fields if name not in (*tensors, *pointers)}
+        others = {name: pointers["q"] for name in Shared._fields if name not in (*tensors, *pointers, "terms")}
         shape = (WEIGH_BLOCK, WEIGH_WARPS, WEIGH_STAGES, 2)
+        tensors["terms"] = tensors["factors"]
         return Shared(**tensors, **pointers, **others), storage.partial.get_tensor(cute.make_layout(shape))
 
     def init_mbarriers(self, shared: Shared) -> None:
@@ -120,7 +122,7 @@ class Weigher:
             shape = mma.weigh.get_slice(thread).partition_shape_C((TILE_HEADS, WEIGH_BLOCK))
             acc = cute.make_rmem_tensor(shape, Float32)
             warpgroup.fence()
-            self.consumer.issue_scores(products, acc, shared.q, self.traits.q, shared.keys, offset, self.keys, t)
+            self.consumer.issue(products, acc, shared.q, self.traits.q, shared.keys, offset, self.keys, t)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             bounds = self.bounds(acc, heads, scale, shared, place, groups, t)
