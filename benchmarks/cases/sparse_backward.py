@@ -19,6 +19,7 @@ import tsmla_bridge
 from benchmarks.cases.sparse_mla_prefill import draw
 from benchmarks.floors import LATENT
 from benchmarks.harness import Case, Object, Run, device, randn
+from benchmarks.peers import sparse
 
 TOKENS, SELECTED, CONTEXT = 4096, 2048, 8192
 CHECKED = 64
@@ -36,7 +37,9 @@ class Point(NamedTuple):
 class SparseBackward(Case):
     points = tuple(itertools.starmap(Point, itertools.product(("random", "shared80"), (576, 512), (16, 32, 64, 128))))
     common: ClassVar = {"dtype": "bf16"}
+    peers: ClassVar = {"cudnn": "cudnn_frontend"}
     iterations = 10
+    patience = 120  # cudnn-frontend compiles at its first call
 
     def __init__(self, point: Point, tokens: int = 0) -> None:
         super().__init__(point)
@@ -51,10 +54,14 @@ class SparseBackward(Case):
         plain = {"num_heads": point.h, "layout": "plain", "head_dim": point.d}
         yield "sparse_mla", {**plain, "num_tokens": TOKENS}
         for deterministic in (False, True):
-            yield "sparse_mla_backward", {**plain, "deterministic": deterministic}
+            yield "sparse_mla_backward", {**plain, "num_tokens": TOKENS, "deterministic": deterministic}
 
     def ours(self) -> dict[str, Run]:
         return {"tsmla": self.operator(False), DETERMINISTIC: self.operator(True)}
+
+    def of_peer(self, name: str) -> Run:
+        out, lse = tsmla_bridge.sparse_mla(self.q, self.kv, self.indices, softmax_scale=SCALE, return_lse=True)
+        return sparse.cudnn_gradient(self.q, self.kv, self.indices, (out, lse, self.d_out), SCALE)
 
     def operator(self, deterministic: bool) -> Run:
         """The backward operator."""
@@ -80,5 +87,6 @@ def errors_of(name: str, d: int) -> list[float]:
     leaves = [x.double().requires_grad_() for x in (case.q, case.kv)]
     out = tsmla_bridge.sparse_mla(*leaves, case.indices, softmax_scale=SCALE, implementation="reference")
     want = torch.autograd.grad(out, leaves, case.d_out.double())
-    pairs = zip(case.ours()[name](), want, strict=False)
+    run = case.of_peer(name) if name in case.peers else case.ours()[name]
+    pairs = zip(run(), want, strict=False)
     return [float(f"{float((got.double() - w).norm() / w.norm()):.3e}") for got, w in pairs]

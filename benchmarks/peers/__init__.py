@@ -44,9 +44,11 @@ LIBRARIES = {
     "legacy": Library("sgl-flash-mla 1.0.0", "sgl-flash-mla==1.0.0", "flash_mla/_C_legacy.abi3.so"),
     "fa4": Library("flash-attn-4 4.0.0b36", "", "flash_attn.cute.interface"),
     "cudnn": Library("cuDNN through torch", "", "torch"),
+    "cudnn_frontend": Library("cudnn-frontend 1.32.0", "", "cudnn"),
     "cudnn_jax": Library("cuDNN 9.10 or newer through jax", "", "jax"),
 }
-INSTALL = {"fa4": "pip install flash-attn-4==4.0.0b36", "cudnn": "pip install torch", "cudnn_jax": "pip install jax"}
+INSTALL = {"fa4": "pip install flash-attn-4==4.0.0b36", "cudnn": "pip install torch", "cudnn_jax": "pip install jax",
+           "cudnn_frontend": "pip install nvidia-cudnn-frontend==1.32.0"}  # fmt: skip
 
 
 def find(name: str) -> Path | None:

@@ -168,3 +168,22 @@ def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None
         return out
 
     return run
+
+
+def cudnn_gradient(q: Any, kv: Any, indices: Any, saved: tuple[Any, Any, Any], scale: float) -> Run:
+    """cudnn-frontend's gradients of q and kv [P, Z, D], from out, lse and the cotangent of out. Its first call compiles.
+    It has sinks always: here those that weigh nothing."""
+    from cudnn.deepseek_sparse_attention.sparse_attention_backward import sparse_attention_backward_wrapper
+
+    out, lse, d_out = saved
+    rows = kv.view(-1, kv.shape[-1])
+    sinks = torch.full((q.shape[1],), -torch.inf, device=q.device)
+    d_q, d_rows = torch.empty_like(q), torch.empty_like(rows)
+
+    def run() -> tuple[Any, Any]:
+        sparse_attention_backward_wrapper(
+            q, rows, out, d_out, lse, sinks, indices, softmax_scale=scale, dq=d_q, dkv=d_rows
+        )
+        return d_q, d_rows.view(kv.shape)
+
+    return run

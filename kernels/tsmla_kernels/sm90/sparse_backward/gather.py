@@ -101,16 +101,22 @@ class Gatherer:
         groups: cutlass.Constexpr[bool],
     ):
         """Gather one block of keys after another, each when the compute warps have released what its buffer had. Lane i
-        knows the slot of row i % 16 of its warp, and reads the next block's slot early. groups: whether keys are those
-        of groups of tokens."""
+        knows the slot of row i % 16 of its warp. groups: whether keys are those of groups of tokens."""
         lane = cute.arch.lane_idx()
         column = warp * GATHER_ROWS + lane % GATHER_ROWS
-        following = self.slot_at(keys, item, column, length, groups)
-        following_bits = self.bits_at(keys, item, column, length, groups)
+        early = self.stages > 1  # with one buffer the warp waits for that one and not for a slot
+        following, following_bits = Int32(0), Int32(0)
+        if const_expr(early):
+            following = self.slot_at(keys, item, column, length, groups)
+            following_bits = self.bits_at(keys, item, column, length, groups)
         for block in cutlass.range(item.blocks, unroll=1):
             slot, bits = following, following_bits
-            following = self.slot_at(keys, item, column + self.block.rows, length, groups)
-            following_bits = self.bits_at(keys, item, column + self.block.rows, length, groups)
+            if const_expr(early):
+                following = self.slot_at(keys, item, column + self.block.rows, length, groups)
+                following_bits = self.bits_at(keys, item, column + self.block.rows, length, groups)
+            else:
+                slot = self.slot_at(keys, item, column, length, groups)
+                bits = self.bits_at(keys, item, column, length, groups)
             row = self.row_of(slot, column, keys, groups)
             place = block % SLOTS_KEPT
             if row < 0:
@@ -205,7 +211,7 @@ class Gatherer:
         chunk = lane % ROW_LANES
         chunks = row_tile // CHUNK
         of_first = keys.caches[0].shape[0] * keys.caches[0].shape[1]
-        for part in cutlass.range_constexpr(GATHER_ROWS // COPIED_ROWS):
+        for part in cutlass.range(GATHER_ROWS // COPIED_ROWS, unroll=1):  # the warp has few registers
             mine = part * COPIED_ROWS + lane // ROW_LANES
             source_row = cute.arch.shuffle_sync(row, offset=mine)
             base, size = keys.caches[0].iterator.toint(), Int32(CHUNK)

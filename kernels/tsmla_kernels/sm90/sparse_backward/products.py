@@ -289,9 +289,7 @@ class Consumer:
             cute.gemm(mma.dq, dq, a[None, None, k], b[None, None, k], dq)
 
     @cute.jit
-    def issue_keys(
-        self, acc: cute.Tensor, mma: Mma, shared: Shared, chunk: cutlass.Constexpr[int], t: ThreadIndex
-    ):
+    def issue_keys(self, acc: cute.Tensor, mma: Mma, shared: Shared, chunk: cutlass.Constexpr[int], t: ThreadIndex):
         """Issue a chunk of this warpgroup's half of dKV: dS^T Q and, if these are columns of values too, P^T dO."""
         first = t.group * self.chunks + chunk
         self.issue_part(acc, (mma.dkv_first, mma.dkv), shared.ds, shared.q, shared, first, t)
