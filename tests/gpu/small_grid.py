@@ -581,8 +581,8 @@ def sparse_gradient(dout: torch.Tensor, dlse: torch.Tensor, **given: Any) -> tup
 
 def sparse_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
     """The gradient of sparse_mla over plain caches: one and two, heads that fill no tile and several, gaps between
-    pages, sinks, rows of no slot, slots given twice, NaN in all others, many tokens of few keys, and tokens of few heads
-    that share slots."""
+    pages, sinks, rows of no slot, slots given twice, NaN in all others, many tokens of few keys, and tokens with few
+    heads that share slots."""
     cases: list[dict[str, Any]] = [
         {"heads": 16, "selected": 70, "tokens": 5},
         {"heads": 80, "selected": 200, "tokens": 5, "sinks": True},

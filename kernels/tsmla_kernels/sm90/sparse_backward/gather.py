@@ -165,7 +165,7 @@ class Gatherer:
 
     @cute.jit
     def bits_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
-        """A bit for each token of a group, set if the token selects the slot in column `column`; 1 for a token alone."""
+        """A bit for each token of a group, set if the token selects the slot of column `column`; 1 for a lone token."""
         bits = Int32(1)
         if const_expr(groups):
             if column < length:

@@ -159,13 +159,11 @@ class ThreadIndex(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of the main kernel.
 
-    `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `exchange` has the scores that
-    warpgroups give each other, `sums` the float32 numbers of each warpgroup that its reducer warp adds to the sums in
-    global memory. `rows` [key, block % SLOTS_KEPT] has the row in kv_sum of each key, or -1 if it does not exist, and
-    `valid` [warp, token of the group, block % SLOTS_KEPT] a bit for each of a gathering warp's rows, set if
-    the row exists and the token selects it. Deterministic:
-    `factors`, indexed as `rows`, has what a key's numbers are multiplied by before they are rounded to integers. `terms`
-    [Term, head] has the terms of the tile's heads.
+    `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT] has
+    the row in kv_sum of each key, or -1 if it does not exist, and `valid` [warp, token of the group, block % SLOTS_KEPT] a
+    bit for each of a gathering warp's rows, set if the row exists and the token selects it. `terms` [Term, head] has the
+    terms of the tile's heads. Deterministic: `factors`, indexed as `rows`, has what a key's numbers are multiplied by
+    before they are rounded to integers.
     """
 
     queries_full: cute.Pointer

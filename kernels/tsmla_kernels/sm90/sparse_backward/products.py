@@ -24,7 +24,6 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     COMPUTE_WARPS,
     GATHER_ROWS,
     GROUP_KEYS,
-    GROUPS,
     SLOTS_KEPT,
     Barrier,
     Item,
@@ -133,9 +132,9 @@ class Consumer:
     ):
         """Compute dQ and dKV of a block, and S and dP of the next one.
 
-        Additions to global memory take longer than the products. So a chunk of dKV, or the last one of the block before,
-        is added while the next one is computed, and the other products are spread over the chunks. Behind the last block
-        S and dP are those of the same keys again, which nothing reads.
+        Additions to global memory take longer than the products. So each chunk of dKV is added while the next one is
+        computed, the last one in the next block, and the other products are spread over the chunks. Behind the last
+        block, S and dP are those of the same keys again, which nothing reads.
         """
         place = Place(block % SLOTS_KEPT, Int32(0))
         # The first block has none before.

@@ -65,8 +65,8 @@ class Adder:
 
     @cute.jit
     def integers(self, first: Float32, second: Float32):
-        """Two numbers rounded to integers, as the words of one integer of 64 bits: the second times 2^32, plus the first
-        with its sign."""
+        """Two numbers rounded to integers, as the words of one integer of 64 bits: the second times 2^32, plus the
+        first with its sign."""
         low = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[first])
         high = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[second])
         return low, high + (low >> 31)

@@ -60,8 +60,8 @@ def weigh_storage(traits: Traits, keys: Block) -> Any:
 
 
 class Weigher:
-    """Device code of the first pass. Two warpgroups take blocks in turn: each computes P and, for each key, the sum over
-    heads of P times the row's weights."""
+    """Device code of the first pass. Two warpgroups take blocks in turn. Each computes P and, for each key, the sum
+    over heads of P times the row's weights."""
 
     def __init__(self, traits: Traits, consumer: Consumer) -> None:
         self.traits, self.consumer = traits, consumer

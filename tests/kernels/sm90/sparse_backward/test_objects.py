@@ -1,11 +1,13 @@
 """The gradient of sparse_mla as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no
 GPU."""
 
+import dataclasses
+
 import pytest
 
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SPARSE_MLA_BACKWARD
-from tsmla_kernels.sm90.sparse_backward.config import backward_workspaces
+from tsmla_kernels.sm90.sparse_backward.config import backward_workspaces, sparse_backward_config
 
 PLAIN = {"num_heads": "64", "layout": "plain"}
 CONFIGS = {
@@ -13,6 +15,8 @@ CONFIGS = {
     "D 576, f16, lengths, gaps between pages": PLAIN | {"dtype": "float16", "lengths": "true", "page_span": "72"},
     "D 512, two caches, sinks": PLAIN | {"head_dim": "512", "window": "128", "sinks": "true"},
     "D 576, two caches, lengths, sinks": PLAIN | {"window": "4", "lengths": "true", "sinks": "true"},
+    "D 576, 16 heads, lengths": PLAIN | {"num_heads": "16", "lengths": "true"},
+    "D 512, 8 heads, two caches": PLAIN | {"num_heads": "8", "head_dim": "512", "window": "128"},
 }
 CONFIGS |= {f"{name}, deterministic": options | {"deterministic": "true"} for name, options in CONFIGS.items()}
 FAST = ("D 576", "D 576, deterministic")
@@ -21,16 +25,29 @@ FAST = ("D 576", "D 576, deterministic")
 @pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
 def test_everything_stays_in_registers(name: str) -> None:
     config = SPARSE_MLA_BACKWARD.from_options(CONFIGS[name])
-    check_compiled(SPARSE_MLA_BACKWARD, config, kernels=4 if config.deterministic else 3)
+    of_groups = config.tokens > 1  # then there are two launches over tiles, behind one that makes unions
+    kernels = 3 + config.deterministic + of_groups * (2 + config.deterministic)
+    check_compiled(SPARSE_MLA_BACKWARD, config, kernels)
 
 
-def test_one_object_serves_every_number_of_heads() -> None:
-    configs = {SPARSE_MLA_BACKWARD.from_options(PLAIN | {"num_heads": heads}) for heads in ("1", "16", "128")}
+def test_one_object_serves_every_number_of_heads_but_few() -> None:
+    configs = {SPARSE_MLA_BACKWARD.from_options(PLAIN | {"num_heads": heads}) for heads in ("1", "24", "128")}
     assert len(configs) == 1
 
 
+def test_tokens_with_few_heads_are_groups() -> None:
+    def tokens(**options: str) -> int:
+        return SPARSE_MLA_BACKWARD.from_options(PLAIN | options).tokens
+
+    assert [tokens(num_heads=heads) for heads in ("8", "16", "32", "64")] == [8, 4, 2, 1]
+    assert tokens(num_heads="16", form="direct") == tokens(num_heads="16", num_tokens="1") == 1
+    assert tokens(num_heads="16", batch_invariant="true") == 1
+    spec = SPARSE_MLA_BACKWARD.spec_from_options(PLAIN | {"num_heads": "16"})
+    assert sparse_backward_config(dataclasses.replace(spec, num_selected=2052)).tokens == 1
+
+
 def test_workspaces_are_linear_in_tokens_and_slots() -> None:
-    """Neither the columns of the indices nor products of tokens and slots make any memory."""
+    """No products of tokens and slots make any memory, and the columns of the indices do only for groups of tokens."""
     config = SPARSE_MLA_BACKWARD.from_options(PLAIN)
     shapes = backward_workspaces(config, 4096, 128, 2048, 131072)
     assert shapes == {"kv_sum": ((131072, 576), "float32"), "row_terms": ((3, 4096 * 128), "float32")}
@@ -38,6 +55,8 @@ def test_workspaces_are_linear_in_tokens_and_slots() -> None:
     shapes = backward_workspaces(config, 4096, 128, 2048, 131072)
     assert shapes["kv_sum"] == ((131072, 576), "int32") and shapes["row_weights"] == ((2, 4096 * 128), "float32")
     assert all(shapes[name][0] == (131072,) for name in ("key_norms", "key_bounds", "key_counts"))
+    shapes = backward_workspaces(SPARSE_MLA_BACKWARD.from_options(PLAIN | {"num_heads": "16"}), 4096, 16, 2048, 131072)
+    assert shapes["union_slots"] == ((1024, 7680), "int32") and shapes["union_bits"] == ((1024, 7680), "uint8")
 
 
 @pytest.mark.parametrize(
