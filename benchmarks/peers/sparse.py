@@ -171,7 +171,7 @@ def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None
 
 
 def cudnn_gradient(q: Any, kv: Any, indices: Any, saved: tuple[Any, Any, Any], scale: float) -> Run:
-    """cudnn-frontend's gradients of q and kv [P, Z, D], from out, lse and the cotangent of out. The first call compiles.
+    """cudnn-frontend's gradients of q and kv [P, Z, D], from out, lse and the cotangent of out. A first call compiles.
     There are always sinks: here those that weigh nothing."""
     from cudnn.deepseek_sparse_attention.sparse_attention_backward import sparse_attention_backward_wrapper
 

@@ -206,7 +206,7 @@ class SparseMlaBackward:
         item, length, runs = self.item(keys, heads, WEIGH_BLOCK, groups)
         if runs == 1:
             if group < WEIGH_STAGES:
-                self.weigher.run(sums, Float32(scales[0]), heads, shared, partial, mma, item, group, groups)
+                self.weigher.run(sums, Float32(scales[0]), shared, partial, mma, item, group, groups)
             else:
                 if warp_idx == WEIGH_GATHER_WARP:
                     self.weigher.gatherer.copy_q(copies, shared, item)
@@ -228,7 +228,7 @@ class SparseMlaBackward:
             length = cutlass.min(cutlass.max(given, 0), columns)
             if const_expr(self.config.tokens > 1):
                 runs = Int32(given >= 0)
-        return Item(token, first_head, indices, (length + block - 1) // block), length, runs
+        return Item(token, heads, first_head, indices, (length + block - 1) // block), length, runs
 
     @cute.kernel
     def differentiate(
@@ -269,7 +269,7 @@ class SparseMlaBackward:
                 self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP, groups)
             else:
                 cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-                self.consumer.run(sums, Float32(scales[0]), d_q, heads, shared, mma, item, group, groups)
+                self.consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, group, groups)
 
     @cute.kernel
     def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):

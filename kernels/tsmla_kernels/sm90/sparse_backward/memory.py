@@ -137,14 +137,26 @@ class Mma(NamedTuple):
 
 
 class Item(NamedTuple):
-    """The work of a CTA: a token, the first of its heads, which row of the indices has the keys, and how many blocks of
-    keys there are. A group's heads are heads of token 0, which then has the heads of all tokens, one token after the
-    other."""
+    """The work of a CTA: a token, how many heads it has and the first of the tile's, which row of the indices has the
+    keys, and how many blocks of keys there are. A group's heads are heads of token 0, which then has the heads of all
+    tokens, one token after the other."""
 
     token: Int32
+    heads: Int32
     first_head: Int32
     indices: Int32
     blocks: Int32
+
+
+class Accumulators(NamedTuple):
+    """The accumulators of a compute warpgroup: its half of dQ, S and dP of its keys of a block, and two chunks of dKV.
+    One chunk is computed while the other is added."""
+
+    dq: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    even: cute.Tensor
+    odd: cute.Tensor
 
 
 class ThreadIndex(NamedTuple):
@@ -159,11 +171,11 @@ class ThreadIndex(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of the main kernel.
 
-    `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT] has
-    the row in kv_sum of each key, or -1 if it does not exist, and `valid` [warp, token of the group, block % SLOTS_KEPT] a
-    bit for each of a gathering warp's rows, set if the row exists and the token selects it. `terms` [Term, head] has the
-    terms of the tile's heads. Deterministic: `factors`, indexed as `rows`, has what a key's numbers are multiplied by
-    before they are rounded to integers.
+    `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT]
+    has the row in kv_sum of each key, or -1 if it does not exist. `valid` [warp, token of the group, block %
+    SLOTS_KEPT] has a bit for each of a gathering warp's rows, set if the row exists and the token selects it. `terms`
+    [Term, head] has the terms of the tile's heads. Deterministic: `factors`, indexed as `rows`, has what a key's
+    numbers are multiplied by before they are rounded to integers.
     """
 
     queries_full: cute.Pointer

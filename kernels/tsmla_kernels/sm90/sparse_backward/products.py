@@ -25,6 +25,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     GATHER_ROWS,
     GROUP_KEYS,
     SLOTS_KEPT,
+    Accumulators,
     Barrier,
     Item,
     Mma,
@@ -74,14 +75,13 @@ class Consumer:
         sums: Sums,
         scale: Float32,
         d_q: cute.Tensor,
-        heads: Int32,
         shared: Shared,
         mma: Mma,
         item: Item,
         group: Int32,
         groups: cutlass.Constexpr[bool],
     ):
-        """Run one compute warpgroup. heads: how many the token has. groups: whether the tile has a group of tokens."""
+        """Run one compute warpgroup. groups: whether the tile has a group of tokens."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
@@ -91,14 +91,15 @@ class Consumer:
         thr = mma.dq.get_slice(thread)
         dq = cute.make_rmem_tensor(thr.partition_shape_C((TILE_HEADS, self.traits.dq_columns)), Float32)
         dq.fill(0.0)
-        self.load_terms(sums, item, heads, shared, t)
+        self.load_terms(sums, item, shared, t)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         if item.blocks > 0:
             of_keys = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, GROUP_KEYS))
             s, dp = (cute.make_rmem_tensor(of_keys, Float32) for _ in range(2))
             of_chunk = mma.dkv.get_slice(thread).partition_shape_C((BLOCK, COLUMN_TILE))
-            chunks = [cute.make_rmem_tensor(of_chunk, Float32) for _ in range(2)]
-            chunks[1].fill(0.0)
+            even, odd = (cute.make_rmem_tensor(of_chunk, Float32) for _ in range(2))
+            odd.fill(0.0)
+            acc = Accumulators(dq, s, dp, even, odd)
             cute.arch.mbarrier_wait(shared.keys_full, 0)
             warpgroup.fence()
             self.issue_scores(mma, s, shared.q, self.traits.q, shared, t)
@@ -112,17 +113,15 @@ class Consumer:
                 self.store_scores(p, ds, shared, t)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=Barrier.WRITTEN, number_of_threads=COMPUTE_THREADS)
-                self.multiply_block(dq, s, dp, chunks, sums, mma, shared, item, block, t)
-            self.adder.add(chunks[1], sums, shared, Place((item.blocks - 1) % SLOTS_KEPT, Int32(0)), self.chunks - 1, t)
-        self.store_dq(dq, d_q, heads, item, t)
+                self.multiply_block(acc, sums, mma, shared, item, block, t)
+            last = Place((item.blocks - 1) % SLOTS_KEPT, Int32(0))
+            self.adder.add(odd, sums, shared, last, self.chunks - 1, t)
+        self.store_dq(dq, d_q, item, t)
 
     @cute.jit
     def multiply_block(
         self,
-        dq: cute.Tensor,
-        s: cute.Tensor,
-        dp: cute.Tensor,
-        chunks: list[cute.Tensor],
+        acc: Accumulators,
         sums: Sums,
         mma: Mma,
         shared: Shared,
@@ -141,37 +140,38 @@ class Consumer:
         before = Place((block + SLOTS_KEPT - 1) % SLOTS_KEPT, cutlass.select_(block == 0, Int32(-1), Int32(0)))
         following = cutlass.min(block + 1, item.blocks - 1)
         for chunk in cutlass.range_constexpr(self.chunks):
+            computed, added = (acc.even, acc.odd) if const_expr(chunk % 2 == 0) else (acc.odd, acc.even)
             if const_expr(chunk == self.chunks - 2):
                 cute.arch.mbarrier_wait(shared.keys_full, following & 1)
             warpgroup.fence()
             if const_expr(chunk == 0):
-                self.issue_dq(dq, mma, shared, t)
+                self.issue_dq(acc.dq, mma, shared, t)
             if const_expr(chunk == self.chunks - 2):
-                self.issue_scores(mma, s, shared.q, self.traits.q, shared, t)
+                self.issue_scores(mma, acc.s, shared.q, self.traits.q, shared, t)
             if const_expr(chunk == self.chunks - 1):
-                self.issue_scores(mma, dp, shared.d_out, self.traits.d_out, shared, t)
-            self.issue_keys(chunks[chunk % 2], mma, shared, chunk, t)
+                self.issue_scores(mma, acc.dp, shared.d_out, self.traits.d_out, shared, t)
+            self.issue_keys(computed, mma, shared, chunk, t)
             warpgroup.commit_group()
             if const_expr(chunk == 0):
-                self.adder.add(chunks[1], sums, shared, before, self.chunks - 1, t)
+                self.adder.add(added, sums, shared, before, self.chunks - 1, t)
             else:
-                self.adder.add(chunks[(chunk - 1) % 2], sums, shared, place, chunk - 1, t)
+                self.adder.add(added, sums, shared, place, chunk - 1, t)
             warpgroup.wait_group(0)
             if const_expr(chunk == 0):
                 leave(shared.keys_empty)
         if const_expr(self.chunks % 2 == 1):
-            chunks[1].store(chunks[0].load())
+            acc.odd.store(acc.even.load())
 
     @cute.jit
-    def load_terms(self, sums: Sums, item: Item, heads: Int32, shared: Shared, t: ThreadIndex):
+    def load_terms(self, sums: Sums, item: Item, shared: Shared, t: ThreadIndex):
         """Copy the terms of the tile's heads to shared memory. Rows past the token's last head get those of a row that
         sees no key."""
         if t.group == 0 and t.thread < TILE_HEADS:
             head = item.first_head + t.thread
-            row = Int64(item.token) * heads + head
+            row = Int64(item.token) * item.heads + head
             for term in cutlass.range_constexpr(len(Term)):
                 value = -Float32.inf if const_expr(term == Term.LSE) else Float32(0.0)
-                if head < heads:
+                if head < item.heads:
                     value = sums.row_terms[Int32(term), row]
                 shared.terms[term, t.thread] = value
         cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
@@ -268,11 +268,11 @@ class Consumer:
         # the lanes: rows from 8 (w % 2) and keys from 8 (w / 2) on.
         row = t.thread // 32 * 16 + t.lane // 8 % 2 * 8 + t.lane % 8
         for pair in cutlass.range_constexpr(SCORES // 8):
-            chunk = t.group * (GROUP_KEYS // 8) + 2 * pair + t.lane // 16
+            first, chunk = 4 * pair, t.group * (GROUP_KEYS // 8) + 2 * pair + t.lane // 16
             offset = row * (BLOCK * self.traits.element_bytes) + (chunk ^ row % 8) * 16
             for memory, values in ((shared.p, p), (shared.ds, ds)):
                 words = cute.recast_tensor(values, Int32)
-                store_matrices(memory.toint() + offset, *(words[4 * pair + w] for w in range(4)))
+                store_matrices(memory.toint() + offset, *(words[first + w] for w in range(4)))
 
     @cute.jit
     def issue_dq(self, dq: cute.Tensor, mma: Mma, shared: Shared, t: ThreadIndex):
@@ -292,9 +292,7 @@ class Consumer:
         """Issue a chunk of this warpgroup's half of dKV: dS^T Q and, if these are columns of values too, P^T dO."""
         first = t.group * self.chunks + chunk
         self.issue_part(acc, (mma.dkv_first, mma.dkv), shared.ds, shared.q, shared, first, t)
-        if const_expr((self.chunks + chunk) * COLUMN_TILE < LATENT_DIM):
-            self.issue_part(acc, (mma.dkv, mma.dkv), shared.p, shared.d_out, shared, first, t)
-        elif t.group == 0:
+        if const_expr((self.chunks + chunk) * COLUMN_TILE < LATENT_DIM) or t.group == 0:
             self.issue_part(acc, (mma.dkv, mma.dkv), shared.p, shared.d_out, shared, first, t)
 
     @cute.jit
@@ -322,14 +320,14 @@ class Consumer:
     # ---- results
 
     @cute.jit
-    def store_dq(self, dq: cute.Tensor, d_q: cute.Tensor, heads: Int32, item: Item, t: ThreadIndex):
+    def store_dq(self, dq: cute.Tensor, d_q: cute.Tensor, item: Item, t: ThreadIndex):
         """Store this warpgroup's half of dQ's columns."""
         groups, quad = self.traits.dq_columns // 8, t.lane % 4
         # A lane's part of the accumulator as [2 rows, a quarter of the columns]: 2 of every 8 columns.
         values = cute.make_tensor(dq.iterator, cute.make_layout((2, (2, groups)), stride=(2, (1, 4))))
         for i in cutlass.range_constexpr(2):
             head = item.first_head + t.row + 8 * i
-            at_row = (Int64(item.token) * heads + head) * self.traits.head_dim + t.group * self.traits.dq_columns
+            at_row = (Int64(item.token) * item.heads + head) * self.traits.head_dim + t.group * self.traits.dq_columns
             # The four lanes of a row exchange columns, so that of every four groups of 8 columns each lane has one
             # whole, and a row's stores fill whole sectors.
             line = cute.make_tensor(
@@ -342,5 +340,5 @@ class Consumer:
                     pairs[2 * j] = values[i, 8 * g + 2 * j].to(self.traits.dtype)
                     pairs[2 * j + 1] = values[i, 8 * g + 2 * j + 1].to(self.traits.dtype)
                 transpose_quad(words, quad)
-                if head < heads:
+                if head < item.heads:
                     cute.autovec_copy(pairs, line[None, g])

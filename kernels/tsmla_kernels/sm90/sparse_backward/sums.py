@@ -45,23 +45,23 @@ class Adder:
         quarter = lane // 4 % 4  # which of four neighbouring keys a lane has, then which of four groups of 8 columns
         base = sums.kv_sum.iterator.toint() + (t.group * width + (chunk * COLUMN_TILE + quarter * 8 + lane % 4 * 2)) * 4
         for half in cutlass.range_constexpr(2):
-            words = [cute.make_rmem_tensor((4,), Int32) for _ in range(2)]
+            low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
             factor = Float32(1.0)
             if const_expr(self.traits.config.deterministic):
                 factor = shared.factors[t.row + 8 * half, place.index]
             for j in cutlass.range_constexpr(4):
                 first, second = (acc[4 * j + 2 * half + e] for e in range(2))
                 if const_expr(self.traits.config.deterministic):
-                    words[0][j], words[1][j] = self.integers(first * factor, second * factor)
+                    low[j], high[j] = self.integers(first * factor, second * factor)
                 else:
-                    words[0][j], words[1][j] = first.bitcast(Int32), second.bitcast(Int32)
-            for word in words:
-                transpose_quad(word, quarter, 4)
+                    low[j], high[j] = first.bitcast(Int32), second.bitcast(Int32)
+            transpose_quad(low, quarter, 4)
+            transpose_quad(high, quarter, 4)
             keys = t.thread // 32 * 16 + 8 * half + lane // 16 * 4
             for i in cutlass.range_constexpr(4):
                 row = shared.rows[keys + i, place.index] | place.hidden
                 address = base + Int64(row) * (4 * self.traits.head_dim)
-                self.reduce(address, row, words[0][i], words[1][i])
+                self.reduce(address, row, low[i], high[i])
 
     @cute.jit
     def integers(self, first: Float32, second: Float32):

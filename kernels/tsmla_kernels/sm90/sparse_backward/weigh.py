@@ -97,7 +97,6 @@ class Weigher:
         self,
         sums: Sums,
         scale: Float32,
-        count: Int32,
         shared: Shared,
         partial: cute.Tensor,
         mma: Mma,
@@ -105,14 +104,14 @@ class Weigher:
         group: Int32,
         groups: cutlass.Constexpr[bool],
     ):
-        """Run compute warpgroup `group`, which has every second block. `count`: how many heads a token has. `groups`:
-        whether the tile has a group of tokens."""
+        """Run compute warpgroup `group`, which has every second block. `groups`: whether the tile has a group of
+        tokens."""
         thread = cute.arch.thread_idx()[0] % 128
         lane, warp = thread % 32, thread // 32
         t = ThreadIndex(group, thread, lane, warp * 16 + lane // 4)
         mma.weigh_first.set(Field.ACCUMULATE, False)
         mma.weigh.set(Field.ACCUMULATE, True)
-        heads = self.weights(sums, count, item, t)
+        heads = self.weights(sums, item, t)
         offset = group * self.traits.bytes_of(self.keys)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         for step in cutlass.range((item.blocks - group + 1) // WEIGH_STAGES, unroll=1):
@@ -180,7 +179,7 @@ class Weigher:
         return kept
 
     @cute.jit
-    def weights(self, sums: Sums, count: Int32, item: Item, t: ThreadIndex):
+    def weights(self, sums: Sums, item: Item, t: ThreadIndex):
         """-lse in base 2 and the two weights of this thread's two heads, [3, 2]; for rows past the token's last head
         -inf and 0."""
         heads = cute.make_rmem_tensor((1 + len(Weight), 2), Float32)
@@ -188,8 +187,8 @@ class Weigher:
         for i in cutlass.range_constexpr(2):
             heads[0, i] = -Float32.inf
             head = item.first_head + t.row + 8 * i
-            if head < count:
-                row = Int64(item.token) * count + head
+            if head < item.heads:
+                row = Int64(item.token) * item.heads + head
                 heads[0, i] = sums.row_terms[Int32(Term.LSE), row]
                 for weight in cutlass.range_constexpr(len(Weight)):
                     heads[1 + weight, i] = sums.row_weights[Int32(weight), row]
