@@ -181,6 +181,19 @@ def test_operands_of_the_kernel(case: str, dtype: Any) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("case", ["one cache", "two caches"])
+def test_groups_of_tokens(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few heads the kernel makes unions, whose workspaces its other operands come before."""
+    monkeypatch.setitem(globals(), "HEADS", 16)
+    given, options = arrays(jnp.bfloat16, **CASES[case])
+    leaves, others = split(given)
+    for form, tokens in (("auto", 4), ("direct", 1)):
+        run = jax.grad(loss("cute", form=form, **options))
+        assert f"tokens={tokens})" in str(jax.make_jaxpr(run)(leaves, jnp.float32(0.05), others))
+    close(gradients("cute", given, options)[0], gradients("reference", given, options)[0], 2e-2)
+
+
+@on_hopper
 def test_deterministic() -> None:
     given, options = arrays(jnp.bfloat16)
     leaves, others = split(given)
