@@ -158,6 +158,7 @@ class Consumer:
                 self.adder.add(added, sums, shared, place, chunk - 1, t)
             warpgroup.wait_group(0)
             if const_expr(chunk == 0):
+                cute.arch.sync_warp()  # all lanes have read the rows of the block before
                 leave(shared.keys_empty)
         if const_expr(self.chunks % 2 == 1):
             acc.odd.store(acc.even.load())
