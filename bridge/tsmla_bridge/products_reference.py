@@ -8,7 +8,14 @@ import torch
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_bridge.sparse_reference import quantize_pow2
-from tsmla_kernels.contract.products import BLOCK, INVERSE_MAX, LEAST_AMAX, ProductSpec, QuantizeBlocksSpec
+from tsmla_kernels.contract.products import (
+    BLOCK,
+    INVERSE_MAX,
+    LEAST_AMAX,
+    PACKED_BLOCK,
+    ProductSpec,
+    QuantizeBlocksSpec,
+)
 from tsmla_kernels.contract.rules import FP8, FP8_MAX
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -30,8 +37,21 @@ def _product(
     x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor | None, weight_scales: torch.Tensor
 ) -> torch.Tensor:
     """The product itself, [T, N] float32."""
-    columns = _widened(weight, weight_scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]])
+    if weight.dtype == torch.uint8:
+        columns = _unpacked(weight, weight_scales)
+    else:
+        columns = _widened(weight, weight_scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]])
     return _widened(x, x_scales) @ columns.T
+
+
+def _unpacked(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Packed weights [N, K / 2] of e2m1 times their powers of two [N, K / 32], in float32."""
+    codes = torch.stack([weight & 15, weight >> 4], dim=-1).view(weight.shape[0], -1)
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
+    values = torch.cat((positive, -positive))[codes.long()]
+    bits = scales.int() << 23
+    bits = torch.where(scales == 0, 1 << 22, torch.where(scales == 255, 0x7FC00000, bits)).int()
+    return values * bits.view(torch.float32).repeat_interleave(PACKED_BLOCK, -1)[:, : values.shape[-1]]
 
 
 def _finished(product: torch.Tensor, spec: ProductSpec) -> Result:

@@ -75,6 +75,21 @@ def test_gated_calls_mean_what_jax_means(op: str, out_dtype: str) -> None:
         assert torch.equal(other[0].view(torch.uint8), values.view(torch.uint8)) and torch.equal(other[1], scales)
 
 
+@pytest.mark.parametrize("op", CALLS)
+def test_packed_weights_mean_what_jax_means(op: str) -> None:
+    stack = (3,) if "grouped" in op else ()
+    given = {
+        "x": torch.randn(ROWS, 96, generator=GENERATOR),
+        "weight": torch.randint(0, 256, (*stack, 40, 48), generator=GENERATOR).byte(),
+        "weight_scales": torch.randint(120, 130, (*stack, 40, 3), generator=GENERATOR).byte(),
+    }
+    given |= {"cu_rows": GROUPED["cu_rows"]} if stack else {}
+    form: dict[str, Any] = {"x_scales": None, "gated": True}
+    want = getattr(tsmla_jax, op)(**{name: as_jax(x) for name, x in given.items()}, **form, out_dtype="float32")
+    got = CALLS[op][0](**given, **form, out_dtype=torch.float32)
+    np.testing.assert_allclose(got.numpy(), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_blocks_are_quantised_as_in_jax(power_of_two: bool) -> None:
     x = torch.randn(5, 300, generator=GENERATOR) * torch.logspace(-12, 6, 5)[:, None]

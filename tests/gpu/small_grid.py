@@ -676,6 +676,31 @@ def gated_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"gated {name} {out_dtype} {limit}", function, apart, options)
 
 
+def packed_product_calls(generator: torch.Generator) -> Iterator[Call]:
+    """Products with weights of e2m1: dense and grouped, gated with picked rows, of every kind of tile."""
+
+    def weights(*shape: int) -> dict[str, torch.Tensor]:
+        *stack, terms = shape
+        exponents = torch.randint(118, 124, (*stack, terms // 32), generator=generator)
+        codes = torch.randint(0, 256, (*stack, terms // 2), generator=generator)
+        return {"weight": codes.byte(), "weight_scales": exponents.byte()}
+
+    for rows, columns, terms in ((1, 264, 384), (7, 136, 1280), (50, 136, 640), (300, 392, 384)):
+        given = {"x": normal(generator, rows, terms, dtype=torch.bfloat16), **weights(columns, terms)}
+        name = f"packed {rows} rows, {columns} x {terms}"
+        yield Call(name, tsmla_bridge.block_scaled_matmul, given, {"x_scales": None, "out_dtype": torch.float32})
+    function = functools.partial(gated_and_back, function=tsmla_bridge.grouped_block_scaled_matmul)
+    for counts in ([0, 3, 0, 0, 9, 1], [20, 0, 45, 2], [250, 0, 130]):
+        x = normal(generator, sum(counts) + 5, 384, dtype=torch.bfloat16)
+        x[-5:] = torch.nan
+        given = {"x": x, **weights(len(counts), 256, 384), "cu_rows": offsets_of(counts)}
+        yield Call(f"packed groups of {counts}", tsmla_bridge.grouped_block_scaled_matmul, given, {"x_scales": None})
+        picked = given | {"rows": torch.randint(0, sum(counts), (sum(counts),), generator=generator).int()}
+        for out_dtype in (torch.bfloat16, FP8):
+            options = {"x_scales": None, "out_dtype": out_dtype, "limit": 4.0}
+            yield Call(f"packed gated groups of {counts} {out_dtype}", function, picked, options)
+
+
 def product_calls(generator: torch.Generator) -> Iterator[Call]:
     """block_scaled_matmul and the grouped one: every kind of tile, rows and terms that fill no tile or block, groups
     without rows and one with all, NaN behind the last group."""
@@ -735,6 +760,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "sparse_mla_gradient": sparse_gradient_calls,
     "block_scaled_matmul": product_calls,
     "gated_block_scaled_matmul": gated_calls,
+    "packed_block_scaled_matmul": packed_product_calls,
 }
 
 

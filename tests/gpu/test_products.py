@@ -135,6 +135,25 @@ def test_picked_rows(counts: list[int], wide: bool, out_dtype: torch.dtype, limi
             close(out[begin:end], gated(want, limit), bound)
 
 
+@pytest.mark.parametrize("counts", SKEWS)
+def test_packed(counts: list[int]) -> None:
+    rows, groups = sum(counts), len(counts)
+    codes = torch.randint(0, 16, (groups, 512, 1536), device=DEVICE)
+    exponents = torch.randint(118, 124, (groups, 512, 48), device=DEVICE)
+    weight = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=DEVICE)
+    wide = torch.cat((table, -table))[codes] * (2.0 ** (exponents.double() - 127)).repeat_interleave(32, -1)
+    x, cu_rows = torch.randn(rows + 9, 1536, device=DEVICE).bfloat16(), [0, *itertools.accumulate(counts)]
+    x[-9:] = torch.nan
+    offsets = torch.tensor(cu_rows, dtype=torch.int32, device=DEVICE)
+    arrays = (x, weight, None, exponents.to(torch.uint8), offsets)
+    out = tsmla_bridge.grouped_block_scaled_matmul(*arrays, out_dtype=torch.float32, implementation="cute")
+    assert not out[-9:].any()
+    for group, (begin, end) in enumerate(itertools.pairwise(cu_rows)):
+        if begin < end:
+            close(out[begin:end], x[begin:end].double() @ wide[group].T, 1e-6)
+
+
 def test_a_stack_of_more_than_2_to_the_31_weights() -> None:
     x, of_x, of_weight = numbers(40, 4096), scales(40, 32), scales(160, 32, 32)
     weight, offsets = numbers(160, 4096, 4096), [0] * 100 + [7] * 59 + [7, 40]

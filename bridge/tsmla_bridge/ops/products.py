@@ -36,16 +36,18 @@ def block_scaled_matmul(
     out: Result | None = None,
     implementation: str | None = None,
 ) -> Result:
-    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128, as
-    tsmla_jax.block_scaled_matmul defines it:
+    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128, or of e2m1
+    with a scale for every 32 of a row (MXFP4), as tsmla_jax.block_scaled_matmul defines it:
     out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128].
 
     Args:
       x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which then meet the weights as they
         are.
-      weight: [N, K] float8_e4m3fn.
+      weight: [N, K] float8_e4m3fn; or, with x of 16 or 32 bits, [N, K / 2] uint8: two numbers of e2m1 a byte, the first
+        in the lower four bits.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
-      weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
+      weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights. Of e2m1 [N, K / 32] uint8,
+        rounded up: the exponents of e8m0, 2^(s - 127) for each 32 of a row. The kernel takes 2^-127 as 0.
       gated: the weight's first N / 2 rows and its last N / 2 make silu(x first) * (x last), computed in float32, of
         N / 2 columns.
       limit: with gated, x first is at most this, and x last between its negative and it; None for no limit.
@@ -86,9 +88,11 @@ def grouped_block_scaled_matmul(
 
     Args:
       x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
-      weight: [E, N, K] float8_e4m3fn; more weights may follow, which are not read.
+      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; more weights may
+        follow, which are not read.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
-      weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights.
+      weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
+        uint8.
       cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
         none. With `rows` they count these.
       rows: [R] int32, of each row of the result the row of x that it is made of, so that no sorted copy of x is

@@ -2,7 +2,8 @@
 quantize_blocks.
 
 Imports neither jax nor torch. Axes: T rows of activations, K terms of a sum, N columns of the result, E groups. Blocks
-have 128 terms, of weights 128 x 128; K and N need not be whole blocks.
+have 128 terms, of weights 128 x 128; K and N need not be whole blocks. Weights of e2m1 (MXFP4) are packed, two a byte,
+and have a scale for 32 of a row.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tsmla_kernels.contract.rules import (
 
 BLOCK = 128
 """Terms, and weight rows, that share a scale."""
+PACKED, PACKED_BLOCK = "uint8", 32
+"""The dtype of packed weights and of their scales' exponents, and how many weights of a row share a scale."""
 LEAST_AMAX = 1e-10
 """A block's greatest magnitude is taken to be at least this, so that a block of zeros has a scale."""
 INVERSE_MAX = 1 / FP8_MAX
@@ -44,6 +47,7 @@ class ProductSpec:
       num_rows: how many rows the result has. num_columns: how many rows the weight has.
       num_groups: None without groups.
       num_picked: how many rows x has, if `rows` picks the result's rows from them; else None.
+      packed: whether the weight has two numbers of e2m1 in a byte.
       gated, limit: as the public functions document them.
     """
 
@@ -56,6 +60,7 @@ class ProductSpec:
     gated: bool = False
     limit: float | None = None
     num_picked: Dim | None = None
+    packed: bool = False
 
     @property
     def out_columns(self) -> Dim:
@@ -135,11 +140,13 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
     check_array("x", x, "T K", (FP8, *QUANTIZED))
     check_at_least_one("x", x.shape, 1, "K")
     rows, terms = x.shape
-    check_rank("weight", weight, f"{stack}N K")
-    check_dtype("weight", weight, (FP8,))
+    packed = weight.dtype == PACKED
+    axes, of_scales = (f"{stack}N K/2", f"{stack}N K/32") if packed else (f"{stack}N K", f"{stack}N/128 K/128")
+    check_rank("weight", weight, axes)
+    check_dtype("weight", weight, (FP8, PACKED))
     groups: Dim = None
     if stack:
-        check_rank("weight_scales", weight_scales, "E N/128 K/128")
+        check_rank("weight_scales", weight_scales, of_scales)
         groups = weight_scales.shape[0]
         check_at_least_one("weight_scales", weight_scales.shape, 0, "E")
         if isinstance(groups, int) and isinstance(weight.shape[0], int) and weight.shape[0] < groups:
@@ -148,18 +155,26 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
     group_sizes = [(weight.shape[0], "E, weight's groups")] if stack else []
     columns = weight.shape[-2]
     check_at_least_one("weight", weight.shape, len(weight.shape) - 2, "N")
-    check_array("weight", weight, f"{stack}N K", (FP8,), *group_sizes, (columns, "N"), (terms, "K, x's terms"))
+    in_row = (_half(x), "K / 2, of x's terms") if packed else (terms, "K, x's terms")
+    check_array("weight", weight, axes, (FP8, PACKED), *group_sizes, (columns, "N"), in_row)
     blocks = (blocks_of(terms), "K / 128 rounded up")
     if x_scales is None:
+        if packed and x.dtype == FP8:
+            raise ValueError(f"x: got dtype {FP8} with a weight of {PACKED}; legal: {', '.join(QUANTIZED)}")
         if x.dtype == FP8:
             raise ValueError(f"x_scales: got None; legal: float32 [T, K/128] with x of {FP8}")
+    elif packed:
+        raise ValueError(f"x_scales: got an array with a weight of {PACKED}; legal: None, with x of 16 or 32 bits")
     elif x.dtype != FP8:
         raise ValueError(f"x_scales: got an array with x of {x.dtype}; legal: None")
     else:
         check_array("x_scales", x_scales, "T K/128", ("float32",), (rows, "T, x's rows"), blocks)
+    rows_of_scales = (columns, "N") if packed else (blocks_of(columns), "N / 128 rounded up")
+    if packed:
+        blocks = (-(-terms // PACKED_BLOCK), "K / 32 rounded up")
     check_array(
-        "weight_scales", weight_scales, f"{stack}N/128 K/128", ("float32",), *([(groups, "E")] if stack else []),
-        (blocks_of(columns), "N / 128 rounded up"), blocks,
+        "weight_scales", weight_scales, of_scales, (PACKED if packed else "float32",),
+        *([(groups, "E")] if stack else []), rows_of_scales, blocks,
     )  # fmt: skip
     if cu_rows is not None:
         check_array("cu_rows", cu_rows, "E + 1", ("int32",), (groups + 1, "E + 1, of weight_scales' groups"))
@@ -178,7 +193,16 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
         gated=form.gated,
         limit=limit,
         num_picked=picked,
+        packed=packed,
     )
+
+
+def _half(x: Array) -> Dim:
+    """Bytes of a row of packed weights."""
+    terms = x.shape[1]
+    if not isinstance(terms, int) or terms % 2:
+        raise ValueError(f"x: got shape {show(x.shape)}; K must be even, and static, with a weight of {PACKED}")
+    return terms // 2
 
 
 def _check_form(form: _Form, weight: Array) -> float | None:

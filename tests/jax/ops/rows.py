@@ -423,6 +423,32 @@ def product(grouped: bool, gated: bool = False) -> Row:
     )  # fmt: skip
 
 
+def mxfp4_product(grouped: bool) -> Row:
+    """Of bfloat16 and weights of e2m1."""
+    rows, columns, terms, groups = 12, 512, 384, (3,) if grouped else ()
+
+    def arrays(seed: int) -> Arrays:
+        rng = np.random.default_rng(seed)
+        found = (
+            drawn(rng, rows, terms), jnp.asarray(rng.integers(0, 256, (*groups, columns, terms // 2)), jnp.uint8),
+            jnp.asarray(rng.integers(120, 126, (*groups, columns, terms // 32)), jnp.uint8),
+        )  # fmt: skip
+        return (*found, ints([0, 2, 2, 9])) if grouped else found
+
+    rows_of, columns_of = P(None if grouped else "data"), P(*(None,) * len(groups), "model")
+    last = [P()] if grouped else []
+    split = Split((rows_of, columns_of, columns_of, *last), (P(None if grouped else "data", "model"),))
+    function = tsmla_jax.grouped_block_scaled_matmul if grouped else tsmla_jax.block_scaled_matmul
+    names = "x weight weight_scales" + " cu_rows" * grouped
+    weights = ("3, 512, 192", "3, 512, 12") if grouped else ("512, 192", "512, 12")
+    more = (0,) if grouped else ()
+    return Row(
+        named(function, names, x_scales=None), arrays, ("t, 384", *weights, *("4",)[: len(more)]),
+        [] if grouped else [(0, None, None)], [(0, 0, 0, *more)], splits={"rows and columns": split},
+        own=(0, None, None, *more), derivative=rf"^{function.__name__} has no derivative .*'reference'", inputs=(0,),
+    )  # fmt: skip
+
+
 def quantize() -> Row:
     data = P("data")
     return Row(
@@ -490,6 +516,8 @@ ROWS: dict[str, Row] = {
     "block_scaled_matmul": product(grouped=False), "grouped_block_scaled_matmul": product(grouped=True),
     "block_scaled_matmul-gated": product(grouped=False, gated=True),
     "grouped_block_scaled_matmul-gated": product(grouped=True, gated=True),
+    "block_scaled_matmul-mxfp4": mxfp4_product(grouped=False),
+    "grouped_block_scaled_matmul-mxfp4": mxfp4_product(grouped=True),
     "quantize_blocks": quantize(), "selection_bits": bits(), "compress_write_kv_cache": compress(),
 }  # fmt: skip
 

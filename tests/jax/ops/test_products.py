@@ -13,6 +13,7 @@ import pytest
 import tsmla_jax
 from tests.jax.ops.programs import ints, kernels, lower
 from tsmla_jax.ops import device
+from tsmla_jax.ops.block_scaled_matmul.reference import power
 
 pytestmark = pytest.mark.usefixtures("cache_directory", "quick_compilation")
 
@@ -90,6 +91,87 @@ def test_rows_without_scales_meet_the_weights_as_they_are(name: str, dtype: str)
                 parts = (stack["x"][own], stack["weight"][group], ones[own], stack["weight_scales"][group])
                 want[own] = exact(*parts)
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-3)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def packed(*groups: int, columns: int, terms: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """A random weight of e2m1, the exponents of its scales, and its numbers in float64."""
+    rng = np.random.default_rng(columns)
+    codes = rng.integers(0, 16, (*groups, columns, terms))
+    exponents = rng.integers(118, 130, (*groups, columns, -(-terms // 32)))
+    values = E2M1[codes] * np.repeat(2.0 ** (exponents - 127), 32, -1)[..., :terms]
+    bytes_of = codes[..., ::2] + 16 * codes[..., 1::2]
+    return jnp.asarray(bytes_of, jnp.uint8), jnp.asarray(exponents, jnp.uint8), values
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_packed_weights(name: str, dtype: str) -> None:
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((7, 336)), dtype)
+    wide = np.asarray(x, np.float64)
+    weight, exponents, values = packed(columns=40, terms=336)
+    out = tsmla_jax.block_scaled_matmul(x, weight, None, exponents, **FLOAT32, implementation=name)
+    np.testing.assert_allclose(out, wide @ values.T, rtol=1e-5, atol=1e-4)
+    weight, exponents, values = packed(4, columns=16, terms=336)  # one more than there are groups
+    cu_rows, rows = ints([0, 2, 2, 6]), ints([3, 1, 0, 6, 6, 2, 5])
+    form = {"rows": rows, "gated": True, **FLOAT32, "implementation": name}
+    got = tsmla_jax.grouped_block_scaled_matmul(x, weight, None, exponents[:3], cu_rows, **form)
+    for group, picks in ((0, [3, 1]), (2, [0, 6, 6, 2])):
+        want = gated_of(wide[picks] @ values[group].T, None)
+        np.testing.assert_allclose(got[:2] if group == 0 else got[2:6], want, rtol=1e-5, atol=1e-4)
+    assert not got[6:].any()
+
+
+def test_the_least_and_the_greatest_scale_of_packed_weights() -> None:
+    exponents = jnp.array([0, 1, 127, 254, 255], jnp.uint8)
+    np.testing.assert_array_equal(power(exponents), np.float32([2.0**-127, 2.0**-126, 1, 2.0**127, np.nan]))
+    weight, x = jnp.full((1, 16), 0x22, jnp.uint8), jnp.ones((1, 32), jnp.bfloat16)
+    for exponent, want in ((30, 32 * 2.0**-97), (240, 32 * 2.0**113), (255, np.nan)):
+        scales = jnp.full((1, 1), exponent, jnp.uint8)
+        out = tsmla_jax.block_scaled_matmul(x, weight, None, scales, **FLOAT32, implementation="reference")
+        np.testing.assert_array_equal(np.float64(out), want)
+
+
+def test_packed_calls_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    weight, exponents, _ = packed(3, columns=512, terms=256)
+    x, cu_rows = jnp.ones((9, 256), jnp.bfloat16), ints([0, 2, 2, 9])
+    dense = functools.partial(tsmla_jax.block_scaled_matmul, implementation="cute")
+    stack = functools.partial(tsmla_jax.grouped_block_scaled_matmul, implementation="cute")
+    ((_, config),) = kernels(jax.make_jaxpr(lambda *given: dense(given[0], given[1], None, given[2]))(
+        x, weight[0], exponents[0]
+    ))  # fmt: skip
+    assert config.packed and config.x_dtype == "bfloat16"
+    call = jax.make_jaxpr(lambda *given: stack(given[0], given[1], None, given[2], given[3], rows=cu_rows[:3]))
+    ((_, config),) = kernels(call(x, weight, exponents, cu_rows))
+    assert config.packed and config.picked
+    for change, text in (
+        (
+            (x.astype(jnp.float16), weight[0], exponents[0]),
+            "x's dtype is float16; .* takes bfloat16 with packed weights",
+        ),
+        (
+            (x[:, :160], weight[0, :, :80], exponents[0, :, :5]),
+            "K is 160; .* takes a multiple of 128 with packed weights",
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            dense(change[0], change[1], None, change[2])
+    for given, text in (
+        ((x[:, :255], weight[0], None, exponents[0]), r"x: got shape \[9, 255\]; K must be even, and static, with a"),
+        ((x, weight[0, :, :64], None, exponents[0]), r"weight: got shape \[512, 64\]; axis 1 must be 128 \(K / 2, of"),
+        ((x, weight[0], None, exponents[0, :, :4]), r"weight_scales: got shape \[512, 4\]; axis 1 must be 8 \(K / 32"),
+        ((x, weight[0], None, jnp.ones((512, 8))), r"weight_scales: got dtype float32; legal: uint8"),
+        ((x, weight[0], jnp.ones((9, 2)), exponents[0]), r"x_scales: got an array with a weight of uint8; legal: None"),
+        (
+            (x.astype(jnp.float8_e4m3fn), weight[0], None, exponents[0]),
+            r"x: got dtype float8_e4m3fn with a weight of ui",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            tsmla_jax.block_scaled_matmul(*given)
 
 
 def gated_of(product: np.ndarray, limit: float | None) -> np.ndarray:

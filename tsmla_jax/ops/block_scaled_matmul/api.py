@@ -17,21 +17,22 @@ from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.rules import FP8
 
 if TYPE_CHECKING:
-    from tsmla_jax.array_types import Array, Float, Float32
+    from tsmla_jax.array_types import Array, Float, Float32, UInt8
 
 
 def block_scaled_matmul(
     x: Float[Array, "T K"],
-    weight: Float[Array, "N K"],
+    weight: Float[Array, "N K"] | UInt8[Array, "N K/2"],
     x_scales: Float32[Array, "T K/128"] | None,
-    weight_scales: Float32[Array, "N/128 K/128"],
+    weight_scales: Float32[Array, "N/128 K/128"] | UInt8[Array, "N K/32"],
     *,
     gated: bool = False,
     limit: float | None = None,
     out_dtype: str = "bfloat16",
     implementation: Preference = None,
 ) -> Float[Array, "T N"] | tuple[Float[Array, "T N/2"], Float32[Array, "T N/256"]]:
-    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128.
+    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128, or of e2m1
+    with a scale for every 32 of a row (MXFP4).
 
     out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128]. Products
     and their sums are float32. As fp8_gemm_nt in DeepGEMM and the linear layers of DeepSeek-V3's own inference code
@@ -40,11 +41,13 @@ def block_scaled_matmul(
     Args:
       x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which then meet the weights as they
         are.
-      weight: [N, K] float8_e4m3fn, as checkpoints hold it.
+      weight: [N, K] float8_e4m3fn, as checkpoints hold it; or, with x of 16 or 32 bits, [N, K / 2] uint8: two numbers
+        of e2m1 a byte, the first in the lower four bits.
       x_scales: [T, K / 128] float32: of each row and 128 terms; rounded up, where the last block is a part. None
         unless x is float8_e4m3fn.
       weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; `weight_scale_inv` in
-        checkpoints.
+        checkpoints. Of e2m1 [N, K / 32] uint8, rounded up: the exponents of e8m0, 2^(s - 127) for each 32 of a row. The
+        kernel takes 2^-127 as 0.
       gated: the weight's first N / 2 rows and its last N / 2 make silu(x first) * (x last), computed in float32, of
         N / 2 columns: the gate and up projections of an MLP.
       limit: with gated, x first is at most this, and x last between its negative and it, as `swiglu_limit` in

@@ -84,13 +84,18 @@ def _transformable(form: ProductSpec, arch: str, num_sms: int) -> Callable[..., 
     results, whole = results_of(form, "t")
     return transforms.transformable(
         on_device,
-        rule=f"t k,{' t s,' * scaled} n k, m s -> {results}",
-        fixed=("k", "s", *whole),
+        rule=f"t k,{' t s,' * scaled} {weight_axes(form)} -> {results}",
+        fixed=("k", "p", "u", *(name for name in whole if name != "m")) if form.packed else ("k", "s", *whole),
         partition=functools.partial(_partition, form),
         fold=fold,
         shared=2,
         derivative=functools.partial(refuse, "block_scaled_matmul"),
     )
+
+
+def weight_axes(form: ProductSpec) -> str:
+    """A weight and its scales in a sharding rule, without the axis of groups: packed ones have scales for each row."""
+    return "n p, n u" if form.packed else "n k, m s"
 
 
 def refuse(op: str, *_: jax.Array) -> NoReturn:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.quantize_blocks import reference
-from tsmla_kernels.contract.products import BLOCK, ProductSpec, QuantizeBlocksSpec
+from tsmla_kernels.contract.products import BLOCK, PACKED, PACKED_BLOCK, ProductSpec, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8
 
 Result = jax.Array | tuple[jax.Array, jax.Array]
@@ -22,8 +22,31 @@ def block_scaled_matmul(
 
 def product(x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array) -> jax.Array:
     """The product itself, [T, N] float32."""
-    rows, columns = widened(x, x_scales), widened(weight, spread(weight_scales, weight.shape[0], axis=0))
+    if weight.dtype == PACKED:
+        columns = unpacked(weight, weight_scales)
+    else:
+        columns = widened(weight, spread(weight_scales, weight.shape[0], axis=0))
+    rows = widened(x, x_scales)
     return jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of e2m1 without their sign."""
+
+
+def unpacked(weight: jax.Array, scales: jax.Array) -> jax.Array:
+    """Packed weights [..., K / 2] of e2m1 times the powers of two [..., K / 32] that their scales' exponents give, in
+    float32: [..., K]."""
+    codes = jnp.stack([weight & 15, weight >> 4], axis=-1).reshape(*weight.shape[:-1], -1)
+    values = jnp.array([*E2M1, *(-value for value in E2M1)], jnp.float32)[codes]
+    return values * jnp.repeat(power(scales), PACKED_BLOCK, axis=-1)[..., : values.shape[-1]]
+
+
+def power(exponents: jax.Array) -> jax.Array:
+    """2 to the exponents less 127, in float32; NaN for 255."""
+    bits = exponents.astype(jnp.int32) << 23
+    bits = jnp.where(exponents == 0, 1 << 22, jnp.where(exponents == 255, 0x7FC00000, bits))
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def finished(product: jax.Array, spec: ProductSpec) -> Result:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.block_scaled_matmul.reference import Result, finished, spread
+from tsmla_jax.ops.block_scaled_matmul.reference import Result, finished, spread, unpacked
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.transforms import refuse_derivative
-from tsmla_kernels.contract.products import BLOCK, ProductSpec
+from tsmla_kernels.contract.products import BLOCK, ProductSpec, blocks_of
 
 ALTERNATIVE = "use implementation='reference'"
 
@@ -18,6 +18,8 @@ def block_scaled_matmul(
     x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
 ) -> Result:
     """out [T, N] as the public block_scaled_matmul documents it."""
+    if spec.packed:
+        weight, weight_scales = unpacked_blocks(weight, weight_scales)
     rows, columns = whole_blocks(x), whole_blocks(weight)
 
     def step(b: jax.Array, total: jax.Array) -> jax.Array:
@@ -28,7 +30,7 @@ def block_scaled_matmul(
             product *= lax.dynamic_slice_in_dim(x_scales, b, 1, axis=1)
         return total + product * scales
 
-    narrow, precision = factors(x)
+    narrow, precision = factors(x, spec)
     operands = [array for array in (x, weight, x_scales, weight_scales) if array is not None]
     start = carry(jnp.zeros((x.shape[0], weight.shape[0]), jnp.float32), *operands)
     total = lax.fori_loop(0, weight_scales.shape[1], step, start)
@@ -36,10 +38,18 @@ def block_scaled_matmul(
     return finished(refused, spec)
 
 
-def factors(x: jax.Array) -> tuple[jnp.dtype, lax.Precision]:
-    """The dtype in which x is multiplied with e4m3, and the precision that loses nothing of it."""
-    if x.dtype == jnp.float32:
-        return x.dtype, lax.Precision.HIGHEST
+def unpacked_blocks(weight: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Packed weights as bfloat16, which has them exactly, and scales of 1 for blocks of 128 x 128."""
+    wide = unpacked(weight, scales).astype(jnp.bfloat16)
+    blocks = (*weight.shape[:-2], blocks_of(weight.shape[-2]), blocks_of(wide.shape[-1]))
+    return wide, jnp.ones(blocks, jnp.float32)
+
+
+def factors(x: jax.Array, spec: ProductSpec) -> tuple[jnp.dtype, lax.Precision]:
+    """The dtype in which x is multiplied with weights, and the precision that loses nothing of either. Packed weights
+    may be too small or too large for float16."""
+    if x.dtype == jnp.float32 or (spec.packed and x.dtype == jnp.float16):
+        return jnp.dtype(jnp.float32), lax.Precision.HIGHEST
     return jnp.dtype(jnp.float16 if x.dtype == jnp.float16 else jnp.bfloat16), lax.Precision.DEFAULT
 
 

@@ -18,6 +18,7 @@ from tsmla_jax.ops.block_scaled_matmul.cute import (
     refuse,
     results_of,
     shapes_of,
+    weight_axes,
     without_sizes,
 )
 from tsmla_jax.ops.block_scaled_matmul.reference import Result
@@ -75,11 +76,14 @@ def _transformable(form: ProductSpec, arch: str, num_sms: int) -> Callable[..., 
         return (out[0], out[1]) if form.out_dtype == FP8 else out[0]
 
     results, whole = results_of(form, "r" if picks else "t")
+    weight, of_weight = weight_axes(form).split(", ")
+    absent = {"m", "s"} if form.packed else {"p", "u"}
+    absent |= set() if picks else {"r"}
     return transforms.transformable(
         on_device,
-        rule=f"t k,{' t s,' * scaled}{' r,' * picks} b, w n k, e m s -> {results}",
+        rule=f"t k,{' t s,' * scaled}{' r,' * picks} b, w {weight}, e {of_weight} -> {results}",
         fixed=tuple(
-            name for name in ("t", "k", "s", "r", "b", "w", *whole[:1], "e", *whole[1:]) if name != "r" or picks
+            name for name in ("t", "k", "s", "r", "b", "w", *whole[:1], "p", "e", "u", *whole[1:]) if name not in absent
         ),
         partition=functools.partial(_partition, form),
         derivative=functools.partial(refuse, "grouped_block_scaled_matmul"),

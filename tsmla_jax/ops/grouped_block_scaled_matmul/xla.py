@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.block_scaled_matmul.reference import Result, finished, spread
-from tsmla_jax.ops.block_scaled_matmul.xla import ALTERNATIVE, block_of, factors, whole_blocks
+from tsmla_jax.ops.block_scaled_matmul.xla import ALTERNATIVE, block_of, factors, unpacked_blocks, whole_blocks
 from tsmla_jax.ops.grouped_block_scaled_matmul.reference import picked
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.transforms import refuse_derivative
@@ -27,6 +27,8 @@ def grouped_block_scaled_matmul(
     """out [T, N] as the public grouped_block_scaled_matmul documents it."""
     x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
     row, weight = jnp.arange(x.shape[0], dtype=jnp.int32), weight[: weight_scales.shape[0]]
+    if spec.packed:
+        weight, weight_scales = unpacked_blocks(weight, weight_scales)
     used = (row < cu_rows[-1])[:, None]
     group = jnp.clip(jnp.searchsorted(cu_rows, row, side="right") - 1, 0, weight.shape[0] - 1)
     terms, columns = whole_blocks(jnp.where(used, x, jnp.zeros((), x.dtype))), whole_blocks(weight)
@@ -42,7 +44,7 @@ def grouped_block_scaled_matmul(
             product *= lax.dynamic_slice_in_dim(x_scales, b, 1, axis=1)
         return total + jnp.where(used, product, 0)
 
-    narrow, precision = factors(x)
+    narrow, precision = factors(x, spec)
     operands = [array for array in (x, weight, x_scales, weight_scales, cu_rows) if array is not None]
     start = carry(jnp.zeros((x.shape[0], weight.shape[1]), jnp.float32), *operands)
     total = lax.fori_loop(0, weight_scales.shape[2], step, start)

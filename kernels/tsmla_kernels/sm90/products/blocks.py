@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 
@@ -26,12 +26,15 @@ AHEAD = 2
 WIDE = 4
 """For this many steps of 16 terms a lane holds the weights in 16 bits; as many steps are in flight."""
 
+ONE_BYTE = 0x4440
+"""A selector of prmt, less the byte's index: that byte in the low one of a word, zeros in the others."""
+
 
 class Held(NamedTuple):
     """A lane's registers for weights that it widens, kept from block to block.
 
     Attributes:
-      narrow: [4, AHEAD], four pairs of e4m3 for each step of 16 terms.
+      narrow: [4, AHEAD], four pairs of e4m3, or four words of packed weights, for each step of 16 terms.
       wide: [4, WIDE], four pairs of 16-bit numbers for each step.
     """
 
@@ -182,19 +185,19 @@ class TokenBlocks:
 
 
 class WideBlocks:
-    """Device functions for x of 16 bits: weights are the operand in registers, widened there. wave_scales: bytes
-    from a wave's scale to the next wave's. If gated, a lane's first row is of the weight's first half, and its second
-    row of the second half."""
+    """Device functions for x of 16 bits: weights are the operand in registers, widened there. tokens: how many of the
+    tile's tokens are multiplied, from the first one on. wave_scales: bytes from a wave's scale to the next wave's. If
+    gated, a lane's first row is of the weight's first half, and its second row of the second half."""
 
     wave_scales = 0
 
-    def __init__(self, config: ProductConfig) -> None:
-        self.config = config
+    def __init__(self, config: ProductConfig, tokens: int) -> None:
+        self.config, self.tokens = config, tokens
         self.dtype = DTYPES[config.x_dtype]
 
     def mma(self) -> cute.TiledMma:
         """A tiled MMA for the product of a block."""
-        k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.tokens)
+        k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.tokens)
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM
         )
@@ -214,14 +217,7 @@ class WideBlocks:
         group, wave, thread = part
         narrow, wide = held.narrow, held.wide
         thr = mma.first.get_slice(thread)
-        half_bytes = config.tokens * BLOCK
-        x = shared.x.toint() + index * (2 * half_bytes)
-        halves = [
-            mma.first.make_fragment_B(
-                thr.partition_B(operand(uniform(x + half * half_bytes), config.tokens, self.dtype))
-            )
-            for half in range(2)
-        ]  # fmt: skip
+        halves = self.operands(shared, mma, index, thread)
         mine = (group * config.waves + wave) * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4  # and eight further
         here = shared.weight.toint() + index * (config.rows * BLOCK) + mine * BLOCK
         here += ((mine % 8) * 16) ^ (thread % 4 * 2)
@@ -242,6 +238,17 @@ class WideBlocks:
             cute.gemm(kind, acc, weight[None, None, 0], halves[step // 4][None, None, step % 4], acc)
             warpgroup.commit_group()
 
+    def operands(self, shared: Shared, mma: Mma, index: Int32, thread: Int32) -> list[cute.Tensor]:
+        """The halves of x's block in stage `index`, of 64 terms each, as operands."""
+        thr, half_bytes = mma.first.get_slice(thread), self.config.tokens * BLOCK
+        x = shared.x.toint() + index * (2 * half_bytes)
+        return [
+            mma.first.make_fragment_B(
+                thr.partition_B(operand(uniform(x + half * half_bytes), self.tokens, self.dtype))
+            )
+            for half in range(2)
+        ]  # fmt: skip
+
     def read(self, here: Int32, step: int, narrow: cute.Tensor) -> None:
         """Read the lane's weights of step `step`: terms 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of its two rows, where q is
         lane % 4."""
@@ -256,8 +263,73 @@ class WideBlocks:
         factors = [load_scale(scales + 4 * half) for half in range(1 + gated)]
         warpgroup.wait_group(0)
         release(empty)
-        for i in cutlass.range_constexpr(self.config.tokens // 2):
+        for i in cutlass.range_constexpr(self.tokens // 2):
             sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 * gated]
+
+
+class PackedBlocks:
+    """Device functions for x of bfloat16 and packed weights, which become bfloat16 in registers and are multiplied by
+    their scales there, both exactly. So the tensor cores add the products to a wave's sums, and a wave does not wait
+    for the one before. Otherwise as WideBlocks."""
+
+    wave_scales = 0
+
+    def __init__(self, config: ProductConfig, tokens: int) -> None:
+        self.config, self.tokens, self.dtype = config, tokens, BFloat16
+        self.products = WideBlocks(config, tokens)
+        self.mma, self.held = self.products.mma, self.products.held
+
+    def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
+        """0: `multiply` finds the exponents by itself."""
+        return Int32(0)
+
+    @cute.jit
+    def multiply(self, shared: Shared, mma: Mma, acc: cute.Tensor, held: Held, index: Int32, part: Part) -> None:
+        """Issue a wave's product in stage `index`. acc: the wave's sums."""
+        config = self.config
+        group, wave, thread = part
+        narrow, wide = held.narrow, held.wide
+        shape = mma.first.get_slice(thread).partition_shape_A((GROUP_ROWS, 16))
+        halves = self.products.operands(shared, mma, index, thread)
+        mine = (group * config.waves + wave) * GROUP_ROWS + thread // 32 * 16 + thread % 32 // 4  # and eight further
+        here = shared.weight.toint() + index * (config.rows * config.weight_bytes) + mine * config.weight_bytes
+        here += mine // 2 % 4 * 16
+        exponents = shared.scales.toint() + index * (config.scale_words * 4) + mine * 4
+        of_rows = [load_word(exponents + 32 * row) for row in range(2)]
+        selector = thread % 4 + ONE_BYTE
+        scales = [Int32(0), Int32(0)]
+        for step in cutlass.range_constexpr(AHEAD):
+            self.read(here, step, narrow)
+        for step in cutlass.range_constexpr(BLOCK // 16):
+            if const_expr(step >= WIDE or wave > 0):
+                warpgroup.wait_group(WIDE - 1)
+            if const_expr(step % 2 == 0):
+                scales = [power(of_rows[row], step // 2) for row in range(2)]
+            for i in cutlass.range_constexpr(4):
+                wide[i, step % WIDE] = unpacked(narrow[i, step % AHEAD], selector, scales[i % 2])
+            if const_expr(step + AHEAD < BLOCK // 16):
+                self.read(here, step + AHEAD, narrow)
+            pairs = cute.recast_tensor(wide[None, step % WIDE], self.dtype)
+            weight = cute.make_tensor(pairs.iterator, cute.make_layout(shape))
+            warpgroup.fence()
+            cute.gemm(mma.more, acc, weight[None, None, 0], halves[step // 4][None, None, step % 4], acc)
+            warpgroup.commit_group()
+
+    def read(self, here: Int32, step: int, narrow: cute.Tensor) -> None:
+        """Read the eight bytes of step `step` of the lane's two rows, as two words each. A lane needs one byte of every
+        word; the four lanes of a row read the same words."""
+        for row in range(2):
+            words = load_words((here ^ (step // 2 * 16)) + (row * (8 * self.config.weight_bytes) + step % 2 * 8))
+            for half in range(2):
+                narrow[2 * half + row, step % AHEAD] = words[half]
+
+    @cute.jit
+    def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
+        """After the last wave wait for all products, and arrive on `empty`, as in WeightBlocks. They are in the sums
+        already."""
+        if const_expr(empty is not None):
+            warpgroup.wait_group(0)
+            release(empty)
 
 
 @cute.jit
@@ -290,6 +362,46 @@ def load_pair(address: Int32) -> Int32:
         "{ .reg .b16 h; ld.shared.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
         write_only_types=[Int32],
         read_only_args=[address],
+    )
+
+
+def load_word(address: Int32) -> Int32:
+    """Load a word of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )  # fmt: skip
+
+
+def load_words(address: Int32) -> tuple[Int32, Int32]:
+    """Load two neighbouring words of shared memory."""
+    first, second = cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address]
+    )
+    return first, second
+
+
+def power(exponents: Int32, byte: int) -> Int32:
+    """2 to the power of exponent `byte` of a word, less 127, twice as bfloat16. An exponent of 0 gives 0, which is 2 to
+    the power of -127 in products that do not underflow."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 p; prmt.b32 p, {{$r0}}, 0, {0x0404 | byte << 4 | byte << 12}; shr.u32 {{$w0}}, p, 1; }}",
+        write_only_types=[Int32],
+        read_only_args=[exponents],
+    )
+
+
+def unpacked(word: Int32, selector: Int32, scale: Int32) -> Int32:
+    """The two numbers of e2m1 in a byte of a word, times `scale`, as two of bfloat16; exactly. selector: ONE_BYTE and
+    the byte's index.
+
+    Exponent and mantissa go where bfloat16 has the low bits of its exponent and the high bit of its mantissa. That is a
+    number too small by 2^126, in subnormals too."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 b, s, m, f; mov.b32 f, 0x7E807E80; prmt.b32 b, {$r0}, 0, {$r1}; mul.lo.u32 b, b, 0x40040;"
+        " shl.b32 s, b, 6; and.b32 m, b, 0x01C001C0; and.b32 s, s, 0x80008000; or.b32 m, m, s; mul.rn.bf16x2 m, m, f;"
+        " mul.rn.bf16x2 {$w0}, m, {$r2}; }",
+        write_only_types=[Int32],
+        read_only_args=[word, selector, scale],
     )
 
 

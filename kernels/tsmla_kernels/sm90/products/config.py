@@ -22,12 +22,14 @@ PAIR_BYTES = 115_712
 """Shared memory of each CTA, in bytes, if a multiprocessor holds two CTAs."""
 FIXED_BLOCKS = 4
 """A tile's start and end take as long as this many blocks of terms."""
-LEAST_CTAS, LEAST_WIDE_CTAS = 48, 100
-"""Fewest CTAs that read weights as fast as memory allows, for x of e4m3 and for x of 16 bits. If there are fewer tiles,
-each tile's sum may be split among CTAs."""
+LEAST_CTAS = 100
+"""Fewest CTAs that read weights as fast as memory allows. If there are fewer tiles, each tile's sum may be split among
+CTAs."""
 LARGE_MEAN = 128
 """If groups have this many rows on average and their sizes are random, a tile of 192 rows holds nearly every group.
 An unknown mean is taken to be this."""
+FEW_MEAN = 10
+"""If groups have this many rows on average, a tile of 16 rows serves most of them."""
 _TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
 """Measured times of a block of terms of a tile, relative to (2, 1), by (groups, waves)."""
 X_DTYPES = (FP8, "bfloat16", "float16")
@@ -42,6 +44,8 @@ class ProductConfig:
     Attributes:
       out_dtype: the dtype of the result. e4m3, which only gated products have, comes with a scale per 128 columns.
       x_dtype: the dtype of the activations: e4m3 with scales, or bfloat16 or float16 without scales.
+      packed: whether weights are e2m1, two in a byte, with a scale for 32 of a row; otherwise they are e4m3. Only with
+        activations of bfloat16.
       grouped: whether rows of x belong to groups, each with a weight of its own.
       gated: whether the result is silu(x first^T) * (x second^T), where `first` and `second` are the halves of the
         weight. A tile then has as many rows of the first half as of the second.
@@ -49,6 +53,9 @@ class ProductConfig:
       limit: if gated, the first half's product is limited to at most this, and the second half's to a magnitude of at
         most this; None for no limit.
       tokens: how many rows of x a tile has, a multiple of 8.
+      tail: a tile whose group has at most this many rows left is multiplied as a tile of this many tokens; with
+        tokens_first, where it is GROUP_ROWS, a math warpgroup none of whose tokens the group has multiplies nothing.
+        0 if all tiles are multiplied whole.
       groups: how many math warpgroups a CTA has.
       waves: how many products of a block of terms each math warpgroup computes, one after the other.
       tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows; otherwise M are 64 of
@@ -71,6 +78,8 @@ class ProductConfig:
     gated: bool = False
     limit: float | None = None
     picked: bool = False
+    tail: int = 0
+    packed: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -131,19 +140,27 @@ class ProductConfig:
         return 1 if self.wide else self.tokens
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of a block of terms of a weight row."""
+        return BLOCK // 2 if self.packed else BLOCK
+
+    @property
     def scale_words(self) -> int:
-        """How many words a stage has for scales, rounded up to a multiple of 4."""
+        """How many words a stage has for scales, rounded up to a multiple of 4. Packed weights have a word for each
+        row: the exponents of a block's four scales."""
+        if self.packed:
+            return self.rows
         return -(-self.scale_blocks * self.block_scales // 4) * 4
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: a block of terms of the tile's weights and of x."""
-        return (self.rows + self.tokens * (1 + self.wide)) * BLOCK
+        return self.rows * self.weight_bytes + self.tokens * (1 + self.wide) * BLOCK
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of a stage that TMA copies: all but picked rows of x."""
-        return self.rows * BLOCK if self.picked else self.stage_bytes
+        return self.rows * self.weight_bytes if self.picked else self.stage_bytes
 
     @property
     def pass_columns(self) -> int:
@@ -215,13 +232,19 @@ def product_reasons(spec: ProductSpec) -> list[str]:
     kernel, reasons = "the sm_90 kernel of block-scaled products", []
     if spec.x_dtype not in X_DTYPES:
         reasons.append(f"x's dtype is {spec.x_dtype}; {kernel} takes {', '.join(X_DTYPES)}")
+    if spec.packed and spec.x_dtype != "bfloat16":
+        reasons.append(f"x's dtype is {spec.x_dtype}; {kernel} takes bfloat16 with packed weights")
     columns = 2 * BLOCK if spec.gated else 8  # gated: a tile has whole blocks of both halves of the weight
-    for letter, size, multiple in (("K", spec.num_terms, 16), ("N", spec.num_columns, columns)):
+    # Packed: the exponents of a block's scales are loaded as one word.
+    for letter, size, multiple in (
+        ("K", spec.num_terms, BLOCK if spec.packed else 16),
+        ("N", spec.num_columns, columns),
+    ):
         if not isinstance(size, int):
             reasons.append(f"{letter} is symbolic; {kernel} takes a static one")
         elif size % multiple:
-            gated = " if gated" if multiple > 16 else ""
-            reasons.append(f"{letter} is {size}; {kernel} takes a multiple of {multiple}{gated}")
+            form = " if gated" if multiple == 2 * BLOCK else " with packed weights" if multiple == BLOCK else ""
+            reasons.append(f"{letter} is {size}; {kernel} takes a multiple of {multiple}{form}")
     return reasons
 
 
@@ -233,7 +256,7 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
     config = ProductConfig(
         spec.out_dtype, spec.x_dtype, groups is not None, num_sms=num_sms, gated=spec.gated, limit=spec.limit
     )
-    config = replace(config, picked=spec.num_picked is not None)
+    config = replace(config, picked=spec.num_picked is not None, packed=spec.packed)
     if groups is not None:
         known = isinstance(rows, int) and isinstance(groups, int)
         return _grouped(config, -(-rows // groups) if known else LARGE_MEAN)
@@ -244,24 +267,29 @@ def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
     """The configuration for groups of `mean` rows on average, the fastest of those that LOG.md lists. Reading the
     weights takes most of the time, so a tile holds all rows of most groups. A second tile of a group reads the group's
     weights again, from L2."""
-    if mean <= 2 and not (config.gated or config.picked):
-        return replace(config, tokens=16, waves=1, ctas=2)
+    few = not (config.gated or config.picked)  # two CTAs have room on a multiprocessor
+    if mean <= FEW_MEAN and (config.wide or mean <= 2):
+        config = replace(config, tokens=16)
+        return replace(config, waves=1, ctas=2) if few else config
     if config.wide:
         return _grouped_wide(config, mean)
     if mean <= 40:
-        return _whole_blocks(replace(config, tokens=64, waves=1))
+        tokens = 64 if few or mean > 24 else 16 if mean <= FEW_MEAN else 32
+        return _whole_blocks(replace(config, tokens=tokens, waves=1))
     config = replace(config, tokens_first=True)
     # With picked rows the other warps need more registers than three math warpgroups leave.
     whole = mean <= 80 or mean >= 4 * LARGE_MEAN or config.quantized or config.picked
-    return config if whole else replace(config, tokens=192, groups=3, waves=1)
+    return config if whole else replace(config, tokens=192, groups=3, waves=1, tail=GROUP_ROWS)
 
 
 def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
     """`_grouped` for x of 16 bits."""
+    if mean <= 24:
+        return replace(config, tokens=32, tail=16)
     if mean <= 48:
-        return replace(config, tokens=64)
+        return replace(config, tokens=48, tail=24)
     if mean <= 80:
-        return replace(config, tokens=96)
+        return replace(config, tokens=96, tail=48)
     return replace(config, tokens=176, waves=1) if mean <= 160 and not config.gated else config
 
 
@@ -294,10 +322,10 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
     best = min(reversed(candidates), key=time)
     if best.quantized and best.tokens > 64:
         return best  # a split sum would need more registers than there are
-    least = LEAST_WIDE_CTAS if config.wide else LEAST_CTAS
     tiles = _tiles(best, rows, spec.num_columns)
-    split = (replace(best, splits=splits) for splits in (8, 4, 2) if splits <= blocks and tiles * splits < 2 * least)
-    return next((config for config in split if config.has_room and tiles < least), best)
+    most = 2 * LEAST_CTAS if config.wide else config.num_sms
+    split = (replace(best, splits=splits) for splits in (8, 4, 2) if splits <= blocks and tiles * splits <= most)
+    return next((config for config in split if config.has_room and tiles < LEAST_CTAS), best)
 
 
 def _tiles(config: ProductConfig, rows: int, columns: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
@@ -25,8 +25,11 @@ class Copies:
     def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
         self.config, self.tiles = config, tiles
         self.x_dtype = DTYPES[config.x_dtype]
+        self.weight_dtype = Uint8 if config.packed else Float8E4M3FN
         self.x_boxes = 1 + config.wide  # boxes of a block of x; a box has 128 bytes of each of the tile's rows
         self.scales_of_lane = 0 if config.wide else -(-config.tokens // 32)
+        self.weight_scales_of_lane = config.rows // 32 if config.packed else config.scale_blocks
+        self.scale_dtype = Int32 if config.packed else Float32
         read_once = config.grouped or config.tokens < 128
         self.picked = PickedRows(config)
         self.weight_policy = EVICT_FIRST if read_once else EVICT_NORMAL
@@ -37,12 +40,15 @@ class Copies:
         config, weight, x = self.config, arrays.weight, arrays.x
         # TMA needs rows at multiples of 16 bytes. The host has checked this.
         pitch = cute.assume(x.stride[0], divby=16)
-        groups, stride = 1, pitch
+        groups, weight_pitch = 1, pitch
+        if const_expr(config.packed):
+            weight_pitch = cute.assume(weight.stride[len(weight.shape) - 2], divby=16)
+        stride = weight_pitch
         if const_expr(config.grouped):
             groups, stride = weight.shape[0], cute.assume(weight.stride[0], divby=16)
-        weights = self.weight_rows(arrays, pitch, (groups, stride))
+        weights = self.weight_rows(arrays, weight_pitch, (groups, stride))
         tokens = cute.make_tensor(x.iterator, cute.make_layout(x.shape, stride=(pitch, 1)))
-        weight_box, x_box = (*self.box_rows(), BLOCK), (config.tokens, BLOCK // self.x_boxes)
+        weight_box, x_box = (*self.box_rows(), config.weight_bytes), (config.tokens, BLOCK // self.x_boxes)
         weight_layout, x_layout = self.weight_box_layout(), self.box_layout(self.x_dtype, x_box)
         load = cpasync.CopyBulkTensorTileG2SOp()
         return Tma(
@@ -56,6 +62,8 @@ class Copies:
         lane of the math warps has a row of the first half and the same row of the second. groups: how many there are,
         and the stride from one group's weight to the next."""
         (count, stride), terms = groups, arrays.x.shape[1]
+        if const_expr(self.config.packed):
+            terms = arrays.weight.shape[len(arrays.weight.shape) - 1]  # bytes
         width = arrays.out.shape[1]
         layout = cute.make_layout((width, terms, count), stride=(pitch, 1, stride))
         if const_expr(self.config.gated):
@@ -70,9 +78,10 @@ class Copies:
     def weight_box_layout(self) -> cute.ComposedLayout:
         """The layout of a stage's weights in shared memory, in the modes of `weight_rows`."""
         if not self.config.gated:
-            return self.box_layout(Float8E4M3FN, (self.config.rows, BLOCK))
-        rows = cute.make_layout((*self.box_rows(), BLOCK), stride=(BLOCK, 8 * BLOCK, 16 * BLOCK, 1))
-        return cute.make_composed_layout(layout_atom(Float8E4M3FN).inner, 0, rows)
+            return self.box_layout(self.weight_dtype, (self.config.rows, self.config.weight_bytes))
+        pitch = self.config.weight_bytes
+        rows = cute.make_layout((*self.box_rows(), pitch), stride=(pitch, 8 * pitch, 16 * pitch, 1))
+        return cute.make_composed_layout(layout_atom(self.weight_dtype).inner, 0, rows)
 
     def box_layout(self, dtype: type[cutlass.Numeric], box: tuple[int, int]) -> cute.ComposedLayout:
         return cute.tile_to_shape(layout_atom(dtype), box, (0, 1))
@@ -115,8 +124,8 @@ class Copies:
     @cute.jit
     def copy_weights(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of the tile's weight rows."""
-        modes = (*self.box_rows(), BLOCK)
-        boxes = self.boxes_at(shared.weight, Float8E4M3FN, self.config.rows, 1)
+        modes = (*self.box_rows(), self.config.weight_bytes)
+        boxes = self.boxes_at(shared.weight, self.weight_dtype, self.config.rows, 1)
         place: tuple[Int32, ...] = (tile.column, b, tile.group)
         if const_expr(self.config.gated):
             boxes = cute.make_tensor(boxes.iterator, self.gated_boxes())
@@ -139,14 +148,15 @@ class Copies:
 
     def gated_boxes(self) -> cute.Layout:
         """The weights of all stages as (row of eight, half, eight rows, term, stage)."""
-        rows = self.config.rows
+        rows, pitch = self.config.rows, self.config.weight_bytes
         return cute.make_layout(
-            (8, 2, rows // 16, BLOCK, self.config.stages), stride=(BLOCK, 8 * BLOCK, 16 * BLOCK, 1, rows * BLOCK)
+            (8, 2, rows // 16, pitch, self.config.stages), stride=(pitch, 8 * pitch, 16 * pitch, 1, rows * pitch)
         )
 
     def boxes_at(self, memory: cute.Pointer, dtype: type[cutlass.Numeric], rows: int, boxes: int) -> cute.Tensor:
-        """The boxes of all stages as (row, term, box, stage). A row of a box has 128 bytes."""
-        terms = BLOCK * 8 // dtype.width
+        """The boxes of all stages as (row, term, box, stage). A row of a box has 128 bytes; of packed weights, whose
+        terms are counted in bytes here, 64."""
+        terms = self.config.weight_bytes if dtype is Uint8 else BLOCK * 8 // dtype.width
         return cute.make_tensor(
             cute.recast_ptr(memory, layout_atom(dtype).inner, dtype=dtype),
             cute.make_layout(
@@ -164,7 +174,7 @@ class Copies:
         config = self.config
         index, phase, ahead = turn, Int32(1), turn  # ahead: how many other warps' blocks come before this warp's next
         item = place.cluster
-        values = cute.make_rmem_tensor((self.scales_of_lane + config.scale_blocks,), Float32)
+        values = cute.make_rmem_tensor((self.scales_of_lane + self.weight_scales_of_lane,), self.scale_dtype)
         rows = cute.make_rmem_tensor((-(-config.tokens // 32) if config.picked else 1,), Int32)
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
         while tile.group >= 0:
@@ -177,7 +187,10 @@ class Copies:
                 wait_busily(shared.empty + index, phase)
                 if const_expr(config.picked):
                     self.picked.copy(arrays, shared, index, tile, b, rows)
-                self.store_scales(shared, index, values)
+                if const_expr(config.packed):
+                    self.store_exponents(shared, index, values)
+                else:
+                    self.store_scales(shared, index, values)
                 if const_expr(config.picked):
                     self.picked.wait()
                 cute.arch.sync_warp()
@@ -206,6 +219,15 @@ class Copies:
             if lane + 32 * i < cutlass.min(tile.rows, config.tokens):
                 scale = arrays.x_scales[rows[i] if const_expr(config.picked) else tile.row + lane + 32 * i, b]
             values[i] = scale
+        if const_expr(config.packed):
+            self.load_exponents(arrays, tile, b, values)
+        else:
+            self.load_weight_scales(arrays, tile, b, values)
+
+    @cute.jit
+    def load_weight_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor) -> None:
+        """Load the weights' scales of block `b` behind those of x."""
+        config = self.config
         blocks = quotient(Int32(arrays.out.shape[1]) + (BLOCK - 1), BLOCK)
         for i in cutlass.range_constexpr(config.scale_blocks):
             row = quotient(tile.column * config.width, BLOCK)
@@ -214,6 +236,41 @@ class Copies:
                 values[self.scales_of_lane + i] = arrays.weight_scales[tile.group, row, b]
             else:
                 values[self.scales_of_lane + i] = arrays.weight_scales[row, b]
+
+    @cute.jit
+    def load_exponents(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor) -> None:
+        """Load the exponents of block `b` of every 32nd row of the tile's packed weights, the four of a row as one
+        word. Rows past the last one get 0."""
+        config = self.config
+        lane, columns = cute.arch.lane_idx(), Int32(arrays.out.shape[1])
+        pitch = Int32(arrays.weight_scales.shape[len(arrays.weight_scales.shape) - 1])
+        start = arrays.weight_scales.iterator.toint() + Int64(b) * 4
+        if const_expr(config.grouped):
+            start += Int64(tile.group) * Int64(arrays.weight_scales.stride[0])
+        for i in cutlass.range_constexpr(config.rows // 32):
+            row, column = lane + 32 * i, Int32(0)
+            if const_expr(config.gated):
+                # Eight rows of the weight's first half and eight of its second half alternate.
+                column = tile.column * config.width + row // 16 * 8 + row % 8
+                row = column + row // 8 % 2 * columns
+            else:
+                row = tile.column * config.rows + row
+                column = row
+            exponents = Int32(0)
+            if column < columns:
+                address = start + Int64(row) * Int64(pitch)
+                exponents = cute.make_tensor(
+                    cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(1)
+                )[0]
+            values[i] = exponents
+
+    @cute.jit
+    def store_exponents(self, shared: Shared, index: Int32, values: cute.Tensor) -> None:
+        """Store the exponents of a block into stage `index`, a word for each row of the tile."""
+        first = shared.scales.toint() + index * (self.config.scale_words * 4) + cute.arch.lane_idx() * 4
+        for i in cutlass.range_constexpr(self.config.rows // 32):
+            there = cute.make_ptr(Int32, first + i * 128, cute.AddressSpace.smem, assumed_align=4)
+            cute.make_tensor(there, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
     def store_scales(self, shared: Shared, index: Int32, values: cute.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
@@ -19,9 +19,11 @@ class Arrays(NamedTuple):
     """The arrays of a launch, in the order of its operands.
 
     Attributes:
-      x: [R, K], or [T, K] if there are `rows`. weight: [N, K] or [E, N, K] of e4m3.
+      x: [R, K], or [T, K] if there are `rows`. weight: [N, K] or [E, N, K] of e4m3; if packed, [N, K / 2] or
+        [E, N, K / 2] bytes.
       x_scales: [R, K / 128], or [T, K / 128] if there are `rows`, rounded up, float32; None if x has 16 bits.
-      weight_scales: [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32.
+      weight_scales: [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32; if packed, the exponents
+        [N, K / 32] or [E, N, K / 32], one byte each.
       cu_rows: [E + 1] int32; None without groups.
       rows: [R] int32; None if x's rows come in order.
       out: [R, N], if gated [R, N / 2].
@@ -115,8 +117,9 @@ class Walk(NamedTuple):
 
 
 def layout_atom(dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-    """The swizzled layout of weights and x in shared memory: rows of 128 bytes."""
-    return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
+    """The swizzled layout of weights and x in shared memory: rows of 128 bytes, or of 64 bytes of packed weights."""
+    packed = dtype is Uint8
+    return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64 if packed else SmemLayoutAtomKind.K_SW128, dtype)
 
 
 def make_storage(config: ProductConfig) -> Any:
@@ -135,7 +138,7 @@ def make_storage(config: ProductConfig) -> Any:
     if config.amax_words:
         fields["amax"] = cute.struct.Align[arrays[Float32, config.amax_words], 128]
     # The stages lie together, because the parts of a split sum take their place.
-    fields["weight"] = cute.struct.Align[arrays[Float8E4M3FN, stages * config.rows * 128], 1024]
+    fields["weight"] = cute.struct.Align[arrays[Float8E4M3FN, stages * config.rows * config.weight_bytes], 1024]
     fields["x"] = cute.struct.Align[arrays[DTYPES[config.x_dtype], stages * config.tokens * 128], 1024]
     return storage_of_fields(fields, config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from tsmla_kernels.contract.products import PACKED
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import grouped_product_spec, product_spec, quantize_blocks_spec
 from tsmla_kernels.sm90.constants import FP8
@@ -24,9 +25,9 @@ def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
     offsets = (Operand("cu_rows", "int32", (None,), align=4),) if config.grouped else ()
     return (
         Operand("x", config.x_dtype, (None, None)),
-        Operand("weight", FP8, (*stack, None, None)),
+        Operand("weight", PACKED if config.packed else FP8, (*stack, None, None)),
         *x_scales,
-        Operand("weight_scales", "float32", (*stack, None, None), align=4),
+        Operand("weight_scales", PACKED if config.packed else "float32", (*stack, None, None), align=4),
         *offsets,
         *((Operand("rows", "int32", (None,), align=4),) if config.picked else ()),
         Operand("out", config.out_dtype, (None, None), output=True),

@@ -3,17 +3,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.products.blocks import Part, TokenBlocks, WeightBlocks, WideBlocks
+from tsmla_kernels.sm90.products.blocks import Held, PackedBlocks, Part, TokenBlocks, WeightBlocks, WideBlocks, release
 from tsmla_kernels.sm90.products.config import GROUP_ROWS, ProductConfig
-from tsmla_kernels.sm90.products.memory import Arrays, Lane, Mma, Place, Shared, wait_busily
+from tsmla_kernels.sm90.products.memory import Arrays, Lane, Mma, Place, Shared, Tile, wait_busily
 from tsmla_kernels.sm90.products.results import Results
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import advance, kept, uniform
+
+Blocks = PackedBlocks | WideBlocks | TokenBlocks | WeightBlocks
+
+
+class Turn(NamedTuple):
+    """The next stage, and the phase of its barriers."""
+
+    index: Int32
+    phase: Int32
+
+
+class Registers(NamedTuple):
+    """A lane's registers: the product of a block, the sums of all waves, and what `held` of the products returns."""
+
+    acc: cute.Tensor
+    sums: cute.Tensor
+    held: Held | None
 
 
 class Sums:
@@ -27,8 +46,14 @@ class Sums:
         self.config, self.tiles = config, tiles
         self.values = config.columns // 2  # sums of a lane in each wave
         self.results = Results(config)
-        kind = WideBlocks if config.wide else TokenBlocks if config.tokens_first else WeightBlocks
-        self.blocks: WideBlocks | TokenBlocks | WeightBlocks = kind(config)
+        self.tail: Blocks | None = None
+        if config.wide:
+            kind = PackedBlocks if config.packed else WideBlocks
+            self.blocks: Blocks = kind(config, config.tokens)
+            if config.tail:
+                self.tail = kind(config, config.tail)
+        else:
+            self.blocks = TokenBlocks(config) if config.tokens_first else WeightBlocks(config)
 
     def mma(self) -> Mma:
         """The tiled MMAs of a block's product."""
@@ -46,27 +71,89 @@ class Sums:
             mma.first.get_slice(thread).partition_shape_C((GROUP_ROWS, config.columns)), Float32
         )
         sums = cute.make_rmem_tensor((self.values, config.waves), Float32)
-        held = self.blocks.held()
+        registers = Registers(acc, sums, self.blocks.held())
         index, phase = Int32(0), Int32(0)
         item = place.cluster
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
         while tile.group >= 0:
             sums.fill(0.0)
-            scales = shared.scales.toint() + self.blocks.scale_offset(tile.column, group, thread)
-            for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
-                wait_busily(shared.full + index, phase)
-                for wave in cutlass.range_constexpr(config.waves):
-                    self.blocks.multiply(shared, mma, acc, held, index, Part(group, wave, thread))
-                    factors = scales + index * (config.scale_words * 4) + wave * self.blocks.wave_scales
-                    last = shared.empty + index if const_expr(wave == config.waves - 1) else None
-                    self.blocks.add(sums[None, wave], acc, factors, last)
-                index, phase = advance(index, phase, config.stages)
+            part = Part(group, 0, thread)
+            if const_expr(config.tail == 0):
+                index, phase = self.sum_blocks(shared, mma, registers, Turn(index, phase), tile, part, False)
+            elif const_expr(config.tokens_first):
+                # A warpgroup whose tokens all lie past the group leaves the tensor cores to the others.
+                if tile.rows > group * GROUP_ROWS:
+                    index, phase = self.sum_blocks(shared, mma, registers, Turn(index, phase), tile, part, False)
+                else:
+                    index, phase = self.skip_blocks(shared, Turn(index, phase), tile)
+            elif tile.rows > config.tail:
+                index, phase = self.sum_blocks(shared, mma, registers, Turn(index, phase), tile, part, False)
+            else:
+                index, phase = self.sum_tail(shared, registers, Turn(index, phase), tile, part)
             if const_expr(config.splits > 1):
                 self.meet(shared, sums, place, group * 128 + thread)
             if config.splits == 1 or place.rank == 0:
                 self.results.store(arrays, shared, sums, tile, Lane(group, thread // 32, lane))
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
+
+    def products(self, few: bool) -> Blocks:
+        """The products of a tile or, if `few`, of its first config.tail tokens."""
+        return self.tail if few and self.tail is not None else self.blocks
+
+    @cute.jit
+    def sum_blocks(
+        self,
+        shared: Shared,
+        mma: Mma,
+        registers: Registers,
+        turn: Turn,
+        tile: Tile,
+        part: Part,
+        few: cutlass.Constexpr[bool],
+    ) -> tuple[Int32, Int32]:
+        """Add the products of the tile's blocks to the sums. Returns the next stage and its phase. few: as in
+        `products`."""
+        config = self.config
+        index, phase = turn
+        scales = shared.scales.toint() + self.products(few).scale_offset(tile.column, part.group, part.thread)
+        for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
+            wait_busily(shared.full + index, phase)
+            for wave in cutlass.range_constexpr(config.waves):
+                of_wave = Part(part.group, wave, part.thread)
+                acc = registers.acc
+                if const_expr(config.packed):
+                    acc = cute.make_tensor(registers.sums[None, wave].iterator, acc.layout)
+                self.products(few).multiply(shared, mma, acc, registers.held, index, of_wave)
+                factors = scales + index * (config.scale_words * 4) + wave * self.products(few).wave_scales
+                last = shared.empty + index if const_expr(wave == config.waves - 1) else None
+                self.products(few).add(registers.sums[None, wave], acc, factors, last)
+            index, phase = advance(index, phase, config.stages)
+        return index, phase
+
+    @cute.jit
+    def sum_tail(
+        self, shared: Shared, registers: Registers, turn: Turn, tile: Tile, part: Part
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """`sum_blocks` of the tile's first config.tail tokens."""
+        mma = Mma(self.products(True).mma(), self.products(True).mma())
+        mma.first.set(Field.ACCUMULATE, False)
+        mma.more.set(Field.ACCUMULATE, True)
+        acc = cute.make_rmem_tensor(
+            mma.first.get_slice(part.thread).partition_shape_C((GROUP_ROWS, self.config.tail)), Float32
+        )
+        few = Registers(acc, registers.sums, registers.held)
+        return self.sum_blocks(shared, mma, few, turn, tile, part, True)
+
+    @cute.jit
+    def skip_blocks(self, shared: Shared, turn: Turn, tile: Tile) -> tuple[Int32, Int32]:
+        """Release the stages of the tile's blocks unread."""
+        index, phase = turn
+        for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
+            wait_busily(shared.full + index, phase)
+            release(shared.empty + index)
+            index, phase = advance(index, phase, self.config.stages)
+        return index, phase
 
     # ---- parts of a sum
 

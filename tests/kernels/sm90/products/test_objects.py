@@ -63,6 +63,21 @@ PICKED = {
     )
 }
 CONFIGS |= PICKED
+CONFIGS |= {
+    "tail of 64 tokens, bf16": dataclasses.replace(CONFIGS["128 rows of f16 a group"], x_dtype="bfloat16", tail=64),
+    "tail of 64 tokens, e4m3": dataclasses.replace(
+        PICKED["picked 128 rows a group, float8_e4m3fn to float8_e4m3fn"], tail=64
+    ),
+}
+MX = dataclasses.replace(spec(256, 4096, 7168, 256), x_dtype="bfloat16", packed=True)
+CONFIGS |= {
+    "packed 1 row a group": product_config(MX),
+    "packed 16 rows": product_config(dataclasses.replace(MX, num_rows=16, num_groups=None)),
+    "packed 128 rows a group": product_config(dataclasses.replace(MX, num_rows=32768)),
+    "packed, gated and picked, to e4m3": product_config(
+        dataclasses.replace(MX, num_rows=32768, num_picked=4096, gated=True, out_dtype="float8_e4m3fn")
+    ),
+}
 FAST = ("16 rows", "128 rows a group", "picked 128 rows a group, float8_e4m3fn to float8_e4m3fn")
 """Compiled in every run of the tests. The others are slow tests."""
 
