@@ -19,6 +19,7 @@ from tsmla_jax.generate.model import Params
 from tsmla_jax.generate.moe import why_not_grouped
 from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.block_scaled import BlockScaled, products_of, why_not_by_kernel
+from tsmla_jax.nn.mxfp4 import MXFP4, why_not_mxfp4
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
 from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
@@ -151,8 +152,8 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
     """
     found: dict[str, Choice] = {}
     for mlp in (layer["mlp"] for layer in params["layers"] if "router" in layer["mlp"]):
-        narrow = isinstance(mlp["down"], BlockScaled)
-        found["fp8" if narrow else jnp.dtype(dtype).name] = _of_experts(mlp["down"], dtype)
+        narrow = {BlockScaled: "fp8", MXFP4: "MXFP4"}.get(type(mlp["down"]))
+        found[narrow or jnp.dtype(dtype).name] = _of_experts(mlp["down"], dtype)
     if len(set(found.values())) <= 1:
         return list(found.values())[:1]
     return [replace(choice, op=f"experts ({weights} weights)") for weights, choice in found.items()]
@@ -161,6 +162,11 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
 def _of_experts(down: jax.Array | BlockScaled, dtype: Any) -> Choice:
     """The choice for the products of a layer's experts with this second stack of weights."""
     (_, hidden, width), refused = down.shape, ""
+    if isinstance(down, MXFP4):
+        if not (others := why_not_mxfp4(dtype, hidden, width)):
+            why = "exact products of MXFP4 weights, the best there is"
+            return Choice("experts", "grouped_block_scaled_matmul", why)
+        return Choice("experts", "widened", f"not grouped_block_scaled_matmul: {'; '.join(others)}")
     if isinstance(down, BlockScaled):
         if products := products_of(down, dtype):
             why = "the best there is" if down.products is None else "as asked for"

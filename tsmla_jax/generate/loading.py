@@ -13,7 +13,7 @@ import importlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Co
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size, with_products
 from tsmla_jax.nn.checkpoint import int4_parts
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
+from tsmla_jax.nn.mxfp4 import MXFP4, can_be_kept
 from tsmla_jax.nn.quantised import refuse_config, refuse_tensors
 from tsmla_jax.nn.v4.names import stored_names
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
@@ -171,6 +172,18 @@ class _Reader:
         self.mark(name)
         return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
+    def keeps_fp4(self, *names: str) -> bool:
+        """Whether all these matrices stay in MXFP4: fp8 weights are to stay, too, and all parameters are on one
+        device."""
+        kept = self._keep_fp8 and self.mesh is None
+        return kept and all(self._checkpoint.is_fp4(self._stored.get(name, name)) for name in names)
+
+    def fp4(self, name: str, shape: Sequence[int]) -> MXFP4:
+        """A matrix that stays in MXFP4, on the host."""
+        values, scales = self._checkpoint.read_fp4(self._stored.get(name, name), shape=shape)
+        self.mark(name)
+        return MXFP4(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
+
     def check_tied(self) -> None:
         """CheckpointError if there is an output projection that isn't the embedding, which config.json ties it to."""
         names = [self._stored.get(name, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
@@ -241,8 +254,9 @@ def load_model(
       dtype: of the parameters; None takes the config's. The router and its bias stay f32, where routing happens; so do
         V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
-        so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. False widens
-        them here, to twice the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
+        so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. On one device
+        experts in MXFP4, as DeepSeek-V4's, stay so, too (`nn.mxfp4.MXFP4`). False widens all here, to two to four
+        times the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps these, and widens the weights in the
         kernel of block_scaled_matmul; None is "exact" on Hopper, and elsewhere widens them as they are read or first.
@@ -357,7 +371,11 @@ def mlp_names(prefix: str) -> list[str]:
 
 def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int, keep: bool) -> tuple[Any, Any]:
     """gate and up in one matrix [2 I, C], and down [C, I]; block-scaled if `keep`."""
-    reader = read.narrow if keep else read
+    return _read_parts(read.narrow if keep else read, prefix, hidden, width)
+
+
+def _read_parts(reader: Callable[..., Any], prefix: str, hidden: int, width: int) -> tuple[Any, Any]:
+    """`_read_mlp` by a function of a name and a shape."""
     shapes = [(width, hidden), (width, hidden), (hidden, width)]
     gate, up, down = (reader(name, shape) for name, shape in zip(mlp_names(prefix), shapes, strict=True))
     return jax.tree.map(lambda *parts: np.concatenate(parts), gate, up), down
@@ -379,6 +397,9 @@ def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -
     elif moe.routing == "noaux_tc":
         bias = read.chooser(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
         params["correction_bias"] = read.put_all(bias)
+    kept = read.keeps_fp4(*_expert_names(read, prefix, range(moe.num_experts))) and not _is_merged(read, prefix)
+    if kept and can_be_kept(config.hidden_size, moe.intermediate_size):
+        return params | _read_fp4_experts(read, prefix, config.hidden_size, moe)
     if read.mesh is None:
         stacks = read.put_all(_read_experts(read, prefix, config.hidden_size, moe, range(moe.num_experts)))
     else:
@@ -428,6 +449,19 @@ def _read_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig, exper
         gate_up, down = _read_mlp(read, shared, hidden, width * moe.num_shared, keep)
         place(slice(len(experts), count), _apart(gate_up, down, moe.num_shared))
     return stacks
+
+
+def _read_fp4_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig) -> dict[str, Any]:
+    """The routed experts in MXFP4, and the shared ones as one MLP of their own, block-scaled where they can be."""
+    width, experts = moe.intermediate_size, range(moe.num_experts)
+    each = [_read_parts(read.fp4, f"{prefix}.experts.{expert}", hidden, width) for expert in experts]
+    gate_up, down = jax.tree.map(lambda *parts: np.stack(parts), *each)
+    found = {"gate_up": gate_up, "down": down}
+    if moe.num_shared:
+        shared, all_of_them = f"{prefix}.shared_experts", moe.num_shared * width
+        keep = all_of_them % BLOCK == 0 and read.keeps(*mlp_names(shared))
+        found["shared_gate_up"], found["shared_down"] = _read_mlp(read, shared, hidden, all_of_them, keep)
+    return {name: read.put_all(weight) for name, weight in found.items()}
 
 
 def _empty_stack(count: int, shape: tuple[int, int], dtype: Any, keep: bool) -> Any:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
+from tsmla_jax.nn.mxfp4 import MXFP4
 
 DATA, EXPERT, CONTEXT = AXES = ("data", "expert", "context")
 REPLICAS = (DATA, EXPERT)
@@ -175,7 +176,9 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     layers = []
     for index, layer in enumerate(params["layers"]):
         mlp = layer["mlp"]
-        if config.moe is not None and "router" in mlp:
+        if mesh is not None and isinstance(mlp["down"], MXFP4):
+            raise ValueError(f"params: layer {index} has experts in MXFP4; legal on a mesh: what load_model puts there")
+        if config.moe is not None and "router" in mlp and not isinstance(mlp["down"], MXFP4):
             stacks = {name: mlp[name] for name in ("gate_up", "down")}
             layer = {**layer, "mlp": {**mlp, **_put_experts(mesh, f"layer {index}", stacks, config.moe)}}
         layers.append(layer)

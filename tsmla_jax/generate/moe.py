@@ -22,6 +22,7 @@ from tsmla_jax.generate.router import project, router_logits
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.linear import by_scaled_products, linear, scaled_product
+from tsmla_jax.nn.mxfp4 import MXFP4, why_not_mxfp4
 from tsmla_jax.nn.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.scaled_rows import ScaledRows, scaled, scaled_rows
 from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
@@ -29,10 +30,13 @@ from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_m
 
 _MAX_BLOCK_ROWS = 128
 
-Weight = jax.Array | BlockScaled
+Weight = jax.Array | BlockScaled | MXFP4
+_Grouped = jax.Array | BlockScaled
 
 
-def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None = None) -> jax.Array:
+def gated_mlp(
+    x: jax.Array, gate_up: jax.Array | BlockScaled, down: jax.Array | BlockScaled, limit: float | None = None
+) -> jax.Array:
     """silu(x W_gate) * (x W_up), projected down.
 
     Args:
@@ -53,10 +57,10 @@ def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None =
     return _down(functools.partial(scaled_product, weight=second), inner, x.dtype)
 
 
-def _inner_dtype(x: jax.Array, down: BlockScaled) -> str:
+def _inner_dtype(x: jax.Array, down: BlockScaled | MXFP4) -> str:
     """The dtype of the gated activations that come before a product with `down`. Those of float16 stay in float32 until
     each row has a scale: they are products of small numbers, of which float16 would lose bits."""
-    if down.products == "quantized":
+    if isinstance(down, BlockScaled) and down.products == "quantized":
         return "float8_e4m3fn"
     return "float32" if x.dtype == jnp.float16 else x.dtype.name
 
@@ -191,7 +195,7 @@ def mix_experts(
     Args:
       x: [T, C].
       experts, weights: [T, K], of `choose_experts`; one past the last expert for none, which adds nothing.
-      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last.
+      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last. Both may be in MXFP4.
       limit: as in `gated_mlp`.
       load: how many of the T K experts are expected to be there; None is all.
       rows: x as `scaled_rows` makes it, where something else has made it already.
@@ -205,10 +209,15 @@ def mix_experts(
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
     if takes_scaled_products(x.dtype, gate_up, down):
-        per_pair = _scaled_experts(x, experts, cast(BlockScaled, gate_up), cast(BlockScaled, down), limit)
+        per_pair = _scaled_experts(x, experts, cast(Any, gate_up), cast(Any, down), limit)
+    elif isinstance(down, MXFP4):
+        # Where no kernel takes them: all at once, as a loader would have widened them.
+        wide_gate_up, wide_down = (widened(weight, x.dtype) for weight in (gate_up, down))
+        return mix_experts(x, experts, weights, wide_gate_up, wide_down, limit, load)
     elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
         given = x if rows is None else rows
-        per_pair = _grouped_experts(given, experts, gate_up, down, limit, experts.size if load is None else load)
+        stacks = cast(_Grouped, gate_up), down
+        per_pair = _grouped_experts(given, experts, *stacks, limit, experts.size if load is None else load)
     elif jax.default_backend() == "cpu":
         per_pair = _experts_in_turn(x, experts, gate_up, down, limit)
     else:
@@ -219,6 +228,8 @@ def mix_experts(
 
 def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
     """Whether experts' products with activations of this dtype are those of grouped_block_scaled_matmul."""
+    if isinstance(gate_up, MXFP4) and isinstance(down, MXFP4):
+        return not why_not_mxfp4(dtype, *down.shape[1:])
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         return False
     # A block of scales may not have gate and up rows in the kernel, which None asks for.
@@ -261,8 +272,8 @@ def _widened_first(gate_up: Weight, down: Weight, load: int) -> bool:
 def _grouped_experts(
     x: jax.Array | ScaledRows,
     experts: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: _Grouped,
+    down: _Grouped,
     limit: float | None,
     load: int,
 ) -> jax.Array:
@@ -283,7 +294,7 @@ def _grouped_experts(
 
 
 def _scaled_experts(
-    x: jax.Array, experts: jax.Array, gate_up: BlockScaled, down: BlockScaled, limit: float | None
+    x: jax.Array, experts: jax.Array, gate_up: BlockScaled | MXFP4, down: BlockScaled | MXFP4, limit: float | None
 ) -> jax.Array:
     """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
     products are quantised if the weights' `products` says so."""
@@ -292,11 +303,12 @@ def _scaled_experts(
     # One row for all pairs without an expert here, whose values the caller drops: of split experts they are most.
     places = jnp.where(experts < num_experts, places, 0)
 
-    def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled, **form: Any) -> Any:
+    def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled | MXFP4, **form: Any) -> Any:
         return grouped_block_scaled_matmul(values, weight.values, scales, weight.scales, cu_rows, **form)
 
     gated: dict[str, Any] = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
-    inner = product(*quantized(x, gate_up), weight=gate_up, **gated)
+    given = quantized(x, gate_up) if isinstance(gate_up, BlockScaled) else (x, None)
+    inner = product(*given, weight=gate_up, **gated)
     return _down(functools.partial(product, weight=down), inner, x.dtype)[places]
 
 
@@ -369,7 +381,8 @@ def mixture_of_experts(
     """Routed experts plus the shared ones, which are experts that every token visits with weight 1.
 
     Args:
-      params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; with
+      params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; or, where
+        the routed ones are in MXFP4, these alone, and "shared_gate_up" [2 S I, C] and "shared_down" [C, S I]; with
         noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K].
       x: [T, C].
       valid: [T] bool, False for padding.
@@ -382,7 +395,13 @@ def mixture_of_experts(
     stacks, pairs = (params["gate_up"], params["down"]), x.shape[0] * (config.top_k + config.num_shared)
     logits, rows = project(x, params["router"], with_rows=takes_scaled_rows(x.dtype, *stacks, pairs))
     experts, weights = choose_experts(params, x, config, tokens, valid, logits)
-    return mix_experts(x, experts, weights, *stacks, config.swiglu_limit, rows=rows).astype(x.dtype)
+    if "shared_down" in params:  # the stacks have the routed experts alone
+        experts, weights = jnp.minimum(experts, config.num_experts)[:, : config.top_k], weights[:, : config.top_k]
+    mixed = mix_experts(x, experts, weights, *stacks, config.swiglu_limit, rows=rows)
+    if "shared_down" in params:
+        shared = gated_mlp(x, params["shared_gate_up"], params["shared_down"], config.swiglu_limit)
+        mixed += jnp.where(valid[:, None], shared.astype(jnp.float32), 0)
+    return mixed.astype(x.dtype)
 
 
 def choose_experts(

@@ -21,6 +21,7 @@ from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
+from tsmla_jax.nn.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name
 from tsmla_jax.nn.weights import check_dtype, open_checkpoint
 
@@ -127,11 +128,24 @@ def _moe_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterato
         yield f"{prefix}.gate.tid2eid", np.asarray(mlp["expert_table"]).astype(np.int64)
     elif moe.routing == "noaux_tc":
         yield f"{prefix}.gate.e_score_correction_bias", mlp["correction_bias"]
+    if "shared_down" in mlp or isinstance(mlp["down"], MXFP4):
+        yield from _apart_tensors(prefix, mlp, moe)
+        return
     routed, shared = zip(*(_experts(prefix, mlp[name], moe) for name in ("gate_up", "down")), strict=True)
     for expert, weights in enumerate(zip(*routed, strict=True)):
         yield from _mlp_tensors(f"{prefix}.experts.{expert}", *weights)
     if moe.num_shared:
         yield from _mlp_tensors(f"{prefix}.shared_experts", *_together(*shared))
+
+
+def _apart_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterator[tuple[str, Any]]:
+    """Experts in MXFP4, which are stored as bfloat16, and the shared ones, which have parameters of their own."""
+    for expert in range(moe.num_experts):
+        own = (jax.tree.map(lambda array, e=expert: array[e], mlp[name]) for name in ("gate_up", "down"))
+        wide = (np.asarray(weight.widened(jnp.bfloat16)) for weight in own)
+        yield from _mlp_tensors(f"{prefix}.experts.{expert}", *wide)
+    if moe.num_shared:
+        yield from _mlp_tensors(f"{prefix}.shared_experts", mlp["shared_gate_up"], mlp["shared_down"])
 
 
 def _parts_of(values: Any, count: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.nn.mxfp4 import MXFP4
 from tsmla_jax.ops.block_scaled_matmul.api import OPERATION as BLOCK_SCALED_MATMUL
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize_blocks.api import quantize_blocks
@@ -62,9 +63,9 @@ class BlockScaled:
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
 
 
-def widened(weight: jax.Array | BlockScaled, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A block-scaled weight widened to `dtype`; another one as it is."""
-    return weight.widened(dtype) if isinstance(weight, BlockScaled) else weight
+def widened(weight: jax.Array | BlockScaled | MXFP4, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A block-scaled weight, or one in MXFP4, widened to `dtype`; another one as it is."""
+    return weight.widened(dtype) if isinstance(weight, BlockScaled | MXFP4) else weight
 
 
 def why_not_by_kernel(dtype: Any, columns: int, depth: int) -> list[str]:

@@ -187,9 +187,7 @@ class Checkpoint:
         with np.errstate(over="ignore"):
             return self._in_range(name, np.array(raw[rows], dtype=kind), raw[rows])
 
-    def _in_range(
-        self, name: str, value: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]
-    ) -> np.ndarray[Any, Any]:
+    def _in_range(self, name: str, value: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The value; CheckpointError if it is float16 and has infinities that are not stored as such."""
         if value.dtype == np.float16 != stored.dtype and np.isinf(value).any():
             of_floats = jnp.issubdtype(stored.dtype, jnp.floating)
@@ -324,6 +322,19 @@ class Checkpoint:
         if info.shape != tuple(shape):
             raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {info.shape}")
         return np.array(self._raw(info)), self._scales(name, info, info.shape, self.block)
+
+    def read_fp4(self, name: str, *, shape: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """One tensor of `is_fp4` as it is stored: bytes of two values, uint8, and the exponents of its scales, uint8,
+        with 127 added. `shape` is that of the values. Raises CheckpointError as `read`, and for scales that are no
+        powers of two."""
+        info = self.info(name)
+        whole = info.shape[0], 2 * info.shape[1]
+        if whole != tuple(shape):
+            raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {whole}")
+        mantissas, exponents = np.frexp(self._scales(name, info, whole, FP4_BLOCK))
+        if (mantissas != 0.5).any():
+            raise CheckpointError(f"{info.file}: tensor {name!r} has scales that are no powers of two")
+        return np.array(self._raw(info)).view(np.uint8), (exponents + 126).astype(np.uint8)
 
     def stored(self, name: str) -> np.ndarray[Any, Any]:
         """One tensor's values as they are stored: a view of the memory map, nothing dequantised.

@@ -14,8 +14,11 @@ from numpy.testing import assert_array_equal
 
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
-from tsmla_jax.generate import ModelConfig, load_model
+from tsmla_jax.generate import ModelConfig, load_model, moe, save_model
+from tsmla_jax.generate.explaining import explain_experts
+from tsmla_jax.generate.mesh import put_params
 from tsmla_jax.nn import Checkpoint, CheckpointError, v4
+from tsmla_jax.nn.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import module_name
 
 Tensors = dict[str, np.ndarray]
@@ -241,6 +244,47 @@ def test_a_v4_checkpoint_in_its_own_formats(v4_tensors: Tensors, tmp_path: Path)
     write_raw(tmp_path / "model.safetensors", raw)
     with pytest.raises(CheckpointError, match=r"experts.3.w1.weight' must have shape \(16, 32\), got \(16, 16\)"):
         load_model(tmp_path, ModelConfig.from_hf(tmp_path))
+
+
+def test_mxfp4_experts_stay_in_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    tensors, rng = tiny_tensors(tiny_config("v4", **sizes)), np.random.default_rng(1)
+    raw = {
+        name: ("I64" if value.dtype == np.int64 else "F32", value.shape, value.tobytes())
+        for name, value in tensors.items()
+    }
+    for name in [name for name in raw if ".experts." in name]:
+        raw[name] = ("I8", (128, 64), rng.integers(0, 256, (128, 64), np.uint8).tobytes())
+        exponents = rng.integers(118, 122, (128, 4), np.uint8)
+        raw[f"{name.removesuffix('.weight')}.scale"] = ("F8_E8M0", (128, 4), exponents.tobytes())
+    write_tiny(tmp_path, tensors, model="v4", **sizes)
+    write_raw(tmp_path / "model.safetensors", raw)
+    config = ModelConfig.from_hf(tmp_path)
+    assert config.moe is not None
+    kept, wide = (load_model(tmp_path, config, keep_fp8=keep) for keep in (True, False))
+    own, other = kept["layers"][1]["mlp"], wide["layers"][1]["mlp"]
+    assert isinstance(own["down"], MXFP4) and own["down"].values.shape == (config.moe.num_experts, 128, 64)
+    assert_array_equal(own["gate_up"].widened(np.float32), other["gate_up"][: config.moe.num_experts])
+    x, ids = jnp.float32(rng.standard_normal((9, 128))), jnp.arange(9, dtype=jnp.int32)
+    valid = jnp.arange(9) < 7
+    got, want = (moe.mixture_of_experts(mlp, x, valid, config.moe, ids) for mlp in (own, other))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert not np.asarray(got)[7:].any()
+    with monkeypatch.context() as patch:  # by grouped_block_scaled_matmul, of few pairs and of many
+        patch.setattr(moe, "why_not_mxfp4", lambda *_: [])
+        for count in (9, 9 * 130):
+            many, all_valid = jnp.tile(x, (count // 9, 1)), jnp.tile(valid, count // 9)
+            out = moe.mixture_of_experts(own, many, all_valid, config.moe, jnp.tile(ids, count // 9))
+            np.testing.assert_allclose(out, np.tile(want, (count // 9, 1)), rtol=1e-4, atol=1e-5)
+    (choice,) = explain_experts(kept, "bfloat16")
+    assert choice.implementation == "widened" and choice.why.startswith("not grouped_block_scaled_matmul: ")
+    assert put_params(None, kept, config)["layers"][1]["mlp"]["down"] is own["down"]
+    save_model(tmp_path / "saved", kept, config)
+    again = load_model(tmp_path / "saved", config)["layers"][1]["mlp"]
+    assert_array_equal(again["gate_up"], other["gate_up"])
+    assert_array_equal(again["down"], other["down"])
+    with pytest.raises(CheckpointError, match=r"must have shape \(128, 64\), got \(128, 128\)"):
+        Checkpoint(tmp_path).read_fp4("layers.1.ffn.experts.0.w1.weight", shape=(128, 64))
 
 
 @pytest.mark.parametrize("model", ["v3.2", "v4"])
