@@ -281,13 +281,15 @@ def write_errors(results: Path, figures: Path) -> str:
 
 # ---- products
 
+EXPERTS_OF = {(4096, 7168): "V3's experts", (4096, 4096): "V4's experts", (2816, 2048): "V2-Lite's experts"}
+"""Whose experts they are, by the size of their gate and up projections."""
 PRODUCT_PEERS = {"deep_gemm": "DeepGEMM", "cublas": "cuBLAS, bf16"}
 
 
 def fp8_products() -> tb.Record:
     def name(point: tb.Point) -> str:
         op, t, n, k = point.key
-        return f"{t:,} token{'s' * (t > 1)}, {'256 experts' if op == 'experts' else f'{n} x {k}'}"
+        return f"{t:,} token{'s' * (t > 1)}, {EXPERTS_OF[n, k] if op == 'experts' else f'{n} x {k}'}"
 
     columns: Sequence[tb.Column] = (
         (tb.EMPTY, name), tb.FLOOR, *(tb.time(title, peer) for peer, title in PRODUCT_PEERS.items()),
@@ -301,8 +303,8 @@ def fp8_products() -> tb.Record:
         said = ", ".join(f"{kind} {ratios}" for kind, ratios in compared.items() if ratios)
         over = f"Times of {said}, geometric means. " if said else ""
         return (
-            "Products with e4m3 weights, microseconds: of activations in e4m3, and exact ones of bf16. Experts are "
-            "V3's, eight a token: both products, and for ours what is between them. cuBLAS multiplies bf16 with "
+            "Products with e4m3 weights, microseconds: of activations in e4m3, and exact ones of bf16. Of "
+            "experts both products, and for ours what is between them. cuBLAS multiplies bf16 with "
             f"weights that were widened before. {over}{tb.provenance(loaded.rows)}"
         )
 

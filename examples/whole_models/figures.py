@@ -8,6 +8,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import benchmarks.table as tb
 from benchmarks import figures
@@ -351,6 +352,52 @@ def vllm_prompts() -> tb.Record:
     return tb.Record("vllm_prompts", "", (), caption, short=short, folder="h100")
 
 
+def fp8_models() -> tb.Record:
+    """Models with fp8 weights: both kinds of products, beside vLLM."""
+    titles = {"tsmla": "**quantised**", "tsmla_exact": "exact", "vllm": "vLLM"}
+
+    def peer_of(row: tb.Row) -> str:
+        return "vllm" if row["peer"].startswith("vllm") else row["peer"]
+
+    def fastest_rows(rows: list[tb.Row]) -> list[tb.Row]:
+        """A row for each point and peer: vLLM's of its fastest kernels."""
+        found: dict[tuple[Any, ...], tb.Row] = {}
+        for row in rows:
+            key = (*(row[name] for name in ("mode", "layers", "context", "b")), peer_of(row))
+            if key not in found or row["us"] < found[key]["us"]:
+                found[key] = row
+        return list(found.values())
+
+    def name(point: tb.Point) -> str:
+        return f"{point['mode']}, {point['layers']} layers, {point['context']:,} tokens, B {point['b']}"
+
+    def columns(loaded: tb.Loaded) -> list[tb.Column]:
+        there = [peer for peer in titles if any(peer in point.rows for point in loaded.points)]
+        columns: list[tb.Column] = [(tb.EMPTY, name)]
+        for peer in there:
+            columns.append((titles[peer], lambda point, peer=peer: milliseconds(point.us(peer))))
+        for peer in there[:-1] if "vllm" in there else ():
+            ratio = f"{titles[peer].strip('*')} / vLLM"
+            columns.append((ratio, lambda point, peer=peer: tb.quotient(point.us(peer), point.us("vllm"))))
+        return columns
+
+    def caption(loaded: tb.Loaded) -> str:
+        said = (
+            "Milliseconds of a step, or of 4,096 tokens of prompts, of models with fp8 weights that are drawn at "
+            "random: with activations quantised, as vLLM does it, and with exact products, the default. vLLM's time is "
+            "that of the fastest of its kernels that were timed."
+        )
+        ratios = tb.mean_and_worst(point.ratio("tsmla", "vllm") for point in loaded.points)
+        over = f" Quantised over vLLM's: {ratios}, geometric mean." if ratios else ""
+        return f"{said}{over} {tb.provenance(loaded.rows)}"
+
+    return tb.Record(
+        "fp8_models", "Models with fp8 weights", ("mode", "layers", "context", "b"), caption,
+        tb.whole(columns), lambda loaded: [tb.table(loaded.points, columns(loaded))], peer=peer_of,
+        rows_of=fastest_rows, order=lambda point: (point["mode"].partition(" ")[0], *point.key),
+    )  # fmt: skip
+
+
 # ---- several GPUs
 
 MESH = ("data_parallel", "expert_parallel", "context_parallel")
@@ -434,7 +481,9 @@ def generate_mesh() -> tb.Record:
     return tb.Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
 
 
-RECORDS = (generate(), vllm(), vllm_steps(), vllm_slices(), vllm_prompts(), context_parallel(), generate_mesh())
+RECORDS = (
+    generate(), vllm(), vllm_steps(), vllm_slices(), vllm_prompts(), fp8_models(), context_parallel(), generate_mesh(),
+)  # fmt: skip
 
 
 if __name__ == "__main__":
