@@ -311,6 +311,8 @@ class Attention:
                 limit[i] = keys
         if const_expr(self.traits.selection):
             self.selected_keys.find_rows(wg.selection, wg.rows.selected, tiles, slot, thread)
+            if const_expr(not (self.traits.turns or self.traits.fp8)):
+                cute.arch.sync_warp()  # all lanes have read the descriptor before one of them releases its slot
         return keys, unmasked_keys
 
     @cute.jit

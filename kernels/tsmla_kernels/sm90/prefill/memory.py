@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig, prefill_workspaces
+from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, WIDE, PrefillConfig, prefill_workspaces
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
@@ -36,7 +36,8 @@ class KernelTraits:
     def __init__(self, config: PrefillConfig) -> None:
         self.config = config
         self.fp8 = config.dtype == FP8
-        self.turns = not self.fp8
+        # With 256 columns the products set the pace, so that whichever warpgroup is ready may issue them.
+        self.turns = not self.fp8 and config.v_head_dim < WIDE
         self.dtype = DTYPES[config.dtype]
         self.out_dtype = cutlass.BFloat16 if self.fp8 else self.dtype
         self.element_bytes = self.dtype.width // 8
