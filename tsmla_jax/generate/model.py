@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import tsmla_jax
+from tsmla_jax.generate import few_tokens
 from tsmla_jax.generate.caches import WINDOW_PAGE, entries_per_page
 from tsmla_jax.generate.config import LayerConfig, ModelConfig
 from tsmla_jax.generate.expert_parallel import mixture_of_split_experts
@@ -27,6 +28,7 @@ from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
 from tsmla_jax.nn import MLAConfig, functional, v4, v32
+from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
 from tsmla_jax.nn.step import Step, needed_when_ragged
 from tsmla_jax.nn.v4 import V4Config, V4Step
@@ -91,7 +93,6 @@ class StepOptions:
       implementation: of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
       mesh: of more than one device only inside `jax.shard_map` over its axes.
-      most_cached: "prefill" of V3.2 alone: the most cached tokens of a text; None is what the block tables hold.
     """
 
     phase: Phase
@@ -101,7 +102,6 @@ class StepOptions:
     page_size: int = 64
     window_rows: int = 0
     mesh: MeshShape = ONE_DEVICE
-    most_cached: int | None = None
 
     @property
     def context_axis(self) -> str | None:
@@ -249,17 +249,50 @@ def decoder_layer(
     read_often = {"attention": isinstance(config.attention, V32Config), "mlp": "router" in layer["mlp"]}
     for name, block in (("attention", attention), ("mlp", mlp)):
         norm = Norm(layer[f"{name}_norm"], config.rms_norm_eps)
-        if config.streams is None:
+        if config.streams is not None:
+            read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
+            x = write_streams(block(read), write, mix, x)
+        elif name == "attention" and _attends_by_few_tokens(
+            layer["attention"], config, x, norm, cache, scales, options
+        ):
+            assert isinstance(config.attention, MLAConfig)
+            given: dict[str, Any] = {**scales._asdict(), "implementation": options.implementation}
+            x, cache = mla_few_tokens.decode(layer[name], config.attention, x, norm, cache, batch.step, **given)
+        elif name == "mlp" and not _why_not_few_tokens(layer["mlp"], config, x, norm, batch):
+            x = few_tokens.mlp(layer["mlp"], config.moe, x, norm, valid, batch.tokens)
+        else:
             normed = rms_norm(x, *norm)
             if read_often[name]:
                 # Without the barrier the compiler multiplies by the norm's weight once for each reader, in kernels of
                 # their own.
                 normed = jax.lax.optimization_barrier(normed)
             x = x + block(normed)
-        else:
-            read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
-            x = write_streams(block(read), write, mix, x)
     return LayerResult(x, cache, selected)
+
+
+def _attends_by_few_tokens(
+    params: Params,
+    config: LayerConfig,
+    x: jax.Array,
+    norm: Norm,
+    cache: Any,
+    scales: Scales,
+    options: StepOptions,
+) -> bool:
+    """Whether the attention of a step is that of `nn.mla.few_tokens`."""
+    attention = config.attention
+    if not isinstance(attention, MLAConfig) or options.phase != "decode":
+        return False
+    common: dict[str, Any] = {"implementation": options.implementation, "context_axis": options.context_axis}
+    quantises = scales.q_scale is not None
+    return not mla_few_tokens.why_not(params, attention, x, norm, cache, quantises=quantises, **common)
+
+
+def _why_not_few_tokens(params: Params, config: LayerConfig, x: jax.Array, norm: Norm, batch: Batch) -> list[str]:
+    """Why the MLP of a step is not that of `generate.few_tokens`; empty if it is."""
+    if batch.expert_tokens is not None:
+        return ["experts are split over devices"]
+    return few_tokens.why_not(params, config.moe, x, norm)
 
 
 def _attend(

@@ -12,11 +12,13 @@ import pytest
 
 from tsmla_jax.generate import few_tokens as few_token_mlp
 from tsmla_jax.generate import moe
-from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.generate.config import LayerConfig, MoEConfig
+from tsmla_jax.generate.model import Batch, Scales, StepOptions, decoder_layer
 from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params
 from tsmla_jax.nn.block_scaled import BlockScaled, with_products
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.ops.kernel_call import kernel_call_p
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -31,6 +33,7 @@ LOW_RANK = MLAConfig(
     q_lora_rank=128,
 )
 CONFIG = dataclasses.replace(LOW_RANK, q_lora_rank=None)
+HOPPER = dataclasses.replace(CONFIG, kv_lora_rank=512, qk_rope_head_dim=64)
 EXPERTS = MoEConfig(8, 3, 128, 1, "greedy", 1, 1, True, 1.5)
 
 
@@ -113,6 +116,67 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cache_directory: Any) -> Any:
     jax.clear_caches()
     yield
     jax.clear_caches()
+
+
+def primitives(jaxpr: Any) -> list[str]:
+    """The kernels and products of a traced program: names of kernels, and of the primitives that are some of XLA's."""
+    found: list[str] = []
+    for equation in jaxpr.eqns:
+        if equation.primitive is kernel_call_p:
+            found.append(equation.params["kernel"].name)
+        elif equation.primitive.name in ("pallas_call", "dot_general", "reduce_sum", "scatter"):
+            found.append(equation.params.get("name") or equation.primitive.name)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
+                found += primitives(inner)
+    return found
+
+
+def traced(config: MLAConfig, experts: int | None, texts: int, **changes: Any) -> list[str]:
+    """What a decoder layer's step of one token each is made of."""
+    layer: dict[str, Any] = {"attention": attention(config), "mlp": mlp(experts)}
+    layer |= {"attention_norm": random(8, 256), "mlp_norm": random(9, 256), **changes.pop("layer", {})}
+    cache = changes.pop("cache", random(2, 2 * texts, PAGE, config.cache_dim))
+    batch = Batch(jnp.zeros(texts, jnp.int32), step(texts))
+    options = StepOptions("decode", page_size=PAGE, **changes)
+    whole = LayerConfig(config, EXPERTS, None, 1e-6)
+    x = random(1, texts, 256)
+    jaxpr = jax.make_jaxpr(lambda *arrays: decoder_layer(arrays[0], whole, *arrays[1:], options, None))(
+        layer, x, cache, batch, Scales()
+    )
+    return primitives(jaxpr.jaxpr)
+
+
+ATTENTION = ["few_token_matmul", "few_token_queries", "mla_decode", "dot_general", "few_token_matmul"]
+"""mla_decode is two kernels."""
+DENSE = ["few_token_matmul", "few_token_matmul"]
+MIXTURE = ["few_token_router", "choose_experts", "few_token_experts_up", "few_token_experts_down"]
+
+
+@pytest.mark.parametrize("texts", [1, 16])
+def test_a_layer_is_ten_kernels(hopper: None, texts: int) -> None:
+    count = EXPERTS.num_experts + EXPERTS.num_shared
+    assert traced(HOPPER, count, texts) == [*ATTENTION, *MIXTURE]
+    assert traced(HOPPER, None, texts) == [*ATTENTION, *DENSE]
+    assert traced(dataclasses.replace(HOPPER, q_lora_rank=128), count, texts) == [
+        "few_token_matmul",
+        *ATTENTION,
+        *MIXTURE,
+    ]
+
+
+def test_what_keeps_the_kernels_from_a_step(hopper: None) -> None:
+    def few(*args: Any, **changes: Any) -> list[str]:
+        return [name for name in traced(*args, **changes) if name.startswith("few_token")]
+
+    assert few(HOPPER, None, 17) == []
+    assert few(HOPPER, None, 2, implementation="xla") == DENSE
+    biased = {**attention(HOPPER), "in_proj_bias": random(1, 2 * 192 + 576), "o_proj_bias": random(2, 256)}
+    assert few(dataclasses.replace(HOPPER, attention_bias=True), None, 2, layer={"attention": biased}) == DENSE
+    assert few(HOPPER, None, 2, layer={"mlp_norm": random(1, 256, dtype=jnp.float32)}) == ATTENTION[:2] + ATTENTION[4:]
+    reasons = mla_few_tokens.why_not({}, HOPPER, random(1, 2, 256), Norm(random(1, 256), 1e-6), random(1, 2, PAGE, 576))
+    assert reasons == ["parameters are not folded"]
 
 
 def test_block_scaled_weights(hopper: None) -> None:
