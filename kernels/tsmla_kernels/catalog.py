@@ -6,6 +6,7 @@ from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.selection.record import SELECTION_BITS
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
 from tsmla_kernels.sm90.few_tokens.record import (
+    FEW_TOKEN_CHOOSE_UP,
     FEW_TOKEN_EXPERTS_DOWN,
     FEW_TOKEN_EXPERTS_UP,
     FEW_TOKEN_MATMUL,
@@ -62,6 +63,7 @@ KERNELS = {
         FEW_TOKEN_QUERIES,
         FEW_TOKEN_ROUTER,
         FEW_TOKEN_EXPERTS_UP,
+        FEW_TOKEN_CHOOSE_UP,
         FEW_TOKEN_EXPERTS_DOWN,
     )
 }

@@ -27,7 +27,7 @@ from tsmla_kernels.contract.sparse import (
     SparseMLASpec,
     TopKSpec,
 )
-from tsmla_kernels.sm90.few_tokens.config import ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
 
 Spec = TypeVar("Spec")
 
@@ -345,6 +345,20 @@ def few_token_experts_up_spec(options: Mapping[str, str]) -> ExpertsSpec:
 def few_token_experts_down_spec(options: Mapping[str, str]) -> ExpertsSpec:
     """The spec of few_token_experts_down, of the same experts."""
     return dataclasses.replace(few_token_experts_up_spec(options), eps=None, limit=None)
+
+
+def few_token_choose_up_spec(options: Mapping[str, str]) -> ChoiceSpec:
+    """The spec of few_token_choose_up, of the same experts: `choices` of num_experts, of which none is shared."""
+    values, experts = _filled_in(options, _FEW_TOKENS), few_token_experts_up_spec(options)
+    return ChoiceSpec(
+        experts.hidden,
+        experts.width,
+        experts.weight_dtype,
+        _parsed(values, "num_experts", int),
+        top_k=experts.choices,
+        eps=experts.eps,
+        limit=experts.limit,
+    )
 
 
 def few_token_queries_spec(options: Mapping[str, str]) -> QueriesSpec:

@@ -11,9 +11,10 @@ from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.moe import choose_experts
 from tsmla_jax.nn import few_tokens
 from tsmla_jax.nn.norms import Norm
+from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec
 
 
-def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm) -> list[str]:
+def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm | None) -> list[str]:
     """Why `mlp` would not run by the kernels of few tokens; empty if it would. Arguments as there."""
     gate_up, down = params["gate_up"], params["down"]
     if "router" not in params:
@@ -26,25 +27,53 @@ def mlp(
     params: Mapping[str, Any],
     config: MoEConfig | None,
     x: jax.Array,
-    norm: Norm,
+    norm: Norm | None,
     valid: jax.Array,
     tokens: jax.Array,
+    *,
+    residual: bool = True,
 ) -> jax.Array:
-    """x plus the gated MLP, or the mixture of experts, of norm(x).
+    """The gated MLP, or the mixture of experts, of norm(x), and x if that is asked for.
 
     Args:
       params: as of `moe.gated_mlp`, or of `moe.mixture_of_experts`, if it has a router.
       config: the experts'; None without a router.
       x: [T, C].
-      norm: the one before the MLP.
+      norm: the one before the MLP; None if x is normed.
       valid: [T] bool, False for padding, whose rows mean nothing.
       tokens: [T] i32, ids of the tokens.
+      residual: whether x is added.
     """
-    gate_up, down = params["gate_up"], params["down"]
+    gate_up, down, more = params["gate_up"], params["down"], x if residual else None
     if "router" not in params:
-        return few_tokens.matmul(few_tokens.matmul(x, gate_up, norm=norm, gated=True), down, residual=x)
+        return few_tokens.matmul(few_tokens.matmul(x, gate_up, norm=norm, gated=True), down, residual=more)
     assert config is not None
     logits = few_tokens.router_logits(x, params["router"], norm=norm)
-    experts, weights = choose_experts(params, x, config, tokens, valid, logits[None])
-    inner = few_tokens.experts_up(x, gate_up, experts, norm=norm, limit=config.swiglu_limit)
-    return few_tokens.experts_down(inner, down, experts, weights, residual=x)
+    spec = _choice(config, x.shape[1], gate_up, norm)
+    if "expert_table" in params or few_tokens.why_not_choose_up(x, gate_up, spec, norm):
+        experts, weights = choose_experts(params, x, config, tokens, valid, logits[None])
+        inner = few_tokens.experts_up(x, gate_up, experts, norm=norm, limit=config.swiglu_limit)
+    else:
+        bias = params["correction_bias"] if config.routing == "noaux_tc" else None
+        inner, experts, weights = few_tokens.choose_up_by_kernel(x, gate_up, logits, bias, spec, norm=norm)
+    return few_tokens.experts_down(inner, down, experts, weights, residual=more)
+
+
+def _choice(config: MoEConfig, hidden: int, gate_up: few_tokens.Weight, norm: Norm | None) -> ChoiceSpec:
+    """The choice of one token's experts, and their first products."""
+    return ChoiceSpec(
+        hidden,
+        config.intermediate_size,
+        few_tokens.weight_dtype(gate_up),
+        config.num_experts,
+        config.top_k,
+        config.num_shared,
+        routing=config.routing,
+        scoring=str(config.scoring),
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        norm_topk_prob=config.norm_topk_prob,
+        routed_scaling_factor=float(config.routed_scaling_factor),
+        eps=None if norm is None else norm.eps,
+        limit=config.swiglu_limit,
+    )

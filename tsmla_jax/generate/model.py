@@ -93,6 +93,7 @@ class StepOptions:
       implementation: of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
       mesh: of more than one device only inside `jax.shard_map` over its axes.
+      most_cached: "prefill" of V3.2 alone: the most cached tokens of a text; None is what the block tables hold.
     """
 
     phase: Phase
@@ -102,6 +103,7 @@ class StepOptions:
     page_size: int = 64
     window_rows: int = 0
     mesh: MeshShape = ONE_DEVICE
+    most_cached: int | None = None
 
     @property
     def context_axis(self) -> str | None:
@@ -251,7 +253,10 @@ def decoder_layer(
         norm = Norm(layer[f"{name}_norm"], config.rms_norm_eps)
         if config.streams is not None:
             read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
-            x = write_streams(block(read), write, mix, x)
+            few = name == "mlp" and not _why_not_few_tokens(layer["mlp"], config, read, None, batch)
+            params = layer["mlp"], config.moe
+            made = few_tokens.mlp(*params, read, None, valid, batch.tokens, residual=False) if few else block(read)
+            x = write_streams(made, write, mix, x)
         elif name == "attention" and _attends_by_few_tokens(
             layer["attention"], config, x, norm, cache, scales, options
         ):
@@ -288,7 +293,9 @@ def _attends_by_few_tokens(
     return not mla_few_tokens.why_not(params, attention, x, norm, cache, quantises=quantises, **common)
 
 
-def _why_not_few_tokens(params: Params, config: LayerConfig, x: jax.Array, norm: Norm, batch: Batch) -> list[str]:
+def _why_not_few_tokens(
+    params: Params, config: LayerConfig, x: jax.Array, norm: Norm | None, batch: Batch
+) -> list[str]:
     """Why the MLP of a step is not that of `generate.few_tokens`; empty if it is."""
     if batch.expert_tokens is not None:
         return ["experts are split over devices"]

@@ -29,7 +29,7 @@ from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens import record
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
-from tsmla_kernels.sm90.few_tokens.config import ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
 
 Weight = jax.Array | BlockScaled
 
@@ -69,7 +69,8 @@ def _values(weight: Weight) -> tuple[jax.Array, ...]:
     return (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
 
 
-def _dtype(weight: Weight) -> str:
+def weight_dtype(weight: Weight) -> str:
+    """The dtype's name of a weight as the kernels know it: FP8 for block-scaled ones."""
     return FP8 if isinstance(weight, BlockScaled) else jnp.dtype(weight.dtype).name
 
 
@@ -83,7 +84,7 @@ def _run(kernel: Kernel, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int,
 def _matmul_spec(x: Any, weight: Weight, norm: Norm | None, gated: bool, limit: float | None, add: bool) -> MatmulSpec:
     rows, terms = weight.shape
     eps = None if norm is None else norm.eps
-    return MatmulSpec(x.shape[0], terms, rows, _dtype(weight), eps, gated, limit, add)
+    return MatmulSpec(x.shape[0], terms, rows, weight_dtype(weight), eps, gated, limit, add)
 
 
 def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: bool = False) -> list[str]:
@@ -143,7 +144,7 @@ def why_not_experts(x: Any, gate_up: Weight, down: Weight, choices: int, norm: N
     if reasons := why_not_dtypes(x, gate_up, down, norm=norm):
         return reasons
     _, hidden, width = down.shape
-    specs = [ExpertsSpec(x.shape[0], choices, hidden, width, _dtype(weight)) for weight in (gate_up, down)]
+    specs = [ExpertsSpec(x.shape[0], choices, hidden, width, weight_dtype(weight)) for weight in (gate_up, down)]
     return list(dict.fromkeys(reason for spec in specs for reason in record.FEW_TOKEN_EXPERTS_UP.reasons(spec)))
 
 
@@ -164,12 +165,12 @@ def experts_up(
     tokens, choices = experts.shape
     count, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     if why_not_dtypes(x, gate_up, norm=norm) or record.FEW_TOKEN_EXPERTS_UP.reasons(
-        ExpertsSpec(tokens, choices, hidden, width, _dtype(gate_up))
+        ExpertsSpec(tokens, choices, hidden, width, weight_dtype(gate_up))
     ):
         normed = x if norm is None else rms_norm(x, *norm)
         own = widened(_chosen(gate_up, experts, count), x.dtype)
         return _gated(jnp.einsum("tc,tpic->tpi", normed, own), limit).reshape(tokens * choices, width)
-    spec = ExpertsSpec(tokens, choices, hidden, width, _dtype(gate_up), None if norm is None else norm.eps, limit)
+    spec = ExpertsSpec(tokens, choices, hidden, width, weight_dtype(gate_up), None if norm is None else norm.eps, limit)
     others = () if norm is None else (norm.weight,)
     inputs = (x, *_values(gate_up), *others, experts)
     return _run(record.FEW_TOKEN_EXPERTS_UP, spec, inputs, (tokens * choices, width))[0]
@@ -182,7 +183,7 @@ def _chosen(stack: Weight, experts: jax.Array, count: int) -> Weight:
 
 
 def experts_down(
-    inner: jax.Array, down: Weight, experts: jax.Array, weights: jax.Array, *, residual: jax.Array
+    inner: jax.Array, down: Weight, experts: jax.Array, weights: jax.Array, *, residual: jax.Array | None = None
 ) -> jax.Array:
     """The weighted sum of each token's experts' second products, plus the residual.
 
@@ -191,22 +192,64 @@ def experts_down(
       down: [E, C, I].
       experts: [T, P] i32, as there.
       weights: f32 [T, P].
-      residual: [T, C].
+      residual: [T, C] or None.
 
     Returns:
-      [T, C] in the residual's dtype.
+      [T, C] in inner's dtype.
     """
     tokens, choices = experts.shape
     count, hidden, width = down.shape
-    spec = ExpertsSpec(tokens, choices, hidden, width, _dtype(down))
+    spec = ExpertsSpec(tokens, choices, hidden, width, weight_dtype(down), residual=residual is not None)
     if why_not_dtypes(inner, down) or record.FEW_TOKEN_EXPERTS_DOWN.reasons(spec):
         own = widened(_chosen(down, experts, count), inner.dtype)
         each = jnp.einsum("tpi,tpci->tpc", inner.reshape(tokens, choices, width), own).astype(jnp.float32)
         exists = (experts >= 0) & (experts < count)
         total = jnp.where(exists[:, :, None], each * weights[:, :, None], 0).sum(axis=1)
-        return (residual + total).astype(residual.dtype)
-    inputs = (inner, *_values(down), experts, weights, residual)
-    return _run(record.FEW_TOKEN_EXPERTS_DOWN, spec, inputs, residual.shape)[0]
+        return (total if residual is None else residual + total).astype(inner.dtype)
+    inputs = (inner, *_values(down), experts, weights, *(() if residual is None else (residual,)))
+    return _run(record.FEW_TOKEN_EXPERTS_DOWN, spec, inputs, (tokens, hidden))[0]
+
+
+class Chosen(NamedTuple):
+    """Results of `choose_up_by_kernel`: inner [P, I], as of `experts_up`; experts [1, P] i32 and weights [1, P] f32."""
+
+    inner: jax.Array
+    experts: jax.Array
+    weights: jax.Array
+
+
+def why_not_choose_up(x: Any, gate_up: Weight, spec: ChoiceSpec, norm: Norm | None = None) -> list[str]:
+    """Why `choose_up_by_kernel` can't run; empty if it can."""
+    if x.shape[0] != 1:
+        return [f"there are {x.shape[0]} tokens; few_token_choose_up takes one"]
+    return why_not_dtypes(x, gate_up, norm=norm) or record.FEW_TOKEN_CHOOSE_UP.reasons(spec)
+
+
+def choose_up_by_kernel(
+    x: jax.Array,
+    gate_up: Weight,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    spec: ChoiceSpec,
+    *,
+    norm: Norm | None = None,
+) -> Chosen:
+    """The choice of one token's experts, and `experts_up` of them, in one kernel.
+
+    Args:
+      x: [1, C].
+      gate_up: [E, 2 I, C].
+      logits: f32 [1, E], of `router_logits`.
+      bias: f32 [E], with the routing noaux_tc, and only then.
+      spec: how the token chooses.
+      norm: as in `experts_up`.
+    """
+    others = [] if norm is None else [norm.weight]
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    choices = spec.top_k + spec.num_shared
+    inputs = (x, *_values(gate_up), *others, logits, *biases)
+    shapes = ((choices, spec.width), (1, choices), (1, choices))
+    return Chosen(*_run(record.FEW_TOKEN_CHOOSE_UP, spec, inputs, *shapes))
 
 
 def router_logits(x: jax.Array, router: jax.Array, *, norm: Norm | None = None) -> jax.Array:

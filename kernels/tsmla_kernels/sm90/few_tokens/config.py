@@ -6,6 +6,7 @@ of starting kernels. Sizes are read at the launch; an object is compiled for the
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from tsmla_kernels.sm90.constants import FP8
@@ -78,6 +79,7 @@ class ExpertsSpec:
     weight_dtype: str
     eps: float | None = None
     limit: float | None = None
+    residual: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class ExpertsConfig:
     Attributes:
       weight_dtype, token_tiles, eps, limit: as in MatmulConfig; eps and limit are None in few_token_experts_down.
       choices: experts of a token, the shared ones among them.
+      residual: in few_token_experts_down, whether an array is added to the result.
     """
 
     weight_dtype: str
@@ -94,11 +97,82 @@ class ExpertsConfig:
     token_tiles: int = 1
     eps: float | None = None
     limit: float | None = None
+    residual: bool = True
 
     @property
     def narrow(self) -> bool:
         """Whether the weights are block-scaled."""
         return self.weight_dtype == FP8
+
+
+@dataclass(frozen=True)
+class ChoiceSpec:
+    """A call of few_token_choose_up: C hidden columns and I columns of an expert, and how the token chooses: the other
+    fields as in ChoiceConfig."""
+
+    hidden: int
+    width: int
+    weight_dtype: str
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+    routing: str = "greedy"
+    scoring: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    eps: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class ChoiceConfig:
+    """The static facts that an object of few_token_choose_up is compiled for.
+
+    Attributes:
+      weight_dtype, eps, limit: as in ExpertsConfig.
+      num_experts, top_k, num_shared, routing, scoring, n_group, topk_group, norm_topk_prob, routed_scaling_factor: as
+        in `tsmla_jax.generate.config.MoEConfig`.
+    """
+
+    weight_dtype: str
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+    routing: str = "greedy"
+    scoring: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    eps: float | None = None
+    limit: float | None = None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the weights are block-scaled."""
+        return self.weight_dtype == FP8
+
+    @property
+    def choices(self) -> int:
+        """Experts of the token, the shared ones among them."""
+        return self.top_k + self.num_shared
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added to the scores that select."""
+        return self.routing == "noaux_tc"
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether experts outside the best groups are left out."""
+        return self.routing != "greedy" and self.n_group > 1
+
+    @property
+    def experts(self) -> ExpertsConfig:
+        """The configuration of the products."""
+        return ExpertsConfig(self.weight_dtype, self.choices, 1, eps=self.eps, limit=self.limit)
 
 
 @dataclass(frozen=True)
@@ -216,7 +290,41 @@ def experts_reasons(spec: ExpertsSpec) -> list[str]:
 
 def experts_config(spec: ExpertsSpec) -> ExpertsConfig:
     """The configuration that serves `spec`."""
-    return ExpertsConfig(spec.weight_dtype, spec.choices, token_tiles(spec.tokens), eps=spec.eps, limit=spec.limit)
+    return ExpertsConfig(
+        spec.weight_dtype,
+        spec.choices,
+        token_tiles(spec.tokens),
+        eps=spec.eps,
+        limit=spec.limit,
+        residual=spec.residual,
+    )
+
+
+def choice_reasons(spec: ChoiceSpec) -> list[str]:
+    """Why few_token_choose_up can't run this call; empty if it can."""
+    experts = ExpertsSpec(1, spec.top_k + spec.num_shared, spec.hidden, spec.width, spec.weight_dtype)
+    reasons = experts_reasons(experts)
+    if not spec.top_k <= spec.num_experts <= MOST_EXPERTS:
+        reasons.append(
+            f"there are {spec.num_experts} experts; few_token_choose_up takes {spec.top_k} to {MOST_EXPERTS}"
+        )
+    if spec.scoring not in SCORINGS:
+        reasons.append(f"scoring is {spec.scoring}; few_token_choose_up takes {', '.join(SCORINGS)}")
+    if spec.routing != "greedy" and spec.n_group > 1:
+        held, group = -(-spec.num_experts // 32), spec.num_experts // spec.n_group
+        lanes = group // held
+        if spec.num_experts % spec.n_group or group % held or lanes & (lanes - 1):
+            reasons.append(
+                f"{spec.num_experts} experts are in {spec.n_group} groups; few_token_choose_up takes groups of a power"
+                f" of two times {held} experts"
+            )
+    return reasons
+
+
+def choice_config(spec: ChoiceSpec) -> ChoiceConfig:
+    """The configuration that serves `spec`."""
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(ChoiceConfig)}
+    return ChoiceConfig(**fields)
 
 
 def queries_reasons(spec: QueriesSpec) -> list[str]:

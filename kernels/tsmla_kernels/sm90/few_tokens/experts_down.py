@@ -36,17 +36,18 @@ class Arrays(NamedTuple):
 
     Attributes:
       x: [T P, I] bf16, a row for each pair of a token and an expert. weight: [E, C, I]. experts: [T, P] i32; a number
-        past the last expert is for none. weights: [T, P] f32, of the sum. residual: [T, C] bf16. out: [T, C] bf16.
+        past the last expert is for none. weights: [T, P] f32, of the sum. out: [T, C] bf16.
       scales: [E, C / 128, I / 128] f32, rounded up, of block-scaled weights; it says how many experts there are.
+      residual: [T, C] bf16, if there is one.
     """
 
     x: cute.Tensor
     weight: cute.Tensor
     experts: cute.Tensor
     weights: cute.Tensor
-    residual: cute.Tensor
     out: cute.Tensor
     scales: cute.Tensor | None = None
+    residual: cute.Tensor | None = None
 
 
 class Tables(NamedTuple):
@@ -78,7 +79,8 @@ class FewTokenExpertsDown:
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
-        names = ["x", "weight", *["scales"] * self.config.narrow, "experts", "weights", "residual", "out"]
+        names = ["x", "weight", *["scales"] * self.config.narrow, "experts", "weights"]
+        names += [*["residual"] * self.config.residual, "out"]
         arrays = Arrays(**dict(zip(names, operands, strict=True)))
 
         @cute.struct
@@ -240,4 +242,6 @@ class FewTokenExpertsDown:
             column = begin + lane_index // 4 + value % 4 // 2 * TOKEN_TILE
             if (token < arrays.out.shape[0]) & (column < arrays.out.shape[1]):
                 total = self.exchange.total(shared, value, lane_index)
-                arrays.out[token, column] = (total + arrays.residual[token, column].to(Float32)).to(BFloat16)
+                if const_expr(self.config.residual):
+                    total = total + arrays.residual[token, column].to(Float32)
+                arrays.out[token, column] = total.to(BFloat16)

@@ -45,9 +45,8 @@ class Arrays(NamedTuple):
     norm: cute.Tensor | None = None
 
 
-class FewTokenExpertsUp:
-    """few_token_experts_up: `config` is static, all sizes are dynamic. A CTA has eight columns of one pair of a token
-    and an expert. Of the pairs of one expert the first one's CTAs compute the columns for all; the others end."""
+class ExpertColumns:
+    """Device functions that compute eight columns of an expert for all of its tokens."""
 
     def __init__(self, config: ExpertsConfig) -> None:
         self.config = config
@@ -55,58 +54,12 @@ class FewTokenExpertsUp:
         self.product = TileProduct(narrow=config.narrow, token_tiles=config.token_tiles, normed=self.normed)
         self.exchange = Exchange(config.token_tiles, self.normed)
 
-    @cute.jit
-    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
-        names = ["x", "weight", *["scales"] * self.config.narrow, *["norm"] * self.normed, "experts", "out"]
-        arrays = Arrays(**dict(zip(names, operands, strict=True)))
-
-        @cute.struct
-        class Storage:
-            products: cute.struct.Align[cute.struct.MemRange[Float32, self.exchange.product_words], 16]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.exchange.square_words], 16]
-
-        self.storage = Storage
-        self.multiply(arrays).launch(
-            grid=[cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0], 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def multiply(self, arrays: Arrays):
-        """Compute a CTA's columns for all tokens of its expert, if its pair is the first of them."""
-        choices = self.config.choices
-        pair = cute.arch.block_idx()[1]
-        storage = utils.SmemAllocator().allocate(self.storage)
-        shared = self.exchange.shared(storage)
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        count = Int32(arrays.weight.shape[0])
-        if const_expr(self.config.narrow):
-            count = Int32(arrays.scales.shape[0])
-        expert = arrays.experts[pair // choices, pair % choices]
-        if (expert >= 0) & (expert < count):
-            mine = self.pair_of(arrays, cute.arch.lane_idx(), expert)
-            members = cute.arch.vote_ballot_sync(mine >= 0)
-            owner = pair // choices
-            if members & ((Int32(1) << owner) - 1) == 0:
-                self.multiply_expert(arrays, shared, expert, owner, mine)
+    def count(self, arrays: Arrays) -> Int32:
+        """The number of experts: a stack of block-scaled weights may have unused matrices behind its last."""
+        return Int32((arrays.scales if self.config.narrow else arrays.weight).shape[0])
 
     @cute.jit
-    def pair_of(self, arrays: Arrays, token: Int32, expert: Int32) -> Int32:
-        """The index of the pair of a token and the expert; -1 if there is no such pair."""
-        found = Int32(-1)
-        if token < arrays.experts.shape[0]:
-            for choice in cutlass.range_constexpr(self.config.choices):
-                if arrays.experts[token, choice] == expert:
-                    found = token * self.config.choices + choice
-        return found
-
-    @cute.jit
-    def multiply_expert(self, arrays: Arrays, shared: Shared, expert: Int32, owner: Int32, mine: Int32) -> None:
+    def multiply(self, arrays: Arrays, shared: Shared, expert: Int32, owner: Int32, mine: Int32) -> None:
         """Compute the CTA's columns for all tokens of the expert, of which `owner` is one. mine: the pair of the lane's
         token and the expert, lane t having token t; -1 if there is no such pair."""
         config = self.config
@@ -162,3 +115,58 @@ class FewTokenExpertsUp:
                 parts = [self.exchange.total(shared, gate + 2 * i, lane_index) * factor for i in range(2)]
                 result = silu_product(parts[0], parts[1], config.limit)
                 arrays.out[pair, begin + lane_index // 4] = result.to(BFloat16)
+
+
+class FewTokenExpertsUp:
+    """few_token_experts_up: `config` is static, all sizes are dynamic. A CTA has eight columns of one pair of a token
+    and an expert. Of the pairs of one expert the first one's CTAs compute the columns for all; the others end."""
+
+    def __init__(self, config: ExpertsConfig) -> None:
+        self.config, self.columns = config, ExpertColumns(config)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
+        names = ["x", "weight", *["scales"] * self.config.narrow, *["norm"] * self.columns.normed, "experts", "out"]
+        arrays = Arrays(**dict(zip(names, operands, strict=True)))
+
+        @cute.struct
+        class Storage:
+            products: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.product_words], 16]
+            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.square_words], 16]
+
+        self.storage = Storage
+        self.multiply(arrays).launch(
+            grid=[cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0], 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=CTAS,
+            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def multiply(self, arrays: Arrays):
+        """Compute a CTA's columns for all tokens of its expert, if its pair is the first of them."""
+        choices = self.config.choices
+        pair = cute.arch.block_idx()[1]
+        storage = utils.SmemAllocator().allocate(self.storage)
+        shared = self.columns.exchange.shared(storage)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        expert = arrays.experts[pair // choices, pair % choices]
+        if (expert >= 0) & (expert < self.columns.count(arrays)):
+            mine = self.pair_of(arrays, cute.arch.lane_idx(), expert)
+            members = cute.arch.vote_ballot_sync(mine >= 0)
+            owner = pair // choices
+            if members & ((Int32(1) << owner) - 1) == 0:
+                self.columns.multiply(arrays, shared, expert, owner, mine)
+
+    @cute.jit
+    def pair_of(self, arrays: Arrays, token: Int32, expert: Int32) -> Int32:
+        """The index of the pair of a token and the expert; -1 if there is no such pair."""
+        found = Int32(-1)
+        if token < arrays.experts.shape[0]:
+            for choice in cutlass.range_constexpr(self.config.choices):
+                if arrays.experts[token, choice] == expert:
+                    found = token * self.config.choices + choice
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import (
+    few_token_choose_up_spec,
     few_token_experts_down_spec,
     few_token_experts_up_spec,
     few_token_matmul_spec,
@@ -11,10 +12,13 @@ from tsmla_kernels.options import (
     few_token_router_spec,
 )
 from tsmla_kernels.sm90.few_tokens.config import (
+    ChoiceConfig,
     ExpertsConfig,
     MatmulConfig,
     QueriesConfig,
     RouterConfig,
+    choice_config,
+    choice_reasons,
     experts_config,
     experts_reasons,
     matmul_config,
@@ -91,7 +95,7 @@ def experts_down_operands(config: ExpertsConfig) -> tuple[Operand, ...]:
         *scales(config.narrow, None),
         Operand("experts", "int32", (None, config.choices), align=4),
         Operand("weights", "float32", (None, config.choices), align=4),
-        Operand("residual", BF16, (None, None)),
+        *((Operand("residual", BF16, (None, None)),) if config.residual else ()),
         Operand("out", BF16, (None, None), output=True),
     )
 
@@ -160,5 +164,33 @@ FEW_TOKEN_ROUTER = Kernel(
     spec_from_options=few_token_router_spec,
     reasons=router_reasons,
     config_for=router_config,
+    presets=(),
+)
+
+
+def choose_up_operands(config: ChoiceConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes but those of the choice are read at the launch."""
+    return (
+        Operand("x", BF16, (None, None)),
+        Operand("weight", config.weight_dtype, (None, None, None)),
+        *scales(config.narrow, None),
+        *((Operand("norm_weight", BF16, (None,)),) if config.eps is not None else ()),
+        Operand("logits", "float32", (None, config.num_experts), align=4),
+        *((Operand("bias", "float32", (config.num_experts,), align=4),) if config.biased else ()),
+        Operand("out", BF16, (None, None), output=True),
+        Operand("experts", "int32", (None, config.choices), output=True, align=4),
+        Operand("weights", "float32", (None, config.choices), output=True, align=4),
+    )
+
+
+FEW_TOKEN_CHOOSE_UP = Kernel(
+    name="few_token_choose_up",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.choose_up:FewTokenChooseUp",
+    config=ChoiceConfig,
+    operands=choose_up_operands,
+    spec_from_options=few_token_choose_up_spec,
+    reasons=choice_reasons,
+    config_for=choice_config,
     presets=(),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from tests.emulator.ptx import machine
 from tests.emulator.ptx.arrays import launch
 from tests.emulator.ptx.machine import Order
+from tests.kernels.object_checks import all_but_slow
+from tsmla_jax.generate import moe
+from tsmla_jax.generate.config import MoEConfig
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.few_tokens.config import ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 
@@ -110,7 +114,7 @@ def test_a_product(spec: MatmulSpec) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        ExpertsSpec(11, 3, 256, 128, FP8, EPS, 10.0),
+        ExpertsSpec(11, 3, 256, 128, FP8, EPS, 10.0, residual=False),
         slow(ExpertsSpec(1, 8, 256, 128, "bfloat16", EPS)),
         slow(ExpertsSpec(16, 4, 256, 128, "bfloat16", EPS)),
     ],
@@ -142,12 +146,63 @@ def test_experts(spec: ExpertsSpec) -> None:
     arrays = {"x": inner, "weight": down, "weight_scales": down_scales, "experts": experts, "weights": weights}
     arrays |= {"residual": residual, "out": np.empty((tokens, hidden), BF16)}
     run("few_token_experts_down", dataclasses.replace(spec, eps=None, limit=None), arrays, "out")
-    own, total = wide(down, down_scales), residual.astype(np.float64)
+    own, total = wide(down, down_scales), residual.astype(np.float64) if spec.residual else np.zeros((tokens, hidden))
     for pair in np.flatnonzero(exists):
         token, choice = divmod(int(pair), choices)
         total[token] += weights[token, choice] * (own[experts[token, choice]] @ inner[pair].astype(np.float64))
     real = np.arange(tokens) != padding
     close(arrays["out"][real], total[real], 3e-3)
+
+
+CHOICES = {
+    "groups of 32": ChoiceSpec(
+        256, 128, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, norm_topk_prob=True, routed_scaling_factor=2.5, eps=EPS
+    ),
+    "softmax": ChoiceSpec(256, 128, "bfloat16", 64, 6, 2, eps=EPS),
+    "groups of 20": ChoiceSpec(
+        256, 128, "bfloat16", 160, 6, 2, "group_limited_greedy", "softmax", 8, 3, routed_scaling_factor=16.0
+    ),
+    "sqrtsoftplus": ChoiceSpec(256, 128, FP8, 40, 3, 1, "noaux_tc", "sqrtsoftplus", norm_topk_prob=True, limit=2.0),
+}
+
+
+@pytest.mark.parametrize("name", all_but_slow(CHOICES, ("groups of 32",)))
+def test_a_choice_of_experts(name: str) -> None:
+    """As the definition in XLA makes it, ties and NaN included."""
+    spec, draw = CHOICES[name], Draw()
+    count, choices = spec.num_experts + spec.num_shared, spec.top_k + spec.num_shared
+    up, scales = draw.weight(spec.weight_dtype, count, 256, 256), draw.scales(count, 256, 256)
+    x, norm, bias = draw.bf16(1, 256), draw.bf16(256), draw.rng.normal(size=spec.num_experts).astype(np.float32)
+    config = MoEConfig(
+        spec.num_experts,
+        spec.top_k,
+        spec.width,
+        spec.num_shared,
+        cast(Any, spec.routing),
+        spec.n_group,
+        spec.topk_group,
+        norm_topk_prob=spec.norm_topk_prob,
+        routed_scaling_factor=spec.routed_scaling_factor,
+        scoring=cast(Any, spec.scoring),
+    )
+    for kind in ("normal", "ties", "NaN"):
+        logits = 2 * draw.rng.normal(size=(1, spec.num_experts)).astype(np.float32)
+        if kind == "ties":
+            logits, bias = logits.round(), np.zeros_like(bias)
+        if kind == "NaN":
+            logits[0, spec.num_experts // 2] = np.nan
+        arrays = {"x": x, "weight": up, "weight_scales": scales, "norm_weight": norm, "logits": logits, "bias": bias}
+        arrays |= {"out": np.empty((choices, 128), BF16), "experts": np.empty((1, choices), np.int32)}
+        arrays["weights"] = np.empty((1, choices), np.float32)
+        run("few_token_choose_up", spec, arrays, "out")
+        experts, weights = (np.asarray(part) for part in moe._route(jnp.array(logits), jnp.array(bias), config, None))
+        shared = np.arange(spec.num_experts, count, dtype=np.int32)
+        np.testing.assert_array_equal(arrays["experts"][0], np.concatenate([experts[0], shared]))
+        np.testing.assert_allclose(arrays["weights"][0, : spec.top_k], weights[0], rtol=1e-5, atol=1e-6)
+        assert (arrays["weights"][0, spec.top_k :] == 1).all()
+        own = normed(x, norm)[0] if spec.eps else x[0].astype(np.float64)
+        want = [gated(wide(up, scales)[expert] @ own, spec.limit) for expert in arrays["experts"][0]]
+        close(arrays["out"], np.array(want), 5e-3)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens.config import (
+    ChoiceSpec,
     ExpertsSpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
+    choice_reasons,
     experts_reasons,
     matmul_reasons,
     queries_reasons,
@@ -24,8 +26,9 @@ from tsmla_kernels.sm90.few_tokens.config import (
 MATMUL = MatmulSpec(16, 7168, 2112, FP8, eps=1e-6)
 EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
 QUERIES = QueriesSpec(16, 128, 128, 512, 64, "bfloat16", "bfloat16", True, "interleaved", 1e-6)
+CHOICE = ChoiceSpec(7168, 2048, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, norm_topk_prob=True, eps=1e-6)
 ROUTER = RouterSpec(16, 7168, 256, 1e-6)
-CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | QueriesSpec | RouterSpec]] = {
+CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec | RouterSpec]] = {
     "matmul": ("few_token_matmul", MATMUL),
     "matmul gated": ("few_token_matmul", dataclasses.replace(MATMUL, gated=True)),
     "matmul of bf16": ("few_token_matmul", dataclasses.replace(MATMUL, weight_dtype="bfloat16")),
@@ -37,6 +40,8 @@ CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | QueriesSpec | RouterSpec]
     "down": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None)),
     "down of bf16": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, weight_dtype="bfloat16")),
     "down 1 token": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, tokens=1)),
+    "choose up": ("few_token_choose_up", CHOICE),
+    "choose up of bf16": ("few_token_choose_up", ChoiceSpec(2048, 1408, "bfloat16", 64, 6, 2, eps=1e-6)),
     "queries": ("few_token_queries", QUERIES),
     "queries of fp8": ("few_token_queries", dataclasses.replace(QUERIES, q_dtype=FP8, kv_dtype=FP8)),
     "router": ("few_token_router", ROUTER),
@@ -65,6 +70,9 @@ def test_what_the_kernels_refuse() -> None:
         (matmul_reasons(dataclasses.replace(MATMUL, weight_dtype="float16")), "weight.dtype is float16"),
         (experts_reasons(dataclasses.replace(EXPERTS, width=1408 + 8)), "an expert is 1416 wide"),
         (experts_reasons(dataclasses.replace(EXPERTS, choices=17)), "a token has 17 experts"),
+        (choice_reasons(dataclasses.replace(CHOICE, num_experts=600, n_group=1)), "there are 600 experts"),
+        (choice_reasons(dataclasses.replace(CHOICE, scoring="tanh")), "scoring is tanh"),
+        (choice_reasons(dataclasses.replace(CHOICE, num_experts=96, n_group=5)), "96 experts are in 5 groups"),
         (queries_reasons(dataclasses.replace(QUERIES, nope_dim=64)), "a head has 64 columns without rope"),
         (queries_reasons(dataclasses.replace(QUERIES, latent_dim=576)), "a latent has 576 columns"),
         (queries_reasons(dataclasses.replace(QUERIES, rope_dim=0)), "0 columns have rope"),

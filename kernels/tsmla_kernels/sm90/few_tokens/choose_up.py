@@ -1,0 +1,79 @@
+"""few_token_choose_up: one token's choice of experts, its norm, and the gated first products of its experts, in one
+launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Float32, Int32
+
+from tsmla_kernels.sm90.few_tokens.choice import Choice
+from tsmla_kernels.sm90.few_tokens.config import TOKEN_TILE, ChoiceConfig
+from tsmla_kernels.sm90.few_tokens.experts_up import Arrays, ExpertColumns
+from tsmla_kernels.sm90.few_tokens.tile import CTAS, THREADS
+
+
+class Chosen(NamedTuple):
+    """The arrays of the choice: logits [1, E] f32, and the results, experts [1, P] i32 and weights [1, P] f32; bias [E]
+    f32, with noaux_tc."""
+
+    logits: cute.Tensor
+    experts: cute.Tensor
+    weights: cute.Tensor
+    bias: cute.Tensor | None = None
+
+
+class FewTokenChooseUp:
+    """few_token_choose_up: `config` is static, all sizes are dynamic. Every CTA makes the choice for itself, as that
+    takes less time than a kernel; the first one stores it."""
+
+    def __init__(self, config: ChoiceConfig) -> None:
+        self.config, self.choice = config, Choice(config)
+        self.columns = ExpertColumns(config.experts)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
+        config = self.config
+        names = ["x", "weight", *["scales"] * config.narrow, *["norm"] * self.columns.normed]
+        names += ["logits", *["bias"] * config.biased, "out", "experts", "weights"]
+        given = dict(zip(names, operands, strict=True))
+        chosen = Chosen(**{name: given.pop(name) for name in Chosen._fields if name in given})
+        arrays = Arrays(experts=chosen.experts, **given)
+
+        @cute.struct
+        class Storage:
+            products: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.product_words], 16]
+            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.square_words], 16]
+
+        self.storage = Storage
+        self.multiply(arrays, chosen).launch(
+            grid=[cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0], 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=CTAS,
+            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def multiply(self, arrays: Arrays, chosen: Chosen):
+        """Choose, and compute a CTA's columns of its expert."""
+        place = cute.arch.block_idx()[1]
+        storage = utils.SmemAllocator().allocate(self.storage)
+        shared = self.columns.exchange.shared(storage)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        mine, weight = self.choice.choose(chosen.logits, chosen.bias)
+        thread = cute.arch.thread_idx()[0]
+        if (cute.arch.block_idx()[0] == 0) & (place == 0) & (thread < self.config.choices):
+            chosen.experts[0, thread] = mine
+            chosen.weights[0, thread] = weight
+        expert = cute.arch.shuffle_sync(mine, place)
+        if expert < self.columns.count(arrays):
+            pair = Int32(-1)
+            if cute.arch.lane_idx() == 0:
+                pair = place
+            self.columns.multiply(arrays, shared, expert, Int32(0), pair)
