@@ -115,7 +115,7 @@ def test_every_option_is_on_the_page_of_commands() -> None:
         parser = argparse.ArgumentParser()
         command.load().add_arguments(parser)
         options += [option for action in parser._actions for option in action.option_strings]
-    assert [option for option in options if option.startswith("--") and f"`{option}" not in page] == ["--help"] * 5
+    assert [option for option in options if option.startswith("--") and f"`{option}" not in page] == ["--help"] * 6
 
 
 def test_every_environment_variable_is_on_the_page_of_commands() -> None:

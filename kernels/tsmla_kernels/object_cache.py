@@ -47,6 +47,9 @@ _CODE_VARIABLES = tuple(
 # The sources that turn any kernel into an object.
 _COMPILER_SOURCES = ("tsmla_kernels.kernel", "tsmla_kernels.compile", "tsmla_kernels.entry")
 
+PREBUILT = "tsmla_objects"
+"""The package of objects that `tsmla wheel` made, if it is installed."""
+
 _lock = threading.RLock()
 _loaded: dict[str, CompiledObject] = {}
 
@@ -109,13 +112,21 @@ def _temporary_files() -> str:
         return "/tmp"
 
 
+def prebuilt_directory() -> Path | None:
+    """The folder of the package PREBUILT, None if it isn't installed. Imports nothing."""
+    spec = importlib.util.find_spec(PREBUILT)
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return Path(places[0]) if places else None
+
+
 def programs_directory() -> Path:
     """Where `tsmla generate` lets jax keep compiled programs, if nothing else names a place. It need not exist."""
     return directory() / "xla"
 
 
 def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
-    """The object of `kernel` for `config` and `arch`: from this process, from disk, or compiled and stored.
+    """The object of `kernel` for `config` and `arch`: from this process, from the user's folder, from the package
+    PREBUILT, or compiled and stored.
 
     If several processes want the same object, one compiles it and the others wait. If the cache can't be written, or
     others may write to it, each process compiles, with a warning.
@@ -132,23 +143,51 @@ def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject
         if (found := _loaded.get(str(path))) is None:
             try:
                 object_files.check_directory(path.parent)
-                found = _read_usable(path, identity) or _compile_once(kernel, config, arch, path, identity)
+                found = _read_usable(path, identity) or _read_prebuilt(identity)
+                found = found or _compile_once(kernel, config, arch, path, identity)
             except UntrustedDirectory as e:
-                warnings.warn(f"tsmla: compiling a kernel without its cache: {e}", RuntimeWarning, stacklevel=2)
-                found = compile_kernel(kernel, config, arch)
+                if (found := _read_prebuilt(identity)) is None:
+                    warnings.warn(f"tsmla: compiling a kernel without its cache: {e}", RuntimeWarning, stacklevel=2)
+                    found = compile_kernel(kernel, config, arch)
             _loaded[str(path)] = found
         return found
 
 
 def is_stored(kernel: Kernel, config: Config, arch: str) -> bool:
-    """Whether a sound entry is on disk already."""
+    """Whether a sound entry is on disk already, the user's or a prebuilt one."""
+    return stored(kernel, config, arch) is not None
+
+
+def stored(kernel: Kernel, config: Config, arch: str) -> Path | None:
+    """The file of a sound entry, the user's or else a prebuilt one; None if there is none."""
     check_arch(kernel, arch)
-    try:
-        object_files.check_directory(directory())
-    except UntrustedDirectory:
-        return False
     identity = _identity(kernel, config, arch)
-    return _read_usable(_path(identity), identity) is not None
+    for where in (directory(), prebuilt_directory()):
+        if where is not None and not _why_untrusted(where):
+            path = _path(identity, where)
+            if _read_usable(path, identity) is not None:
+                return path
+    return None
+
+
+def _why_untrusted(where: Path) -> str | None:
+    """Why the files of a folder may be another user's code; None if they can't be."""
+    try:
+        object_files.check_directory(where)
+    except UntrustedDirectory as e:
+        return str(e)
+    return None
+
+
+def _read_prebuilt(identity: dict[str, Any]) -> CompiledObject | None:
+    """The object in the package PREBUILT; None if there is none, with a warning if its folder can't be trusted."""
+    where = prebuilt_directory()
+    if where is None:
+        return None
+    if reason := _why_untrusted(where):
+        warnings.warn(f"tsmla: ignoring prebuilt kernels: {reason}", RuntimeWarning, stacklevel=3)
+        return None
+    return _read_usable(_path(identity, where), identity)
 
 
 def check_writable() -> None:
@@ -185,8 +224,19 @@ def entries() -> list[Entry]:
 
     UntrustedDirectory if others may write into the cache's directory."""
     object_files.check_directory(directory())
+    return _entries_of(_files(object_files.is_entry))
+
+
+def prebuilt_entries() -> list[Entry]:
+    """Every object of the package PREBUILT, by path; none if the package isn't installed."""
+    where = prebuilt_directory()
+    paths = [] if where is None else object_files.in_directory(where)
+    return _entries_of([path for path in paths if object_files.is_entry(path.name)])
+
+
+def _entries_of(paths: list[Path]) -> list[Entry]:
     found = []
-    for path in _files(object_files.is_entry):
+    for path in paths:
         size = 0
         try:
             size = path.stat().st_size
@@ -252,14 +302,16 @@ def _made_of(kernel: Kernel) -> dict[str, str]:
     return {} if package is None else {"made_of": f"{package.distribution} {package.version}"}
 
 
-def _path(identity: dict[str, Any]) -> Path:
+def _path(identity: dict[str, Any], where: Path | None = None) -> Path:
+    """The file of an entry in a folder, by default the user's."""
+    where = directory() if where is None else where
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     # The DSL's version is in the name, not in the digest, so that a machine without the DSL finds the entry.
     stem = f"{identity['kernel']}-{identity['arch']}-{digest}"
     if (version := dsl_version()) is not None:
-        return directory() / f"{stem}-dsl{version}{SUFFIX}"
-    stored = sorted(directory().glob(f"{stem}-dsl*{SUFFIX}"), key=_natural)
-    return stored[-1] if stored else directory() / f"{stem}-dsl-none{SUFFIX}"
+        return where / f"{stem}-dsl{version}{SUFFIX}"
+    known = sorted(where.glob(f"{stem}-dsl*{SUFFIX}"), key=_natural)
+    return known[-1] if known else where / f"{stem}-dsl-none{SUFFIX}"
 
 
 def _natural(path: Path) -> list[int]:

@@ -101,6 +101,7 @@ _FEW_TOKENS = {
     **_PRODUCT,
     "num_tokens": "1",
     "eps": "1e-6",
+    "normed": "true",
     "residual": "false",
     "choices": "8",
     "num_experts": "256",
@@ -313,16 +314,16 @@ def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:
 
 def few_token_matmul_spec(options: Mapping[str, str]) -> MatmulSpec:
     """The spec of few_token_matmul: num_tokens tokens times a weight [out_features, in_features] of `dtype`. eps is the
-    norm's before it; "" is for no norm."""
+    norm's before it, if `normed`."""
     values = _filled_in(options, _FEW_TOKENS)
     return MatmulSpec(
         _parsed(values, "num_tokens", int),
         _parsed(values, "in_features", int),
         _parsed(values, "out_features", int),
         values["dtype"],
-        eps=_float_or_none(values, "eps"),
+        eps=_norm_eps(values),
         gated=_parsed(values, "gated", bool),
-        limit=_float_or_none(values, "limit"),
+        limit=_parsed(values, "limit", float) if values["limit"] else None,
         residual=_parsed(values, "residual", bool),
     )
 
@@ -337,8 +338,8 @@ def few_token_experts_up_spec(options: Mapping[str, str]) -> ExpertsSpec:
         _parsed(values, "in_features", int),
         _parsed(values, "out_features", int) // 2,
         values["dtype"],
-        eps=_float_or_none(values, "eps"),
-        limit=_float_or_none(values, "limit"),
+        eps=_norm_eps(values),
+        limit=_parsed(values, "limit", float) if values["limit"] else None,
     )
 
 
@@ -372,12 +373,11 @@ def few_token_router_spec(options: Mapping[str, str]) -> RouterSpec:
     """The spec of few_token_router: num_tokens tokens of in_features columns, and num_experts experts."""
     values = _filled_in(options, _FEW_TOKENS)
     sizes = [_parsed(values, name, int) for name in ("num_tokens", "in_features", "num_experts")]
-    return RouterSpec(sizes[0], sizes[1], sizes[2], _float_or_none(values, "eps"))
+    return RouterSpec(sizes[0], sizes[1], sizes[2], _norm_eps(values))
 
 
-def _float_or_none(values: Mapping[str, str], name: str) -> float | None:
-    value: float | None = _parsed(values, name, float) if values[name] else None
-    return value
+def _norm_eps(values: Mapping[str, str]) -> float | None:
+    return float(_parsed(values, "eps", float)) if _parsed(values, "normed", bool) else None
 
 
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:

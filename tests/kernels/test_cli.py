@@ -88,8 +88,8 @@ class Usage(parameterized.TestCase):
     """Command lines that are wrong in themselves."""
 
     @parameterized.parameters(
-        (["dance"], "tsmla: error: COMMAND: got 'dance'; legal: generate, doctor, explain, compile, cache (see tsmla"),
-        (["cach"], "COMMAND: got 'cach'; legal: generate, doctor, explain, compile, cache; did you mean cache?"),
+        (["dance"], "tsmla: error: COMMAND: got 'dance'; legal: generate, doctor, explain, compile, cache, wheel (see tsmla"),
+        (["cach"], "COMMAND: got 'cach'; legal: generate, doctor, explain, compile, cache, wheel; did you mean cache?"),
         (["doctor", "--loud"], "tsmla doctor: error: unrecognized arguments: --loud (see tsmla doctor --help)"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max_new_tokens", "3"], "did you mean --max-new-tokens?"),
         (["generate", "--max-new-tokens", "ten"], "--max-new-tokens: got 'ten'; legal: an int (see tsmla generate"),

@@ -71,12 +71,19 @@ def _cache() -> Actions:
     return Actions(objects.add_cache_arguments, objects.run_cache)
 
 
+def _wheel() -> Actions:
+    from tsmla_kernels.cli import wheel
+
+    return Actions(wheel.add_arguments, wheel.run)
+
+
 COMMANDS = {
     "generate": Command("generate tokens from a DeepSeek checkpoint directory (needs jax)", _generate),
     "doctor": Command("say which devices, packages and engines there are, what runs, and what to install", _doctor),
     "explain": Command("say which implementation runs a call here, and why the others can't (needs jax)", _explain),
     "compile": Command("compile kernels into the on-disk cache ahead of use, with or without a GPU", _compile),
     "cache": Command("list, verify and prune the on-disk cache of compiled kernels", _cache),
+    "wheel": Command("build a wheel of compiled kernels, which saves its installations from compiling them", _wheel),
 }
 
 

@@ -98,7 +98,7 @@ def run_compile(args: argparse.Namespace) -> int:
         raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
-    failures = _compile_all(missing, args.jobs)
+    failures = compile_all(missing, args.jobs)
     if wanted:
         archs = ", ".join(sorted({each.arch for each in wanted}))
         print(f"{len(missing) - failures} compiled for {archs} into {object_cache.directory()}")
@@ -193,8 +193,8 @@ def configs(text: str, kernels: Sequence[Kernel | Chain]) -> list[tuple[Kernel, 
     return found
 
 
-def _compile_all(missing: Sequence[Wanted], jobs: int) -> int:
-    """Compile each; returns how many failed."""
+def compile_all(missing: Sequence[Wanted], jobs: int) -> int:
+    """Compile each in `jobs` processes, and show the progress. Returns how many failed."""
     failures = 0
     with _Progress(len(missing), sys.stderr) as progress:
         if jobs == 1 or len(missing) <= 1:
@@ -345,7 +345,10 @@ def run_cache(args: argparse.Namespace) -> int:
             print(f"{entry.path.name}: can't be removed: {reason}", file=sys.stderr)
         print(f"{len(done.removed)} entries, {_megabytes(sum(entry.size for entry in done.removed))} removed")
         return 1 if done.kept else 0
+    prebuilt = object_cache.prebuilt_entries()
     entries = object_cache.entries()
+    if args.action == "verify":
+        entries += prebuilt
     damaged = [entry for entry in entries if not entry.description]
     for entry in damaged if args.action == "verify" else entries:
         print(_line(entry))
@@ -354,6 +357,10 @@ def run_cache(args: argparse.Namespace) -> int:
     if args.action == "verify":
         summary += f"; {len(damaged)} damaged"
     print(summary)
+    if prebuilt and args.action == "list":
+        usable = sum(not entry.problem for entry in prebuilt)
+        size, where = _megabytes(sum(entry.size for entry in prebuilt)), object_cache.prebuilt_directory()
+        print(f"{len(prebuilt)} prebuilt objects, {usable} of them for this installation, {size} in {where}")
     programs = [path for path in object_cache.programs_directory().glob("*") if path.is_file()]
     if programs and args.action == "list":
         size = _megabytes(sum(path.stat().st_size for path in programs))

@@ -1,0 +1,179 @@
+"""`tsmla wheel`: a wheel of compiled objects, so that a machine on which it is installed compiles nothing for them.
+
+The wheel has one package, tsmla_objects, which holds the cache's entries as they are. `object_cache` looks there after
+the user's own folder, by the same identity: an object of another version, DSL, host or source is not loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import importlib.util
+import itertools
+import sysconfig
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tsmla_kernels import __version__, object_cache
+from tsmla_kernels.catalog import CHAINS, KERNELS
+from tsmla_kernels.cli.objects import Wanted, compile_all, configs, wanted_of
+from tsmla_kernels.cli.packages import DISTRIBUTION
+from tsmla_kernels.cli.parsing import read_text
+from tsmla_kernels.kernel import Chain, Kernel
+
+WHEEL = "tsmla-objects"
+"""The distribution in the wheel."""
+ARCH = "sm_90a"
+PARALLEL, NEW_TOKENS, STEPS = (1, 2, 4, 8), (1, 2, 4), (1, 16, 64, 256)
+"""Devices that share the heads; new tokens of a request in a decode step; requests of a step, for the kernels that
+depend on them."""
+DTYPES = ("dtype=bfloat16", "dtype=bfloat16,kv_dtype=float8_e4m3fn", "dtype=float8_e4m3fn")
+MODELS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2")
+V4 = "layout=v4,num_heads=64,head_dim=512,window=128,lengths=true,sinks=true"
+V4_PAGES = ("compressed_page_size=64,compressed_page_span=64", "compressed_page_size=2,compressed_page_span=2")
+V4_COMPRESSED = (
+    "dtype=float32,ratio=4", "dtype=float32,ratio=128,overlap=false,page_size=2",
+    "dtype=float32,ratio=4,channels=128,cache=indexer",
+)  # fmt: skip
+LIMIT = "limit=10.0"
+"""V4's."""
+
+
+class Call(NamedTuple):
+    """What a decode step calls: a kernel or chain, and its options as `tsmla compile --config` takes them."""
+
+    kernel: str
+    options: str
+
+
+def calls() -> Iterator[Call]:
+    """The operations of decode steps of DeepSeek-V2, V2-Lite, V3, V3.2, V4 and Kimi-K2, for every number of devices, of
+    new tokens, and every dtype above; and most of the kernels of few tokens."""
+    for dtype in DTYPES:
+        for model, devices, new in itertools.product(MODELS, PARALLEL, NEW_TOKENS):
+            for ragged in ("false", "true")[: 1 + (new > 1)]:
+                given = f"{model},tensor_parallel={devices},max_q_len={new},ragged={ragged},{dtype}"
+                yield Call("mla_decode", given)
+        for kernel in ("write_kv_cache", "rope_write_kv_cache", "gather_kv_cache"):
+            yield Call(kernel, f"num_heads=16,{dtype}")
+    yield from _v32_calls()
+    yield from _v4_calls()
+    yield from _few_token_calls()
+
+
+def _v32_calls() -> Iterator[Call]:
+    for requests, new in itertools.product(STEPS, NEW_TOKENS):
+        step = f"deepseek-v3.2,num_tokens={requests * new},num_requests={requests}"
+        yield Call("indexer_topk", step)
+        for devices in PARALLEL:
+            yield Call("sparse_mla", f"{step},tensor_parallel={devices}")
+    for kernel in ("write_packed_kv_cache", "write_indexer_cache", "indexer_quantize"):
+        yield Call(kernel, "deepseek-v3.2")
+
+
+def _v4_calls() -> Iterator[Call]:
+    for requests, pages, devices in itertools.product(STEPS, V4_PAGES, PARALLEL):
+        yield Call(
+            "sparse_mla", f"{V4},{pages},num_tokens={requests},num_requests={requests},tensor_parallel={devices}"
+        )
+    for compressed in V4_COMPRESSED:
+        yield Call("compress_write_kv_cache", compressed)
+
+
+def _few_token_calls() -> Iterator[Call]:
+    for tokens, dtype in itertools.product((1, 16), ("bfloat16", "float8_e4m3fn")):
+        given = f"num_tokens={tokens},dtype={dtype}"
+        for more in ("", ",gated=true", ",normed=false,residual=true"):
+            yield Call("few_token_matmul", given + more)
+        for cache in ("bfloat16", "float8_e4m3fn"):
+            yield Call("few_token_queries", f"{given},kv_dtype={cache}")
+        for choices, limit in ((8, ""), (9, ""), (7, f",{LIMIT}")):
+            yield Call("few_token_experts_up", f"{given},choices={choices}{limit}")
+            yield Call("few_token_experts_down", f"{given},choices={choices}")
+    for tokens in (1, 2, 4, 8, 16):
+        yield Call("few_token_router", f"num_tokens={tokens}")
+
+
+def wanted_by(some: Iterable[Call]) -> list[Wanted]:
+    """The objects of these calls, each once."""
+    named: dict[str, Kernel | Chain] = {**KERNELS, **CHAINS}
+    found = {}
+    for kernel, options in some:
+        for made, config in configs(options, [named[kernel]]):
+            found[Wanted(made, config, ARCH)] = None
+    return list(found)
+
+
+# ---- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tsmla wheel`."""
+    parser.add_argument(
+        "--out", type=Path, default=Path("dist"), metavar="DIR", help="the wheel's folder (%(default)s)"
+    )
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help="what the wheel holds, as `tsmla cache list --json` prints it (default: the decode steps of DeepSeek-V2,"
+        f" V2-Lite, V3, V3.2, V4 and Kimi-K2 on {ARCH}, the heads on 1, 2, 4 or 8 devices)",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes to compile in (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what the cache lacks, and write the wheel. Returns 1 if a kernel doesn't compile; ValueError for an
+    illegal list, ModuleNotFoundError without the CuTe DSL, ValueError or OSError for a folder that can't be written."""
+    if args.jobs < 1:
+        raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
+    if args.list is None:
+        wanted = wanted_by(calls())
+    else:
+        lines = read_text("--list", args.list).splitlines()
+        wanted = list(dict.fromkeys(wanted_of(line) for line in lines))
+    object_cache.check_writable()
+    missing = [each for each in wanted if object_cache.stored(*each) is None]
+    if missing and importlib.util.find_spec("cutlass") is None:
+        raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
+    if compile_all(missing, args.jobs):
+        return 1
+    entries = [path for each in wanted if (path := object_cache.stored(*each)) is not None]
+    args.out.mkdir(parents=True, exist_ok=True)
+    wheel = write_wheel(args.out, entries)
+    print(f"{len(entries)} objects, {wheel.stat().st_size / 1e6:.2f} MB: {wheel}")
+    return 0
+
+
+# ---- the wheel
+
+
+def write_wheel(folder: Path, entries: Sequence[Path]) -> Path:
+    """Write the wheel of these entries of the cache into the folder. The same entries make the same bytes."""
+    name, platform = WHEEL.replace("-", "_"), sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    tag, info = f"py3-none-{platform}", f"{name}-{__version__}.dist-info"
+    about = f'"""Compiled kernels of {DISTRIBUTION} {__version__}. The cache of compiled kernels reads them."""\n'
+    metadata = (
+        f"Metadata-Version: 2.1\nName: {WHEEL}\nVersion: {__version__}\n"
+        f"Summary: Compiled kernels of {DISTRIBUTION}\nLicense: Apache-2.0\n"
+    )
+    files = {f"{object_cache.PREBUILT}/__init__.py": about.encode()}
+    files |= {f"{object_cache.PREBUILT}/{path.name}": path.read_bytes() for path in sorted(entries)}
+    files[f"{info}/METADATA"] = metadata.encode()
+    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: tsmla\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
+    lines = [f"{path},sha256={_digest(content)},{len(content)}" for path, content in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()
+    target = folder / f"{name}-{__version__}-{tag}.whl"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+        for path, content in files.items():
+            member = zipfile.ZipInfo(path, (2020, 1, 1, 0, 0, 0))
+            member.external_attr, member.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
+            wheel.writestr(member, content)
+    return target
+
+
+def _digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
