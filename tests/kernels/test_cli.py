@@ -88,7 +88,7 @@ class Usage(parameterized.TestCase):
     """Command lines that are wrong in themselves."""
 
     @parameterized.parameters(
-        (["dance"], "tsmla: error: COMMAND: got 'dance'; legal: generate, doctor, explain, compile, cache, wheel (see tsmla"),
+        (["dance"], "tsmla: error: COMMAND: got 'dance'; legal: generate, doctor, explain, compile, cache, wheel (see"),
         (["cach"], "COMMAND: got 'cach'; legal: generate, doctor, explain, compile, cache, wheel; did you mean cache?"),
         (["doctor", "--loud"], "tsmla doctor: error: unrecognized arguments: --loud (see tsmla doctor --help)"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max_new_tokens", "3"], "did you mean --max-new-tokens?"),

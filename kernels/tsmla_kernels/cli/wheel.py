@@ -100,7 +100,7 @@ def _few_token_calls() -> Iterator[Call]:
 def wanted_by(some: Iterable[Call]) -> list[Wanted]:
     """The objects of these calls, each once."""
     named: dict[str, Kernel | Chain] = {**KERNELS, **CHAINS}
-    found = {}
+    found: dict[Wanted, None] = {}
     for kernel, options in some:
         for made, config in configs(options, [named[kernel]]):
             found[Wanted(made, config, ARCH)] = None
