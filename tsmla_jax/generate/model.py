@@ -33,6 +33,7 @@ from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
 from tsmla_jax.nn.step import Step, needed_when_ragged
 from tsmla_jax.nn.v4 import V4Config, V4Step
 from tsmla_jax.nn.v32 import V32Config
+from tsmla_jax.nn.v32 import few_tokens as v32_few_tokens
 
 Phase = Literal["fresh", "prefill", "decode"]
 
@@ -248,21 +249,20 @@ def decoder_layer(
             return mixture_of_split_experts(params, x, batch.expert_tokens, config.moe, options.mesh)
         return mixture_of_experts(params, x, valid, config.moe, batch.tokens)
 
+    given = scales, options, selected
     read_often = {"attention": isinstance(config.attention, V32Config), "mlp": "router" in layer["mlp"]}
     for name, block in (("attention", attention), ("mlp", mlp)):
         norm = Norm(layer[f"{name}_norm"], config.rms_norm_eps)
         if config.streams is not None:
             read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
-            few = name == "mlp" and not _why_not_few_tokens(layer["mlp"], config, read, None, batch)
-            params = layer["mlp"], config.moe
-            made = few_tokens.mlp(*params, read, None, valid, batch.tokens, residual=False) if few else block(read)
+            if name == "attention" or _why_not_few_tokens(layer["mlp"], config, read, None, batch):
+                made = block(read)
+            else:
+                params = layer["mlp"], config.moe
+                made = few_tokens.mlp(*params, read, None, valid, batch.tokens, residual=False)
             x = write_streams(made, write, mix, x)
-        elif name == "attention" and _attends_by_few_tokens(
-            layer["attention"], config, x, norm, cache, scales, options
-        ):
-            assert isinstance(config.attention, MLAConfig)
-            given: dict[str, Any] = {**scales._asdict(), "implementation": options.implementation}
-            x, cache = mla_few_tokens.decode(layer[name], config.attention, x, norm, cache, batch.step, **given)
+        elif name == "attention" and (few := _attend_few_tokens(layer[name], config, x, norm, cache, batch, *given)):
+            x, cache, selected = few
         elif name == "mlp" and not _why_not_few_tokens(layer["mlp"], config, x, norm, batch):
             x = few_tokens.mlp(layer["mlp"], config.moe, x, norm, valid, batch.tokens)
         else:
@@ -275,22 +275,36 @@ def decoder_layer(
     return LayerResult(x, cache, selected)
 
 
-def _attends_by_few_tokens(
+def _attend_few_tokens(
     params: Params,
     config: LayerConfig,
     x: jax.Array,
     norm: Norm,
     cache: Any,
+    batch: Batch,
     scales: Scales,
     options: StepOptions,
-) -> bool:
-    """Whether the attention of a step is that of `nn.mla.few_tokens`."""
-    attention = config.attention
+    selected: jax.Array | None,
+) -> LayerResult | None:
+    """x plus the attention of norm(x), by the kernels of few tokens; None where they can't run, or in V4."""
+    attention, named = config.attention, options.implementation
+    if isinstance(attention, V32Config):
+        asked = v32.functional.Options(scales.kv_scale, scales.q_scale, options.context_axis, None, named)
+        if v32_few_tokens.why_not(params, attention, x, norm, asked):
+            return None
+        given = None if attention.has_indexer else selected
+        keep = config.shared_behind and attention.has_indexer
+        found = v32_few_tokens.attend(params, attention, x, norm, cache, batch.step, asked, selected=given, keep=keep)
+        return LayerResult(found.y, found.cache, found.selected if config.shared_behind else None)
     if not isinstance(attention, MLAConfig) or options.phase != "decode":
-        return False
-    common: dict[str, Any] = {"implementation": options.implementation, "context_axis": options.context_axis}
-    quantises = scales.q_scale is not None
-    return not mla_few_tokens.why_not(params, attention, x, norm, cache, quantises=quantises, **common)
+        return None
+    quantises, common = scales.q_scale is not None, {"context_axis": options.context_axis, "implementation": named}
+    if mla_few_tokens.why_not(params, attention, x, norm, cache, quantises=quantises, **common):
+        return None
+    y, cache = mla_few_tokens.decode(
+        params, attention, x, norm, cache, batch.step, **scales._asdict(), implementation=named
+    )
+    return LayerResult(y, cache, None)
 
 
 def _why_not_few_tokens(

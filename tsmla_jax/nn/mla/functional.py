@@ -122,7 +122,11 @@ def project_q(
         q = product(params, "q_b_proj", low)
     else:
         q = _project_heads(params, config, x) if "in_proj" in params else contract(x, params["q_proj"])
-    q = q if q.ndim > x.ndim else _by_head(q, config)
+    return rotated_q(config, q if q.ndim > x.ndim else _by_head(q, config), cos, sin)
+
+
+def rotated_q(config: MLAConfig, q: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Heads' queries [..., H, N + R] as q_nope, and q_rope with rope applied."""
     q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
 

@@ -10,8 +10,7 @@ request at most.
 
 from __future__ import annotations
 
-import math
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
@@ -21,24 +20,23 @@ from jax.typing import DTypeLike
 import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.linear import product, rows_of, weight_of
+from tsmla_jax.nn.linear import rows_of, weight_of
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.expanded import Selected, attend_by_mask
 from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
+from tsmla_jax.nn.v32.projections import Angles, Projected, project
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
-from tsmla_jax.ops.selected import indexer, metadata
+from tsmla_jax.ops.selected import metadata
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
-from tsmla_kernels.contract.packed import Rotation
 from tsmla_kernels.contract.selection import selection_words
 
-_NORM_EPS = 1e-6
 _MATRICES = ("indexer_wq_b", "indexer_wk", "indexer_weights_proj")
 
 
@@ -188,12 +186,14 @@ def attend(
             page size; `form` is none, or "mask" with a q_scale or a context_axis; selected has another shape, or is
             None for a layer without an indexer; or there is a cache of indexer keys and no indexer, or the reverse.
     """
-    options = _Options(kv_scale, q_scale, context_axis, form, implementation)
-    found = _attend(params, config, x, cache, step, selected=selected, keep=return_selected, options=options)
+    options = Options(kv_scale, q_scale, context_axis, form, implementation)
+    found = attend_projected(
+        params, config, x, cache, step, selected=selected, keep=return_selected, options=options, project=project
+    )
     return (found.y, found.cache, cast(jax.Array, found.selected)) if return_selected else (found.y, found.cache)
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """Options of `attend`."""
 
     kv_scale: float | jax.Array | None
@@ -203,15 +203,15 @@ class _Options(NamedTuple):
     implementation: Preference
 
 
-class _Attended(NamedTuple):
-    """What `_attend` returns; positions that nobody asked for may not have been made."""
+class Attended(NamedTuple):
+    """The results of `attend_projected`; positions that nobody asked for may not have been made."""
 
     y: jax.Array
     cache: V32Cache
     selected: jax.Array | None
 
 
-def _attend(
+def attend_projected(
     params: Params,
     config: V32Config,
     x: jax.Array,
@@ -220,9 +220,10 @@ def _attend(
     *,
     selected: jax.Array | None,
     keep: bool,
-    options: _Options,
-) -> _Attended:
-    """`attend`; keep: whether positions are wanted, where slots alone would do."""
+    options: Options,
+    project: Callable[[Params, V32Config, jax.Array, Angles, bool | None], Projected],
+) -> Attended:
+    """`attend`, with the products of `project`. keep: whether positions are wanted, where slots alone would do."""
     kv_scale, q_scale, context_axis, form, implementation = options
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")
@@ -235,15 +236,11 @@ def _attend(
     chooses = selected is None
     selected = _given(config, selected, positions)
     cos, sin = rope_cos_sin(mla, positions)
-    cache = _written(params, config, x, cache, step, Angles(cos, sin), kv_scale)
-    kv, keys = cache
-
-    low = functional.project_low_rank_q(params, mla, x)
-    index: tuple[Any, Any] = (None, None)
-    if chooses:
-        assert keys is not None
-        index = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=keys.dtype == jnp.uint8)
-    projected = functional.project_q(params, mla, x, cos, sin)
+    quantise = cache.indexer is not None and cache.indexer.dtype == jnp.uint8
+    made = project(params, config, x, Angles(cos, sin), quantise if chooses else None)
+    kv, keys = cache = _written(config, made, cache, step, Angles(cos, sin), kv_scale)
+    index: tuple[Any, Any] = (None, None) if made.asked is None else made.asked
+    projected = made.q_nope, made.q_rope
     most = min(config.index_topk, step.block_tables.shape[1] * kv.shape[1])
 
     def topk(**more: Any) -> Any:
@@ -260,7 +257,7 @@ def _attend(
             all_below=most if chooses else 0,
         )  # fmt: skip
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
-        return _Attended(functional.project_out(params, mla, heads.astype(x.dtype)), cache, None if as_bits else chosen)
+        return Attended(made.out(heads.astype(x.dtype)), cache, None if as_bits else chosen)
     queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale, "latent_dim": mla.kv_lora_rank, "q_scale": q_scale, "kv_scale": kv_scale,
@@ -270,12 +267,11 @@ def _attend(
     def values(out: jax.Array) -> jax.Array:
         return jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
 
-    project = partial(functional.project_out, params, mla)
     if context_axis is not None:
         own = _choose_own(config, index, cache, step, num_tokens, selected=selected, keep=keep, options=options)
         out, lse = tsmla_jax.sparse_mla(queries, kv, own.slots, own.lens, return_lse=True, **attention)
-        y = context_parallel.project_merged(out, lse, context_axis, project, heads=values)
-        return _Attended(y, cache, own.selected)
+        y = context_parallel.project_merged(out, lse, context_axis, made.out, heads=values)
+        return Attended(y, cache, own.selected)
     if selected is None and keep:
         selected = cast(jax.Array, topk())
     if selected is None:
@@ -284,7 +280,7 @@ def _attend(
         slots = metadata.positions_to_slots(selected, step.block_tables[request], kv.shape[1])
     per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
-    return _Attended(project(values(cast(jax.Array, attended))), cache, selected)
+    return Attended(made.out(values(cast(jax.Array, attended))), cache, selected)
 
 
 class _Own(NamedTuple):
@@ -305,7 +301,7 @@ def _choose_own(
     *,
     selected: jax.Array | None,
     keep: bool,
-    options: _Options,
+    options: Options,
 ) -> _Own:
     """A device's part of the keys that are selected, or that the indexers of all devices choose by `index`, the
     queries and the weights of the indexer's heads. keep: as in `_attend`."""
@@ -371,25 +367,16 @@ def _check_cache(config: V32Config, cache: V32Cache) -> None:
         )
 
 
-class Angles(NamedTuple):
-    """The cosines and sines of the new tokens' positions."""
-
-    cos: jax.Array
-    sin: jax.Array
-
-
 def _written(
-    params: Params,
     config: V32Config,
-    x: jax.Array,
+    made: Projected,
     cache: V32Cache,
     step: Step,
     angles: Angles,
     kv_scale: float | jax.Array | None,
 ) -> V32Cache:
     """The caches with the new tokens' latents and indexer keys, where there is an indexer."""
-    mla, (cos, sin) = config.mla, angles
-    latent, k_rope = functional.project_latent_unrotated(params, mla, x)
+    mla, (cos, sin), latent, k_rope = config.mla, angles, made.latent, made.k_rope
     if cache.kv.dtype == jnp.uint8:
         kv = sparse.write_packed_kv_cache(
             cache.kv,
@@ -406,7 +393,8 @@ def _written(
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     if cache.indexer is None:
         return V32Cache(kv, None)
-    layout, new = config.index_rope_layout, indexer_keys(params, x)
+    layout, new = config.index_rope_layout, made.keys
+    assert new is not None
     keys = sparse.write_indexer_cache(cache.indexer, new, step.slot_mapping, cos, sin, rope_layout=layout)
     return V32Cache(kv, keys)
 
@@ -450,31 +438,3 @@ def form_of(
     if unable or form is not None:
         return selected_form(StepSizes(0, 0, 0, 0, 0), forced=form, reasons=unable)
     return selected_form(step_sizes(config, tokens=x.shape[0], requests=requests, longest=min(bounds)))
-
-
-def index_rotation(config: V32Config) -> Rotation:
-    """The rope of the indexer's queries and keys."""
-    return Rotation(config.mla.qk_rope_head_dim, 0, config.index_rope_layout)
-
-
-def indexer_keys(params: Params, x: jax.Array) -> jax.Array:
-    """Layer-normed keys [T, Di], not rotated yet."""
-    k = product(params, "indexer_wk", x).astype(jnp.float32)
-    k = k - k.mean(-1, keepdims=True)
-    k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + _NORM_EPS)
-    return k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
-
-
-def indexer_queries(
-    params: Params, config: V32Config, x: jax.Array, low: jax.Array, angles: Angles, *, quantise: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi], of x and its normed low-rank
-    query."""
-    cos, sin = angles
-    q = product(params, "indexer_wq_b", low)
-    q = q.reshape(x.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
-    weights = product(params, "indexer_weights_proj", x)
-    if quantise:
-        return sparse.indexer_quantize(q, weights, cos, sin, rope_layout=config.index_rope_layout)
-    q = indexer.rotate_columns(q, (cos[:, None], sin[:, None]), index_rotation(config))
-    return q, indexer.fold_weights(weights, config.index_head_dim)
