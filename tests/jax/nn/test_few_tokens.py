@@ -14,10 +14,12 @@ from tsmla_jax.generate import few_tokens as few_token_mlp
 from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import LayerConfig, MoEConfig
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, decoder_layer
-from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params
+from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params, v32
 from tsmla_jax.nn.block_scaled import BlockScaled, with_products
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.nn.v32 import V32Config
+from tsmla_jax.nn.v32 import few_tokens as v32_few_tokens
 from tsmla_jax.ops.kernel_call import kernel_call_p
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -84,6 +86,28 @@ def test_scales_of_queries_and_of_the_cache() -> None:
     )()
     close(got, x + y[:, 0])
     close(written, want)
+
+
+V32 = V32Config(LOW_RANK, index_n_heads=16, index_head_dim=128, index_topk=4)
+
+
+def test_the_sparse_layer_is_that_of_attend() -> None:
+    """Ragged tokens, over keys as they are; the positions of the choice are the same."""
+    shapes = jax.eval_shape(lambda: v32.functional.fold(v32.init_params(jax.random.key(0), V32), V32))
+    params = {name: random(index, *shape.shape, scale=0.06) for index, (name, shape) in enumerate(shapes.items())}
+    x, norm = random(1, 5, 256), Norm(random(3, 256), 1e-6)
+    cache = v32.init_cache(V32, 4, PAGE, kv_dtype=jnp.bfloat16, indexer_dtype=jnp.bfloat16)
+    cache = v32.V32Cache(*(random(index, *part.shape) for index, part in enumerate(cache)))
+    lens, offsets = jnp.array([40, 9], jnp.int32), jnp.array([0, 3, 5], jnp.int32)
+    tables = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    ragged = Step.ragged(tables, lens, offsets, total_tokens=5, page_size=PAGE)
+    options = v32.functional.Options(None, None, None, "direct", None)
+    got = jax.jit(lambda: v32_few_tokens.attend(params, V32, x, norm, cache, ragged, options, keep=True))()
+    given = {"selected": got.selected, "form": "direct"}
+    y, want = jax.jit(lambda: v32.attend(params, V32, rms_norm(x, *norm), cache, ragged, **given))()
+    close(got.y, x + y)
+    for part, other in zip(got.cache, want, strict=True):
+        close(part, other)
 
 
 def test_the_mlp_and_the_experts() -> None:
