@@ -1,8 +1,8 @@
-"""The kernels of a layer in a compiled decode step: `python -m tests.jax.step_kernels MODEL,WEIGHTS,TEXTS,LAYERS,LAYERS`.
+"""Kernels of a layer in a compiled decode step: `python -m tests.jax.step_kernels MODEL,WEIGHTS,TEXTS,LAYERS,LAYERS`.
 
-XLA's GPU compiler makes the step with the two numbers of layers, for an H100 that need not be here; the difference
-is what the layers between them add. It prints the kernels of one layer, and which they are. It needs the packages of jax's
-CUDA plug-in.
+XLA's GPU compiler makes the step with the two numbers of layers, for an H100 that need not be here. The difference is
+what the layers between them add: the module prints the kernels of one layer, and which they are. It needs the packages
+of jax's CUDA plug-in.
 """
 
 from __future__ import annotations
