@@ -12,6 +12,7 @@ from tsmla_kernels.sm90.few_tokens.record import (
     FEW_TOKEN_MATMUL,
     FEW_TOKEN_QUERIES,
     FEW_TOKEN_ROUTER,
+    FEW_TOKEN_WINDOW,
 )
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
@@ -65,6 +66,7 @@ KERNELS = {
         FEW_TOKEN_EXPERTS_UP,
         FEW_TOKEN_CHOOSE_UP,
         FEW_TOKEN_EXPERTS_DOWN,
+        FEW_TOKEN_WINDOW,
     )
 }
 

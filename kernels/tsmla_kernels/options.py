@@ -27,7 +27,14 @@ from tsmla_kernels.contract.sparse import (
     SparseMLASpec,
     TopKSpec,
 )
-from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+from tsmla_kernels.sm90.few_tokens.config import (
+    ChoiceSpec,
+    ExpertsSpec,
+    MatmulSpec,
+    QueriesSpec,
+    RouterSpec,
+    WindowSpec,
+)
 
 Spec = TypeVar("Spec")
 
@@ -367,6 +374,12 @@ def few_token_queries_spec(options: Mapping[str, str]) -> QueriesSpec:
     without a kv_dtype, of the cache."""
     values = _filled_in(options, _FEW_TOKENS)
     return _spec(QueriesSpec, values, tokens=_parsed(values, "num_tokens", int), heads=1)
+
+
+def few_token_window_spec(options: Mapping[str, str]) -> WindowSpec:
+    """The spec of few_token_window: num_tokens rows, into pages of page_size."""
+    values = _filled_in(options, _FEW_TOKENS)
+    return WindowSpec(_parsed(values, "num_tokens", int), _parsed(values, "page_size", int))
 
 
 def few_token_router_spec(options: Mapping[str, str]) -> RouterSpec:

@@ -24,12 +24,20 @@ from tsmla_jax.ops.inputs import scale_operand
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.rotation import rotate
+from tsmla_jax.ops.selected import layouts
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens import record
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
-from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+from tsmla_kernels.sm90.few_tokens.config import (
+    ChoiceSpec,
+    ExpertsSpec,
+    MatmulSpec,
+    QueriesSpec,
+    RouterSpec,
+    WindowSpec,
+)
 
 Weight = jax.Array | BlockScaled
 
@@ -321,3 +329,16 @@ def queries(
     scales = scale_operand(q_scale), scale_operand(kv_scale)
     inputs = (q, joint, w_uk, norm.weight, rope.cos, rope.sin, slot_mapping, *scales, kv_cache)
     return Written(*_run(record.FEW_TOKEN_QUERIES, spec, inputs, (q.shape[0], heads, width), kv_cache.shape))
+
+
+# ---- V4's window
+
+
+def write_window(kv_cache: jax.Array, rows: jax.Array, slot_mapping: jax.Array, *, page_size: int) -> jax.Array:
+    """The packed cache of V4's window, uint8 [P, bytes of a page], with rows [T, 512] f32 written: as
+    `tsmla_jax.sparse.write_v4_cache`, bit by bit, in one kernel where it can run."""
+    spec = WindowSpec(rows.shape[0], page_size)
+    unable = device.why_not(record.FEW_TOKEN_WINDOW) + device.why_not_by_default()
+    if unable or rows.dtype != jnp.float32 or record.FEW_TOKEN_WINDOW.reasons(spec):
+        return layouts.write_v4_cache(kv_cache, rows, slot_mapping, page_size=page_size)
+    return _run(record.FEW_TOKEN_WINDOW, spec, (rows, slot_mapping, kv_cache), kv_cache.shape)[0]

@@ -93,6 +93,7 @@ def _few_token_calls() -> Iterator[Call]:
         for choices, limit in ((8, ""), (9, ""), (7, f",{LIMIT}")):
             yield Call("few_token_experts_up", f"{given},choices={choices}{limit}")
             yield Call("few_token_experts_down", f"{given},choices={choices}")
+    yield Call("few_token_window", "page_size=64")
     for tokens in (1, 2, 4, 8, 16):
         yield Call("few_token_router", f"num_tokens={tokens}")
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 import tsmla_jax
 from tsmla_jax import sparse
-from tsmla_jax.nn import context_parallel
+from tsmla_jax.nn import context_parallel, few_tokens
 from tsmla_jax.nn.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.norms import Norm
@@ -213,7 +213,10 @@ def attend(
     packed = cache.window.dtype == jnp.uint8
     page_size, entries_page_size = (step.page_size, step.compressed_page_size) if packed else (None, None)
     slots = step.window.slot_mapping
-    window = layouts.write_v4_cache(cache.window, kv, slots, kv_scale=kv_scale, page_size=page_size)
+    if packed and "in_proj" in params and kv_scale is None:
+        window = few_tokens.write_window(cache.window, kv, slots, page_size=step.page_size)
+    else:
+        window = layouts.write_v4_cache(cache.window, kv, slots, kv_scale=kv_scale, page_size=page_size)
     cache = cache._replace(window=window)
     selected = step.rows
     if cache.compressed is not None and cache.compressor is not None:

@@ -237,6 +237,21 @@ class RouterConfig:
     eps: float | None = None
 
 
+@dataclass(frozen=True)
+class WindowSpec:
+    """A call of few_token_window: tokens, and rows of a page."""
+
+    tokens: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """The static facts that an object of few_token_window is compiled for: rows of a page."""
+
+    page_size: int = 64
+
+
 def token_tiles(tokens: int) -> int:
     """Tiles of TOKEN_TILE tokens."""
     return -(-tokens // TOKEN_TILE)
@@ -368,3 +383,13 @@ def router_reasons(spec: RouterSpec) -> list[str]:
 def router_config(spec: RouterSpec) -> RouterConfig:
     """The configuration that serves `spec`."""
     return RouterConfig(1 << (spec.tokens - 1).bit_length(), spec.eps)
+
+
+def window_reasons(spec: WindowSpec) -> list[str]:
+    """Why few_token_window can't run this call; empty if it can."""
+    return _token_reasons(spec.tokens)
+
+
+def window_config(spec: WindowSpec) -> WindowConfig:
+    """The configuration that serves `spec`."""
+    return WindowConfig(spec.page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import (
     few_token_choose_up_spec,
@@ -10,6 +11,7 @@ from tsmla_kernels.options import (
     few_token_matmul_spec,
     few_token_queries_spec,
     few_token_router_spec,
+    few_token_window_spec,
 )
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceConfig,
@@ -17,6 +19,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     MatmulConfig,
     QueriesConfig,
     RouterConfig,
+    WindowConfig,
     choice_config,
     choice_reasons,
     experts_config,
@@ -27,6 +30,8 @@ from tsmla_kernels.sm90.few_tokens.config import (
     queries_reasons,
     router_config,
     router_reasons,
+    window_config,
+    window_reasons,
 )
 
 BF16 = "bfloat16"
@@ -192,5 +197,35 @@ FEW_TOKEN_CHOOSE_UP = Kernel(
     spec_from_options=few_token_choose_up_spec,
     reasons=choice_reasons,
     config_for=choice_config,
+    presets=(),
+)
+
+
+def window_operands(config: WindowConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes but the rows' width are read at the launch."""
+    return (
+        Operand("rows", "float32", (None, V4_PACKED.head_dim)),
+        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("kv_cache", "uint8", (None, V4_PACKED.page_bytes(config.page_size)), wide=True),
+        Operand(
+            "new_kv_cache",
+            "uint8",
+            (None, V4_PACKED.page_bytes(config.page_size)),
+            output=True,
+            wide=True,
+            alias="kv_cache",
+        ),
+    )
+
+
+FEW_TOKEN_WINDOW = Kernel(
+    name="few_token_window",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.window:FewTokenWindow",
+    config=WindowConfig,
+    operands=window_operands,
+    spec_from_options=few_token_window_spec,
+    reasons=window_reasons,
+    config_for=window_config,
     presets=(),
 )

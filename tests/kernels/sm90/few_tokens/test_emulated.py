@@ -16,9 +16,18 @@ from tests.emulator.ptx.machine import Order
 from tests.kernels.object_checks import all_but_slow
 from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.ops.selected import layouts
 from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, ExpertsSpec, MatmulSpec, QueriesSpec, RouterSpec
+from tsmla_kernels.sm90.few_tokens.config import (
+    ChoiceSpec,
+    ExpertsSpec,
+    MatmulSpec,
+    QueriesSpec,
+    RouterSpec,
+    WindowConfig,
+)
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 
@@ -271,3 +280,24 @@ def test_a_router(spec: RouterSpec) -> None:
     own = x[:, : spec.terms]
     want = (normed(own, norm) if spec.eps else own.astype(np.float64)) @ router.astype(np.float64).T
     close(arrays["logits"], want, 1e-6)
+
+
+@pytest.mark.parametrize("page_size", [64, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_window_row(page_size: int) -> None:
+    """Bit by bit as in XLA; one token has no slot, one a slot past the cache; one has tiny values."""
+    draw, tokens = Draw(), 11
+    rows = (draw.rng.normal(size=(tokens, 512)) * np.exp(draw.rng.normal(size=(tokens, 1)) * 4)).astype(np.float32)
+    rows[3] = 1e-7
+    slots = np.arange(tokens, dtype=np.int32) - 3
+    slots[8], slots[9] = -1, 3 * page_size
+    cache = draw.rng.integers(0, 255, size=(3, V4_PACKED.page_bytes(page_size)), dtype=np.uint8)
+    inside = (slots >= 0) & (slots < 3 * page_size)
+    want = np.asarray(
+        layouts.write_v4_cache(jnp.array(cache), jnp.array(rows), jnp.where(inside, slots, -1), page_size=page_size)
+    )
+    kernel, config = KERNELS["few_token_window"], WindowConfig(page_size)
+    for order in ORDERS:
+        arrays = {"rows": rows, "slot_mapping": slots, "kv_cache": cache.copy()}
+        arrays["new_kv_cache"] = arrays["kv_cache"]
+        assert launch(kernel, config, arrays, order).hazards == []
+        np.testing.assert_array_equal(arrays["kv_cache"], want)

@@ -16,6 +16,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
+    WindowSpec,
     choice_reasons,
     experts_reasons,
     matmul_reasons,
@@ -28,7 +29,7 @@ EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
 QUERIES = QueriesSpec(16, 128, 128, 512, 64, "bfloat16", "bfloat16", True, "interleaved", 1e-6)
 CHOICE = ChoiceSpec(7168, 2048, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, norm_topk_prob=True, eps=1e-6)
 ROUTER = RouterSpec(16, 7168, 256, 1e-6)
-CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec | RouterSpec]] = {
+CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec | RouterSpec | WindowSpec]] = {
     "matmul": ("few_token_matmul", MATMUL),
     "matmul gated": ("few_token_matmul", dataclasses.replace(MATMUL, gated=True)),
     "matmul of bf16": ("few_token_matmul", dataclasses.replace(MATMUL, weight_dtype="bfloat16")),
@@ -44,6 +45,7 @@ CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec 
     "choose up of bf16": ("few_token_choose_up", ChoiceSpec(2048, 1408, "bfloat16", 64, 6, 2, eps=1e-6)),
     "queries": ("few_token_queries", QUERIES),
     "queries of fp8": ("few_token_queries", dataclasses.replace(QUERIES, q_dtype=FP8, kv_dtype=FP8)),
+    "window": ("few_token_window", WindowSpec(16, 64)),
     "router": ("few_token_router", ROUTER),
     "router 1 token": ("few_token_router", dataclasses.replace(ROUTER, tokens=1)),
 }
