@@ -99,6 +99,8 @@ def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: b
     """Why `matmul` of these is not one kernel; empty if it is."""
     if reasons := why_not_dtypes(x, weight, norm=norm):
         return reasons
+    if isinstance(weight, BlockScaled):
+        return ["block_scaled_matmul reads e4m3 weights faster"]
     return record.FEW_TOKEN_MATMUL.reasons(_matmul_spec(x, weight, norm, gated, None, False))
 
 

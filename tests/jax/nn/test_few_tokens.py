@@ -175,23 +175,17 @@ def traced(config: MLAConfig, experts: int | None, texts: int, **changes: Any) -
 ATTENTION = ["few_token_matmul", "few_token_queries", "mla_decode", "dot_general", "few_token_matmul"]
 """mla_decode is two kernels."""
 DENSE = ["few_token_matmul", "few_token_matmul"]
-MIXTURE = {
-    1: ["few_token_router", "few_token_choose_up", "few_token_experts_down"],
-    16: ["few_token_router", "choose_experts", "few_token_experts_up", "few_token_experts_down"],
-}
-"""By the number of tokens."""
+MIXTURE = ["few_token_router", "few_token_choose_up", "grouped_matmul", "reduce_sum"]
+"""Of one token; the last is its weighted sum."""
 
 
-@pytest.mark.parametrize("texts", [1, 16])
-def test_a_layer_is_nine_or_ten_kernels(hopper: None, texts: int) -> None:
-    count = EXPERTS.num_experts + EXPERTS.num_shared
-    assert traced(HOPPER, count, texts) == [*ATTENTION, *MIXTURE[texts]]
-    assert traced(HOPPER, None, texts) == [*ATTENTION, *DENSE]
-    assert traced(dataclasses.replace(HOPPER, q_lora_rank=128), count, texts) == [
-        "few_token_matmul",
-        *ATTENTION,
-        *MIXTURE[texts],
-    ]
+def test_the_kernels_of_a_layer(hopper: None) -> None:
+    count, low_rank = EXPERTS.num_experts + EXPERTS.num_shared, dataclasses.replace(HOPPER, q_lora_rank=128)
+    assert traced(HOPPER, count, 1) == [*ATTENTION, *MIXTURE]
+    assert traced(low_rank, count, 1) == ["few_token_matmul", *ATTENTION, *MIXTURE]
+    assert traced(HOPPER, None, 16) == [*ATTENTION, *DENSE]
+    several = traced(HOPPER, count, 16)
+    assert several[: len(ATTENTION)] == ATTENTION and "grouped_matmul_gated" in several
 
 
 def test_what_keeps_the_kernels_from_a_step(hopper: None) -> None:
@@ -207,15 +201,21 @@ def test_what_keeps_the_kernels_from_a_step(hopper: None) -> None:
     assert reasons == ["parameters are not folded"]
 
 
-def test_block_scaled_weights(hopper: None) -> None:
-    """Unless their products are to be quantised."""
+def test_weights_that_other_products_multiply(hopper: None) -> None:
     x, norm = random(1, 4, 256), Norm(random(2, 256), 1e-6)
     weight = BlockScaled(jnp.zeros((256, 256), jnp.float8_e4m3fn), jnp.ones((2, 2)))
-    assert few_tokens.why_not_matmul(x, weight, norm) == []
-    assert few_tokens.why_not_matmul(x, with_products(weight, "exact"), norm) == []
-    (reason,) = few_tokens.why_not_matmul(x, with_products(weight, "quantized"), norm)
+    (reason,) = few_tokens.why_not_matmul(x, weight, norm)
+    assert "block_scaled_matmul" in reason
+    assert few_tokens.why_not_matmul(x, weight.widened(jnp.bfloat16), norm) == []
+    assert few_tokens.why_not_experts(x, weight_stack(), weight_stack(), 3, norm) == []
+    (reason,) = few_tokens.why_not_dtypes(x, with_products(weight, "quantized"), norm=norm)
     assert "quantized" in reason
     (reason,) = few_tokens.why_not_matmul(x.astype(jnp.float16), weight)
     assert "float16" in reason
     (reason,) = few_tokens.why_not_matmul(x, weight.widened(jnp.float32))
     assert "a weight is float32" in reason
+
+
+def weight_stack() -> BlockScaled:
+    """The matrices of four experts."""
+    return BlockScaled(jnp.zeros((4, 256, 256), jnp.float8_e4m3fn), jnp.ones((4, 2, 2)))

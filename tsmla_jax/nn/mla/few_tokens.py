@@ -34,10 +34,8 @@ def why_not(
         return ["parameters are not folded"]
     if config.attention_bias or context_axis is not None or implementation not in (None, "cute"):
         return ["the layer has biases, devices share its keys, or another implementation is asked for"]
-    reasons = few_tokens.why_not_matmul(x, params["in_proj"], norm) or few_tokens.why_not_matmul(x, params["o_proj"])
-    if config.q_lora_rank is not None:
-        low = Norm(params["q_a_layernorm"], config.a_layernorm_eps)
-        reasons = reasons or few_tokens.why_not_matmul(x, params["q_b_proj"], low)
+    matrices = ("in_proj", "o_proj") if config.q_lora_rank is None else ("in_proj", "q_b_proj", "o_proj")
+    reasons = few_tokens.why_not_dtypes(x, *(params[name] for name in matrices), norm=norm)
     angles = jax.ShapeDtypeStruct((x.shape[0], config.qk_rope_head_dim // 2), jnp.float32)
     rope = _rope(config, cast(jax.Array, angles), cast(jax.Array, angles))
     latent = Norm(params["kv_a_layernorm"], config.a_layernorm_eps)

@@ -22,12 +22,11 @@ def why_not(params: Params, config: V32Config, x: jax.Array, norm: Norm, options
         return ["parameters are not folded, or the query has no low rank"]
     if mla.attention_bias or options.context_axis is not None or options.implementation not in (None, "cute"):
         return ["the layer has biases, devices share its keys, or another implementation is asked for"]
-    low = Norm(params["q_a_layernorm"], mla.a_layernorm_eps)
-    products: list[tuple[str, Norm | None]] = [("in_proj", norm), ("q_b_proj", low), ("o_proj", None)]
-    if config.has_indexer:
-        products += [("indexer_wk", norm), ("indexer_weights_proj", norm), ("indexer_wq_b", low)]
-    reasons = [reason for name, of in products for reason in few_tokens.why_not_matmul(x, params[name], of)]
-    return list(dict.fromkeys(reasons))
+    names = ["in_proj", "q_b_proj", "o_proj"]
+    names += ["indexer_wk", "indexer_weights_proj", "indexer_wq_b"] if config.has_indexer else []
+    if x.shape[0] > few_tokens.MOST_TOKENS:
+        return [f"there are {x.shape[0]} tokens; the kernels of few tokens take 1 to {few_tokens.MOST_TOKENS}"]
+    return few_tokens.why_not_dtypes(x, *(params[name] for name in names), norm=norm)
 
 
 def attend(
