@@ -50,7 +50,7 @@ TOPK_ORDERS = ("value", "position")
 class SparseMLASpec(ResultDtypes):
     """The static facts of one sparse_mla call. `window` columns of the indices select from `cache`, the others from
     `compressed`; without a compressed cache all of them select from `cache`. tokens_per_request: how many neighbouring
-    tokens are of one request; 0 if that is not known."""
+    tokens are of one request; 0 if that is not known. max_logits: whether the call returns the greatest logits."""
 
     num_tokens: int
     num_heads: int
@@ -65,6 +65,7 @@ class SparseMLASpec(ResultDtypes):
     form: str = "auto"
     tokens_per_request: int = 0
     deterministic: bool = False
+    max_logits: bool = False
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -119,6 +120,7 @@ def sparse_mla_spec(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: bool = False,
 ) -> SparseMLASpec:
     """The spec of sparse_mla, or ValueError / TypeError naming the argument that is not legal."""
     check_array("q", q, "T H D", VALUES)
@@ -160,10 +162,7 @@ def sparse_mla_spec(
                 f"{INDEX_ROW_ALIGNMENT}, rows of 16 bytes (as build_mixed_sparse_indices makes them)"
             )
         compressed = cache_spec(
-            "compressed_kv_cache",
-            compressed_kv_cache,
-            page_size=compressed_page_size,
-            page_span=compressed_page_span,
+            "compressed_kv_cache", compressed_kv_cache, page_size=compressed_page_size, page_span=compressed_page_span
         )
         _check_key_width("compressed_kv_cache", compressed, head_dim)
     check_sparse_scales(
@@ -187,6 +186,7 @@ def sparse_mla_spec(
         batch_invariant=static_bool("batch_invariant", batch_invariant),
         **_form(form, tokens_per_request),
         deterministic=static_bool("deterministic", deterministic),
+        max_logits=static_bool("return_max_logits", return_max_logits),
     )
 
 

@@ -1,6 +1,7 @@
 """Attention over selected slots: every layout, one cache and two, sinks, shards, memory, and what is refused."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -290,3 +291,28 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         call(indices=ints([[5, -1, 4, 3]] * 2), lengths=ints([4, 3]), **two)
     with pytest.raises(Exception, match="token 1 selects slot -1"):
         jax.block_until_ready(jax.jit(call)(indices=ints([[0, 1, 2, 3], [0, -1, 2, 3]]), lengths=ints([4, 3])))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_greatest_logits(implementation: str) -> None:
+    """Of each row and head over its valid slots, -inf where there are none; without a derivative."""
+    rng = np.random.default_rng(7)
+    q, cache = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 3, 24), (2, 8, 24)))
+    indices = jnp.asarray(rng.integers(-1, 16, (4, 6)), jnp.int32).at[2].set(-1)
+    lengths = jnp.asarray([6, 2, 6, 0], jnp.int32)
+    options = {"softmax_scale": 0.3, "latent_dim": 16, "implementation": implementation}
+
+    def run(q: jax.Array, **more: Any) -> Any:
+        return tsmla_jax.sparse_mla(q, cache, indices, lengths, **options, **more)
+
+    out, lse, greatest = run(q, return_lse=True, return_max_logits=True)
+    valid = (indices >= 0) & (jnp.arange(6) < lengths[:, None])
+    logits = 0.3 * jnp.einsum("thd,tkd->thk", q, cache.reshape(16, 24)[jnp.maximum(indices, 0)], precision="highest")
+    want = jnp.where(valid[:, None], logits, -jnp.inf).max(-1)
+    np.testing.assert_allclose(greatest, want, rtol=1e-5)
+    assert ((greatest == -jnp.inf) == (lse == -jnp.inf)).all() and (greatest[2] == -jnp.inf).all()
+    np.testing.assert_array_equal(run(q, return_max_logits=True)[0], out)
+    derivative = jax.grad(lambda q: jnp.where(valid.any(-1)[:, None], run(q, return_max_logits=True)[1], 0).sum())(q)
+    assert (derivative == 0).all()
+    found = tsmla_jax.explain("sparse_mla", q, cache, indices, softmax_scale=0.3, latent_dim=16, return_max_logits=True)
+    assert found.chosen == "xla" and any("return_max_logits" in reason for reason in found.reasons["cute"])

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import attention_of_no_keys
-from tsmla_jax.ops.mla_prefill.call import Results
 from tsmla_jax.ops.operation import Implementation, row_specs
 from tsmla_kernels.contract import PrefillSpec
+
+Results = tuple[jax.Array, ...]
+"""out and lse, and max_logits if the spec has them."""
 
 
 def attend(spec: PrefillSpec, chosen: Implementation, arrays: tuple[Any, ...], sinks: Any) -> Results:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scale, Scales, describe_call
+from tsmla_jax.ops.mla_prefill.results import asked_for
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels import contract
@@ -41,6 +42,7 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: Literal[False] = False,
     implementation: Preference = None,
 ) -> Float[Array, "T H L"]: ...
 
@@ -69,8 +71,67 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: Literal[False] = False,
     implementation: Preference = None,
 ) -> tuple[Float[Array, "T H L"], Float[Array, "T H"]]: ...
+
+
+@overload
+def sparse_mla(
+    q: Float[Array, "T H D"],
+    kv_cache: Array,
+    indices: Int32[Array, "T K"],
+    lengths: Int32[Array, " T"] | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: Float[Array, " H"] | None = None,
+    compressed_kv_cache: Array | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
+    deterministic: bool = False,
+    return_max_logits: Literal[True],
+    implementation: Preference = None,
+) -> tuple[Float[Array, "T H L"], Float[Array, "T H"]]: ...
+
+
+@overload
+def sparse_mla(
+    q: Float[Array, "T H D"],
+    kv_cache: Array,
+    indices: Int32[Array, "T K"],
+    lengths: Int32[Array, " T"] | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: Float[Array, " H"] | None = None,
+    compressed_kv_cache: Array | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
+    deterministic: bool = False,
+    return_max_logits: Literal[True],
+    implementation: Preference = None,
+) -> tuple[Float[Array, "T H L"], Float[Array, "T H"], Float[Array, "T H"]]: ...
 
 
 def sparse_mla(
@@ -96,8 +157,9 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: bool = False,
     implementation: Preference = None,
-) -> Float[Array, "T H L"] | tuple[Float[Array, "T H L"], Float[Array, "T H"]]:
+) -> Float[Array, "T H L"] | tuple[Array, ...]:
     """Attention of each query token over the cache slots selected for it; one key head, values are the keys' latent.
 
     out = softmax(softmax_scale * q . kv[indices]) kv[indices, :L], over the valid indices of the row.
@@ -133,6 +195,8 @@ def sparse_mla(
       deterministic: the gradients of two equal calls are equal bit by bit. Without it "cute" adds the caches' gradients
         in an order that may differ between calls; with it the kernel adds them as integers, whose scales take one more
         pass over the selected keys. XLA's loop adds in a fixed order on CPUs alone.
+      return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does. "cute" has
+        none, so a call that asks for it runs in "xla".
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which
@@ -140,11 +204,12 @@ def sparse_mla(
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
-      float64), natural logarithm. Every form computes the softmax over the selection, and none computes dense attention
-      in its place; forms differ in rounding alone, and with "union" a token's rounding depends on its neighbours. What
-      rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by
-      the spread of the logits. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
-      never reaches a result.
+      float64), natural logarithm; with return_max_logits then max_logits [T, H] in lse's dtype, -inf in a row of no
+      valid index, NaN where lse is, without a derivative. Every form computes the softmax over the selection, and none
+      computes dense attention in its place; forms differ in rounding alone, and with "union" a token's rounding depends
+      on its neighbours. What rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by the
+      spread of the logits. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never
+      reaches a result.
 
     Derivatives: over plain caches of 16 bits or more, reverse mode in q, the caches, sinks, softmax_scale and q_scale,
     from the saved out and lse, in memory linear in T and in the caches' slots. "cute" has a kernel for the gradient on
@@ -168,8 +233,12 @@ def sparse_mla(
     caches, kv_scales = tuple(map(jnp.asarray, given)), (kv_scale, compressed_kv_scale)[: len(given)]
     scales = Scales(softmax_scale, q_scale)
     arrays = (q, caches, indices, lengths, sinks, scales, kv_scales)
-    out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
-    return (out, lse) if return_lse else out
+
+    def specs() -> tuple[Any, ...]:
+        rows, each = row_specs(q)
+        return rows, each, *[each] * spec.max_logits
+
+    return asked_for(chosen.call(arrays, specs, spec=spec), return_lse)
 
 
 def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.SparseMLASpec:

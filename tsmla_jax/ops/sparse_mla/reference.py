@@ -11,6 +11,8 @@ from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
 from tsmla_kernels.contract.sparse import SparseMLASpec
 
+Results = tuple[jax.Array, ...]
+
 
 def sparse_mla(
     q: jax.Array,
@@ -22,8 +24,8 @@ def sparse_mla(
     kv_scales: tuple[Scale | None, ...],
     *,
     spec: SparseMLASpec,
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse as the public sparse_mla documents them; both are always returned. Differentiable.
+) -> Results:
+    """out, lse and, if the spec has them, max_logits as the public sparse_mla documents them. Differentiable.
 
     caches and their kv_scales are kv_cache and, if there is one, compressed_kv_cache."""
     run = functools.partial(_attend, spec, caches, sinks, scales, kv_scales)
@@ -31,10 +33,10 @@ def sparse_mla(
         return run(q, indices, lengths)
 
     # One token at a time: the order of a product's additions depends on its shape.
-    def one(token: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
+    def one(token: tuple[jax.Array | None, ...]) -> Results:
         return jax.tree.map(lambda x: x[0], run(*jax.tree.map(lambda x: x[None], token)))
 
-    results: tuple[jax.Array, jax.Array] = jax.lax.map(one, (q, indices, lengths))
+    results: Results = jax.lax.map(one, (q, indices, lengths))
     return results
 
 
@@ -47,8 +49,8 @@ def _attend(
     q: jax.Array,
     indices: jax.Array,
     lengths: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse of tokens [T]."""
+) -> Results:
+    """The results of tokens [T]."""
     dtype = accumulation_dtype(spec.q_dtype)
     parts, masks = [], []
     sections = [(spec.cache, indices[:, : spec.window])]
@@ -79,4 +81,8 @@ def _attend(
     if sinks is not None:
         share = jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks.astype(dtype))
         out = out * share[..., None]
-    return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    results = out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    if not spec.max_logits:
+        return results
+    greatest = jnp.where(seen, maximum + (total - total), -jnp.inf)  # NaN where lse is
+    return *results, jax.lax.stop_gradient(greatest.astype(spec.lse_dtype))

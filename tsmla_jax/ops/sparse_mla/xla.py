@@ -19,13 +19,16 @@ from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
-from tsmla_jax.ops.sparse_mla.gradient import Results, SavedOperands, gradients
+from tsmla_jax.ops.sparse_mla.gradient import SavedOperands, gradients
 from tsmla_kernels import contract
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
 
 BLOCK_KEYS = 256
 """Slots a step: enough to fill a matrix product, few enough that a token's float32 block stays in a core's cache."""
+Results = tuple[jax.Array, ...]
+"""out and lse, and max_logits if the spec has them."""
+
 BLOCK_BYTES = 4 << 20
 """Bound on the float32 block of gathered rows, of scores and of the accumulator."""
 
@@ -40,9 +43,9 @@ def sparse_mla(
     kv_scales: tuple[Scale | None, ...],
     *,
     spec: SparseMLASpec,
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse as the public sparse_mla documents them; both are always returned. Reverse-mode differentiable over
-    plain caches without scales."""
+) -> Results:
+    """out, lse and, if the spec has them, max_logits as the public sparse_mla documents them. Reverse-mode
+    differentiable over plain caches without scales."""
     dtype = accumulation_dtype(spec.q_dtype)
     if lengths is None:
         lengths = jnp.full((spec.num_tokens,), spec.num_selected, jnp.int32)
@@ -71,7 +74,7 @@ def _forward(spec: SparseMLASpec, *operands: Any) -> tuple[Results, tuple[Any, R
 def _backward(spec: SparseMLASpec, saved: tuple[Any, Results], cotangents: Results) -> tuple[Any, ...]:
     (q, indices, lengths, caches, sinks, logit_scale, kv_scales), results = saved
     operands = SavedOperands(q, caches, indices, lengths, sinks, logit_scale)
-    found = gradients(spec, operands, results, cotangents)
+    found = gradients(spec, operands, (results[0], results[1]), (cotangents[0], cotangents[1]))
     of_scales = jax.tree.map(jnp.zeros_like, kv_scales)  # constants
     return found.q, None, None, found.caches, found.sinks, found.logit_scale, of_scales
 
@@ -100,30 +103,33 @@ def _sparse_mla(
     sinks: jax.Array,
     logit_scale: jax.Array,
     kv_scales: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array]:
+) -> Results:
     dtype = accumulation_dtype(spec.q_dtype)
     block_keys = min(BLOCK_KEYS, max(1, spec.num_selected))
     widest = max(block_keys * spec.head_dim, spec.num_heads * max(block_keys, spec.latent_dim)) * dtype.itemsize
     rows = (spec.num_tokens, spec.num_heads)
     if spec.num_tokens == 0:
-        return jnp.zeros((*rows, spec.latent_dim), spec.out_dtype), jnp.zeros(rows, spec.lse_dtype)
+        none = jnp.zeros(rows, spec.lse_dtype)
+        return jnp.zeros((*rows, spec.latent_dim), spec.out_dtype), none, *[none] * spec.max_logits
 
-    def block(q: jax.Array, indices: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def block(q: jax.Array, indices: jax.Array, lengths: jax.Array) -> Results:
         return _attend(spec, q, indices, lengths, caches, sinks, logit_scale, kv_scales)
 
     tokens = max(1, BLOCK_BYTES // widest)
-    out, lse = over_token_blocks(
+    of_rows = jax.ShapeDtypeStruct(rows, jnp.dtype(spec.lse_dtype))
+    results: Results = over_token_blocks(
         block,
         (q, indices, lengths),
         (
             jax.ShapeDtypeStruct((*rows, spec.latent_dim), jnp.dtype(spec.out_dtype)),
-            jax.ShapeDtypeStruct(rows, jnp.dtype(spec.lse_dtype)),
+            of_rows,
+            *[of_rows] * spec.max_logits,
         ),
         # One token at a time: neither its block count nor the shape of its products depends on the others.
         block=1 if spec.batch_invariant else tokens,
         varying_with=(*caches, sinks, logit_scale, *kv_scales),
     )
-    return out, lse
+    return results
 
 
 def _attend(
@@ -135,8 +141,8 @@ def _attend(
     sinks: jax.Array,
     logit_scale: jax.Array,
     kv_scales: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """A block of tokens: q [t, H, D], indices [t, K], lengths [t] -> out [t, H, L], lse [t, H]."""
+) -> Results:
+    """A block of tokens: q [t, H, D], indices [t, K], lengths [t] -> out [t, H, L], lse and max_logits [t, H]."""
     dtype = accumulation_dtype(spec.q_dtype)
     query = q.astype(dtype)
     operands = (q, indices, lengths, *caches, sinks, logit_scale, *kv_scales)
@@ -157,7 +163,11 @@ def _attend(
     # -inf sinks take nothing: sigmoid(inf) is 1.
     share = jax.nn.sigmoid(jnp.where(seen[:, None], lse, 0) - sinks) / total
     out = jnp.where(seen[:, None, None], state.out * share[..., None], 0)
-    return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    results = out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    if not spec.max_logits:
+        return results
+    greatest = jnp.where(seen[:, None], state.maximum + (total - total), -jnp.inf)  # NaN where lse is
+    return *results, greatest.astype(spec.lse_dtype)
 
 
 def _accumulate(

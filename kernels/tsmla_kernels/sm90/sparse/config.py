@@ -209,6 +209,8 @@ class SparseConfig:
 def sparse_reasons(spec: SparseMLASpec) -> list[str]:
     """Why the Hopper kernel of sparse_mla cannot run this call; empty if it can."""
     reasons = []
+    if spec.max_logits:
+        reasons.append("return_max_logits is True; the sm_90 sparse kernel returns none")
     if spec.q_dtype not in ("bfloat16", "float16", FP8):
         reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 sparse kernel takes bfloat16, float16 or {FP8}")
     if spec.q_dtype == FP8 and not (spec.cache.layout == "v32" or spec.cache.dtype == FP8):
