@@ -218,7 +218,7 @@ def sparse_mla(
     return result if result_lse is None else (result, result_lse)
 
 
-WARM_TOKENS = (1, 32, 1 << 14)
+WARM_TOKENS = (1, 32, 128, 1 << 14)
 """Few, more and many tokens: which kernel serves a call depends on that."""
 
 

@@ -31,7 +31,7 @@ MAX_SLOTS = 1 << 31  # num_pages * page_span must stay below this: slots are int
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # row tiles of up to this many heads fit with any kind of cache rows
-FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
+FEW_TILES = {"v32": 4, "v4": 64, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
 MANY_TILES = 384  # from this many row tiles on, another compiled kernel deals them out in turn
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
