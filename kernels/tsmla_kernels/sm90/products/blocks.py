@@ -280,7 +280,7 @@ class PackedBlocks:
         self.mma, self.held = self.products.mma, self.products.held
 
     def scale_offset(self, column: Int32, group: Int32, thread: Int32) -> Int32:
-        """0: `multiply` finds the exponents by itself."""
+        """Always 0, because `multiply` finds the exponents by itself."""
         return Int32(0)
 
     @cute.jit
@@ -325,8 +325,8 @@ class PackedBlocks:
 
     @cute.jit
     def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
-        """After the last wave wait for all products, and arrive on `empty`, as in WeightBlocks. They are in the sums
-        already."""
+        """After the last wave wait for all products, and arrive on `empty`, as in WeightBlocks. The products are in
+        the sums already."""
         if const_expr(empty is not None):
             warpgroup.wait_group(0)
             release(empty)
@@ -381,8 +381,8 @@ def load_words(address: Int32) -> tuple[Int32, Int32]:
 
 
 def power(exponents: Int32, byte: int) -> Int32:
-    """2 to the power of exponent `byte` of a word, less 127, twice as bfloat16. An exponent of 0 gives 0, which is 2 to
-    the power of -127 in products that do not underflow."""
+    """2 to the power of (e - 127) as bfloat16, in both halves of the result, where e is byte `byte` of a word. If e is
+    0, the result is 0 in place of 2^-127."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 p; prmt.b32 p, {{$r0}}, 0, {0x0404 | byte << 4 | byte << 12}; shr.u32 {{$w0}}, p, 1; }}",
         write_only_types=[Int32],
@@ -391,11 +391,11 @@ def power(exponents: Int32, byte: int) -> Int32:
 
 
 def unpacked(word: Int32, selector: Int32, scale: Int32) -> Int32:
-    """The two numbers of e2m1 in a byte of a word, times `scale`, as two of bfloat16; exactly. selector: ONE_BYTE and
-    the byte's index.
+    """The two e2m1 numbers in one byte of `word`, times `scale`, exactly, as a pair of bfloat16. selector: ONE_BYTE
+    plus the byte's index.
 
-    Exponent and mantissa go where bfloat16 has the low bits of its exponent and the high bit of its mantissa. That is a
-    number too small by 2^126, in subnormals too."""
+    A shift moves exponent and mantissa to the low bits of bfloat16's exponent and the high bit of its mantissa. This
+    gives the number times 2^-126, also of a subnormal; a multiplication undoes the factor."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 b, s, m, f; mov.b32 f, 0x7E807E80; prmt.b32 b, {$r0}, 0, {$r1}; mul.lo.u32 b, b, 0x40040;"
         " shl.b32 s, b, 6; and.b32 m, b, 0x01C001C0; and.b32 s, s, 0x80008000; or.b32 m, m, s; mul.rn.bf16x2 m, m, f;"

@@ -44,8 +44,8 @@ class ProductConfig:
     Attributes:
       out_dtype: the dtype of the result. e4m3, which only gated products have, comes with a scale per 128 columns.
       x_dtype: the dtype of the activations: e4m3 with scales, or bfloat16 or float16 without scales.
-      packed: whether weights are e2m1, two in a byte, with a scale for 32 of a row; otherwise they are e4m3. Only with
-        activations of bfloat16.
+      packed: whether weights are e2m1, two in a byte, with a scale for every 32 of a row; otherwise they are e4m3. Only
+        with activations of bfloat16.
       grouped: whether rows of x belong to groups, each with a weight of its own.
       gated: whether the result is silu(x first^T) * (x second^T), where `first` and `second` are the halves of the
         weight. A tile then has as many rows of the first half as of the second.
@@ -53,9 +53,9 @@ class ProductConfig:
       limit: if gated, the first half's product is limited to at most this, and the second half's to a magnitude of at
         most this; None for no limit.
       tokens: how many rows of x a tile has, a multiple of 8.
-      tail: a tile whose group has at most this many rows left is multiplied as a tile of this many tokens; with
-        tokens_first, where it is GROUP_ROWS, a math warpgroup none of whose tokens the group has multiplies nothing.
-        0 if all tiles are multiplied whole.
+      tail: with weights first, a tile whose group has at most this many rows left is multiplied as a tile of this many
+        tokens. With tokens_first it is GROUP_ROWS: a math warpgroup whose tokens all lie past the group multiplies
+        nothing. 0 if all tiles are multiplied whole.
       groups: how many math warpgroups a CTA has.
       waves: how many products of a block of terms each math warpgroup computes, one after the other.
       tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows; otherwise M are 64 of
@@ -294,7 +294,7 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
 
 
 def _whole_blocks(config: ProductConfig) -> ProductConfig:
-    """`config`; if results are e4m3, it is changed so that a tile has all 128 columns that share a scale."""
+    """`config`, changed if results are e4m3: a tile then has all 128 columns that share a scale."""
     return replace(config, waves=2, groups=2, ctas=1) if config.quantized else config
 
 

@@ -89,7 +89,7 @@ class BlockScaledMatmul:
             else:
                 self.copies.run_scales(arrays, shared, place, warp - self.copy_warp - 1)
             if const_expr(config.splits > 1):
-                for _ in cutlass.range_constexpr(2):  # as the math warps do, before and after they hand on their sums
+                for _ in cutlass.range_constexpr(2):  # the math warps meet twice, and all must
                     meet_cluster()
         else:
             cute.arch.setmaxregister_increase(config.registers[0])

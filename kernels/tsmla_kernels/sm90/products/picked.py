@@ -69,7 +69,7 @@ class PickedRows:
 
 
 def copy_chunk(target: Int32, source: Int64, count: Int32) -> None:
-    """Start the copy of 16 bytes to shared memory. Bytes from number `count` on are not read, and become 0."""
+    """Start the copy of 16 bytes to shared memory. Only the first `count` bytes are read; the others become 0."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, count]
     )

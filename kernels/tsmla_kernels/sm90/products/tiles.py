@@ -56,7 +56,7 @@ class Tiles:
 
     @cute.jit
     def find(self, item: Int32, walk: Walk, arrays: Arrays, place: Place) -> tuple[Tile, Walk]:
-        """Tile number `item` with the blocks of terms that this CTA sums, and the Walk for the next call.
+        """The tile with the index `item`, with the blocks of terms that this CTA sums, and the Walk for the next call.
 
         `item` must not fall from call to call, because the search goes on from `walk`."""
         total, columns, blocks = Int32(arrays.out.shape[0]), self.columns(arrays), self.blocks(arrays)
@@ -75,7 +75,7 @@ class Tiles:
 
     @cute.jit
     def within(self, tile: Tile, index: Int32, columns: Int32, blocks: Int32, place: Place) -> Tile:
-        """Tile number `index` of the group that `tile` gives by its group, row and rows."""
+        """The tile with the index `index` in the group that `tile` gives by its fields group, row and rows."""
         config = self.config
         section = divide(index, columns * SECTION)
         rest = index - section * (columns * SECTION)
@@ -89,7 +89,7 @@ class Tiles:
 
     @cute.jit
     def find_group(self, item: Int32, walk: Walk, arrays: Arrays, columns: Int32) -> tuple[Found, Walk]:
-        """Find the group of tile number `item`. Returns the group, and how far the groups have been searched."""
+        """Find the group of tile `item`. Returns the group, and how far the groups have been searched."""
         total, last = Int32(arrays.out.shape[0]), Int32(arrays.cu_rows.shape[0]) - 1
         lane = cute.arch.lane_idx()
         first, before = walk.group, walk.tiles
