@@ -11,9 +11,11 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS, TILE_ROWS, TOKEN_TILE, UNIT, ExpertsConfig
+from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS, TILE_ROWS, TOKEN_TILE, UNIT, WARPS, ExpertsConfig
 from tsmla_kernels.sm90.few_tokens.tile import (
+    CTAS,
     LOAD_BYTES,
+    THREADS,
     Exchange,
     Operands,
     Rows,
@@ -25,9 +27,7 @@ from tsmla_kernels.sm90.few_tokens.tile import (
 )
 from tsmla_kernels.sm90.warp import divide
 
-WARPS = 16
-THREADS = 32 * WARPS
-PREFETCHED = 2
+PREFETCHED = 4
 """Units that a warp has on their way to L2 beyond the one that it multiplies."""
 
 
@@ -74,7 +74,7 @@ class FewTokenExpertsDown:
     def __init__(self, config: ExpertsConfig) -> None:
         self.config = config
         self.product = TileProduct(narrow=config.narrow, token_tiles=config.token_tiles, normed=False)
-        self.exchange = Exchange(config.token_tiles, False, WARPS)
+        self.exchange = Exchange(config.token_tiles, False)
         self.pairs = MOST_TOKENS * config.choices
 
     @cute.jit
@@ -96,7 +96,7 @@ class FewTokenExpertsDown:
             grid=[cute.ceil_div(arrays.out.shape[1], TILE_ROWS), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=CTAS,
             preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
             use_pdl=True,
         )

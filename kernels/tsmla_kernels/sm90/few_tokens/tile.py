@@ -229,17 +229,15 @@ class Shared(NamedTuple):
 class Exchange:
     """Device functions that add the sums of a CTA's warps."""
 
-    def __init__(self, token_tiles: int, normed: bool, warps: int = WARPS) -> None:
-        self.token_tiles, self.normed, self.warps = token_tiles, normed, warps
-        self.product_words = warps * 4 * token_tiles * 32
-        self.square_words = warps * TOKEN_TILE * token_tiles if normed else 4
+    def __init__(self, token_tiles: int, normed: bool) -> None:
+        self.token_tiles, self.normed = token_tiles, normed
+        self.product_words = WARPS * 4 * token_tiles * 32
+        self.square_words = WARPS * TOKEN_TILE * token_tiles if normed else 4
 
     def shared(self, storage: Any) -> Shared:
         """The arrays in a CTA's storage, whose fields `products` and `squares` have the words above."""
-        products = cute.make_layout((self.warps, 4 * self.token_tiles, 32), stride=(128 * self.token_tiles, 32, 1))
-        squares = cute.make_layout(
-            (self.warps, TOKEN_TILE * self.token_tiles), stride=(TOKEN_TILE * self.token_tiles, 1)
-        )
+        products = cute.make_layout((WARPS, 4 * self.token_tiles, 32), stride=(128 * self.token_tiles, 32, 1))
+        squares = cute.make_layout((WARPS, TOKEN_TILE * self.token_tiles), stride=(TOKEN_TILE * self.token_tiles, 1))
         if not self.normed:
             squares = cute.make_layout((1, 1), stride=(1, 1))
         return Shared(storage.products.get_tensor(products), storage.squares.get_tensor(squares))
@@ -261,14 +259,14 @@ class Exchange:
     def total(self, shared: Shared, value: Int32, lane_index: Int32) -> Float32:
         """The sum over the warps of a lane's value."""
         found = shared.products[0, value, lane_index]
-        for warp in range(1, self.warps):
+        for warp in range(1, WARPS):
             found = found + shared.products[warp, value, lane_index]
         return found
 
     def inverse_norm(self, shared: Shared, token: Int32, terms: Int32, eps: float | None) -> Float32:
         """1 / sqrt(mean of the token's squares + eps)."""
         found = shared.squares[0, token]
-        for warp in range(1, self.warps):
+        for warp in range(1, WARPS):
             found = found + shared.squares[warp, token]
         return cute.math.rsqrt(found / Float32(terms) + Float32(eps))
 
