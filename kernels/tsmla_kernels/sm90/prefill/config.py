@@ -20,7 +20,7 @@ PROGRESS_WORDS = 2  # words of memory.Progress. `progress` has one word per CTA,
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (256, 256))
 FP8_HEAD_DIMS = ((192, 128), (256, 256))
 SELECTION_HEAD_DIMS = ((192, 128), (256, 256))
-WIDE = 256  # the width of values with which a block has fewer keys
+WIDE = 256  # values of this width leave room for fewer keys in a block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Total(IntEnum):
     """Words of shared memory that count a group's slots."""
 
     SELECTED = 0  # slots, each as often as tokens have it
-    LOOKED_AT = 1  # those of them that are marked in the bitmap
+    LOOKED_AT = 1  # those of the selected slots that are marked in the bitmap
     MARKED = 2  # marks in the bitmap
     DIFFERENT = 3  # different slots
     TWICE = 4  # slots that a token has twice
@@ -106,7 +106,7 @@ class UnionMaker:
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=2 if self.tokens <= 4 else 1,  # so that a thread's slots stay in registers
-            preferred_smem_carveout=100,  # the next launch's, because a change would take time
+            preferred_smem_carveout=100,  # as in the next launch, because changing it takes time
         )
 
     @cute.kernel

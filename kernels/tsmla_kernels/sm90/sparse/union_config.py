@@ -150,7 +150,8 @@ def union_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = Fa
 
 def union_configs(dtype: str, num_heads: int) -> list[UnionConfig]:
     """The configurations for queries of this dtype and number of heads: one over packed rows, and one over plain rows
-    of 1,152 bytes, whose groups have half as many tokens. Without those whose groups would have one token."""
+    of 1,152 bytes, whose groups have half as many tokens. A configuration is left out if its groups would have one
+    token."""
     if dtype == FP8 or num_heads not in HEADS:
         return []
     packed = UnionConfig(dtype, num_heads)

@@ -14,7 +14,7 @@ from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-GROUPS = 2  # compute warpgroups, each with half of dq's columns, and with half of a tile's keys unless all have all
+GROUPS = 2  # compute warpgroups, each with half of dq's columns, and with half of a tile's keys unless both have all
 GROUP_KEYS = 64
 COMPUTE_WARPS = 4 * GROUPS
 TILE_SLOTS = 4  # places in the ring of tile descriptors: the producer is at most two tiles ahead of an epilogue

@@ -43,7 +43,7 @@ from tsmla_kernels.sm90.warp import uniform
 
 WARPS = 4  # of a warpgroup
 P_BYTES = 128 * 16  # 128 threads pass P of eight queries, four numbers each
-SIXTEEN = 16  # columns of an accumulator of which a lane has four of a row
+SIXTEEN = 16  # neighbouring columns of an accumulator, of which a lane has four in each of its rows
 
 
 class Registers(NamedTuple):
@@ -58,7 +58,7 @@ class Registers(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A thread: `t` with its warpgroup's index, and `keys`, which has index 0, as both warpgroups have all keys."""
+    """A thread: `t` with the index of its warpgroup, and `keys` with index 0, because both warpgroups have all keys."""
 
     t: ThreadIndex
     keys: ThreadIndex
