@@ -384,11 +384,10 @@ def fp8_models() -> tb.Record:
     def caption(loaded: tb.Loaded) -> str:
         said = (
             "Milliseconds of a step, or of 4,096 tokens of prompts, of models with fp8 weights that are drawn at "
-            "random: with activations quantised, as vLLM does it, and with exact products, the default. vLLM's time is "
-            "that of the fastest of its kernels that were timed."
+            "random: with activations quantised, as vLLM does it, and with exact products, the default."
         )
         ratios = tb.mean_and_worst(point.ratio("tsmla", "vllm") for point in loaded.points)
-        over = f" Quantised over vLLM's: {ratios}, geometric mean." if ratios else ""
+        over = f" Quantised over vLLM's, with the fastest of its kernels: {ratios}, geometric mean." if ratios else ""
         return f"{said}{over} {tb.provenance(loaded.rows)}"
 
     return tb.Record(
