@@ -54,6 +54,10 @@ def models(layers: int) -> dict[str, Model]:
     tiny = MLAConfig(
         hidden_size=128, num_attention_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
     )
+    sparse = MLAConfig(
+        hidden_size=64, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
     lite = MLAConfig(
         hidden_size=2048, num_attention_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128,
@@ -64,6 +68,7 @@ def models(layers: int) -> dict[str, Model]:
     )  # fmt: skip
     return {
         "tiny": Model(tiny, layers, 256, 512),
+        "tiny-v3.2": Model(V32Config(sparse, index_n_heads=2, index_head_dim=32, index_topk=6), layers, 128, 128),
         "v2-lite": Model(lite, layers, 8 * 1408, 102_400),
         "v3.2": Model(V32Config(v3), layers, 9 * 2048, 129_280),
     }
