@@ -14,6 +14,7 @@ import benchmarks.table as tb
 from benchmarks import figures
 from benchmarks.plots import Mark, Style, chart
 from benchmarks.records import WIDTH
+from examples.whole_models import growth
 
 CUSTOM = "CUSTOM"
 """Our backend in vLLM."""
@@ -400,14 +401,16 @@ def fp8_models() -> tb.Record:
 # ---- several GPUs
 
 MESH = ("data_parallel", "expert_parallel", "context_parallel")
+TWO, FOUR = "h100x2", "h200x4"
+"""The folders of the records of two H100s, and of up to four H200s."""
 
 
-def context_parallel() -> tb.Record:
+def context_parallel(folder: str) -> tb.Record:
     def counts(loaded: tb.Loaded) -> list[int]:
         return sorted({n for point in loaded.points for n in point.rows if n > 1})
 
     def columns(loaded: tb.Loaded) -> Iterator[tb.Column]:
-        yield "B, H, keys", lambda point: f"{point['b']}, {point['heads']}, {point['keys']}"
+        yield "B, H, keys, values", lambda point: ", ".join(str(value) for value in point.key)
         for n in (1, *counts(loaded)):
             yield (
                 (f"floor of {n}" if n > 1 else "floor of one"),
@@ -416,38 +419,58 @@ def context_parallel() -> tb.Record:
             yield (f"{n} GPUs" if n > 1 else "one GPU"), lambda point, n=n: tb.number(point.us(n))
             if n > 1:
                 yield f"{n} GPUs / one", lambda point, n=n: tb.quotient(point.us(n), point.us(1))
+        if most := kernels_of(loaded):
+            yield f"kernels of {most}", lambda point: tb.number(point.rows[most].get("kernels_us"))
+
+    def kernels_of(loaded: tb.Loaded) -> int | None:
+        """The GPUs of rows with the time of their kernels; None if there are no such rows."""
+        return max((row["context_parallel"] for row in loaded.rows if "kernels_us" in row), default=None)
 
     def caption(loaded: tb.Loaded) -> str:
         found = {n: tb.mean_and_worst(point.ratio(n, 1) for point in loaded.points) for n in counts(loaded)}
         said = ", ".join(f"{n} GPUs {ratios}" for n, ratios in found.items() if ratios)
+        most = kernels_of(loaded)
+        of_kernels = (
+            f"Kernels of {most}: their time in a profile of the same run, the exchange among them. The steps took longer: "
+            f"the queries of each were new arrays, for which CUDA graphs are made anew; in an engine they are not. "
+        )
         return (
             f"Decode attention with the keys of a text on several GPUs, microseconds a layer of "
-            f"{loaded.rows[0]['layers']} in one program, bf16. Time over one GPU's: {said}, geometric means. "
-            f"{tb.provenance(loaded.rows)}"
+            f"{loaded.rows[0]['layers']} in one program, bf16; with values, each head's result is projected to that "
+            f"many columns, on several GPUs before they merge. Time over one GPU's: {said}, geometric means. "
+            f"{of_kernels if most else ''}{tb.provenance(loaded.rows)}"
         )
 
     def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         for n, point in itertools.product(counts(loaded), loaded.points):
             if (ratio := point.ratio(n, 1)) is not None:
-                name = f"B {point['b']}, H {point['heads']}\n{point['keys'] // 1024}k keys"
+                values = f"\n{point['values']} values" if point["values"] else ""
+                name = f"B {point['b']}, H {point['heads']}\n{point['keys'] // 1024}k keys{values}"
                 yield Mark("", f"{n} GPUs", name, ratio)
 
     def tables(loaded: tb.Loaded) -> list[str]:
         return [tb.table(loaded.points, [*columns(loaded)])]
 
     style = Style("time / one GPU's", dots=True, width=(6.5, 0), in_order=True, broken=(0.5,))
+    panel = tb.Panel("context_parallel", "time on several GPUs over one's", chart(marks, style), shown=True)
+    first = folder == TWO
     return tb.Record(
-        "context_parallel", "Context parallelism", ("b", "heads", "keys"), caption, tables, tables,
-        (tb.Panel("context_parallel", "time on several GPUs over one's", chart(marks, style), shown=True),),
-        peer=lambda row: row["context_parallel"], folder="h100x2",
+        "context_parallel", "Context parallelism" if first else "", ("b", "heads", "keys", "values"), caption, tables,
+        tables, (panel,) if first else (), peer=lambda row: row["context_parallel"], folder=folder,
+        part="" if first else "context_parallel_four", rows_of=lambda rows: [{"values": 0, **row} for row in rows],
     )  # fmt: skip
 
 
-def generate_mesh() -> tb.Record:
+def generate_mesh(folder: str) -> tb.Record:
     def step(row: tb.Row) -> str:
         """What a row is of, the mesh apart."""
         length = f" of {row['context']:,} tokens" if row["mode"].endswith("prompt") else ""
-        return f"{row['mode']}{length}, {row['layers']} layers"
+        products = f", {row['products']} products" if "products" in row else ""
+        return f"{row['mode']}{length}{products}, {row['layers']} layers{context(row)}"
+
+    def context(row: tb.Row) -> str:
+        """The context of a step, if it is not that of most."""
+        return f", {row['context']:,} tokens" if row["mode"].endswith("decode") and row["context"] != 512 else ""
 
     def mesh(row: tb.Row) -> str:
         """The axes of a row's mesh that are split, and where collectives run if not as XLA has them; empty on one."""
@@ -466,22 +489,65 @@ def generate_mesh() -> tb.Record:
             of_row("model, step", step), of_row("mesh", lambda row: mesh(row) or "one GPU"), B, FLOOR,
             of_row("**ms**", lambda row: f"**{milliseconds(row['us'])}**"), *SHARED,
             of_row("/ one GPU's tokens/s", speedup),
+            of_row("GB a GPU", lambda row: tb.number(row.get("memory_gb"), 1)),
+            of_row("exchanges, ms", lambda row: " to ".join(map(milliseconds, row.get("exchanges_us", ()))) or "-"),
         )  # fmt: skip
         return [tb.table(loaded.points, columns)]
+
+    part = "generate_mesh" if folder == TWO else "generate_mesh_four"
 
     def caption(loaded: tb.Loaded) -> str:
         return (
             f"Milliseconds on several GPUs, random weights: a step, of texts of {loaded.rows[0]['context']} tokens "
             f"where none is said, or a whole prompt; B is that of all GPUs, and the floor that of one. Several copies "
             f"of a model (data) are beside one GPU with the texts of one copy, split experts and split keys (context) "
-            f"beside one with all texts. {tb.provenance(loaded.rows)}"
+            f"beside one with all texts. GB a GPU is the most memory that jax had in use. Exchanges are NCCL's kernels "
+            f"in a profile, on the GPU with the least and on that with the most: waiting for other GPUs is in them. "
+            f"{tb.provenance(loaded.rows)}"
         )
 
-    return tb.Record("generate", "", (), caption, short=short, folder="h100x2", part="generate_mesh")
+    return tb.Record("generate", "", (), caption, short=short, folder=folder, part=part)
+
+
+def growth_predicted() -> tb.Record:
+    def links(loaded: tb.Loaded) -> tb.Loaded:
+        return tb.load(loaded.path.parent.parent / TWO / "generate.json", generate_mesh(TWO))
+
+    def caption(loaded: tb.Loaded) -> str:
+        near = growth.wires_of(links(loaded))[1].near
+        return (
+            f"Attention over shared keys, kernels in microseconds a layer, on four GPUs as they were profiled and as "
+            f"they are predicted by the time on one of them and the exchanges of two H100s: {near.latency:.1f} us each, "
+            f"and {near.rate / 1e3:.0f} GB/s, merging included. {tb.provenance(loaded.rows)}"
+        )
+
+    def short(loaded: tb.Loaded) -> list[str]:
+        heads = ["texts x keys, heads", "one GPU", "four", "predicted", "/ four"]
+        return [tb.table_of(heads, [*growth.predictions(loaded, links(loaded))])]
+
+    return tb.Record("context_parallel", "", (), caption, short=short, folder=FOUR, part="growth_predicted")
+
+
+def growth_beyond() -> tb.Record:
+    def caption(_: tb.Loaded) -> str:
+        network = growth.NETWORK
+        return (
+            f"DeepSeek-V3 in fp8, texts of {growth.CONTEXT:,} tokens: milliseconds a step, and tokens a second of each "
+            f"GPU, computed from steps on one and two H100s and not measured. Between hosts of 8 an exchange is taken to "
+            f"have {network.latency:.0f} us and {network.rate / 1e3:.0f} GB/s for each GPU."
+        )
+
+    def short(loaded: tb.Loaded) -> list[str]:
+        heads = ["GPUs", "mesh", *(f"{texts} texts a GPU" for texts in growth.LOADS)]
+        return [tb.table_of(heads, [*growth.extrapolations(loaded)])]
+
+    return tb.Record("generate", "", (), caption, short=short, folder=TWO, part="growth_beyond")
 
 
 RECORDS = (
-    generate(), vllm(), vllm_steps(), vllm_slices(), vllm_prompts(), fp8_models(), context_parallel(), generate_mesh(),
+    generate(), vllm(), vllm_steps(), vllm_slices(), vllm_prompts(), fp8_models(),
+    context_parallel(TWO), generate_mesh(TWO), context_parallel(FOUR), generate_mesh(FOUR), growth_predicted(),
+    growth_beyond(),
 )  # fmt: skip
 
 

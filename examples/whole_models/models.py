@@ -66,20 +66,20 @@ V4_FLASH = {
     "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rope_theta": 10000.0,
     "compress_rope_theta": 160000.0, "compress_ratios": [128, 4, 128, 4, 128, 4], "num_hash_layers": 1,
 }  # fmt: skip
-_FP8 = {
+FP8 = {
     "quantization_config": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     }
 }  # fmt: skip
 MODELS: dict[tuple[str, str], dict[str, Any]] = {
     ("v2-lite", "bf16"): V2_LITE,
-    ("v2-lite", "fp8"): {**V2_LITE, **_FP8},
+    ("v2-lite", "fp8"): {**V2_LITE, **FP8},
     ("v3-slice", "bf16"): {**V3, "num_hidden_layers": 6},
-    ("v3-slice", "fp8"): {**V3, **_FP8, "num_hidden_layers": 10},
-    ("v3.2-slice", "fp8"): {**V32, **_FP8, "num_hidden_layers": 6},
-    ("glm-5-slice", "fp8"): {**GLM_5, **_FP8, "num_hidden_layers": 6},
-    ("glm-5.2-slice", "fp8"): {**GLM_5, **_FP8, "num_hidden_layers": 6, "index_topk_freq": 4},
-    ("v4-slice", "fp8"): {**V4_FLASH, **_FP8, "num_hidden_layers": 6},
+    ("v3-slice", "fp8"): {**V3, **FP8, "num_hidden_layers": 10},
+    ("v3.2-slice", "fp8"): {**V32, **FP8, "num_hidden_layers": 6},
+    ("glm-5-slice", "fp8"): {**GLM_5, **FP8, "num_hidden_layers": 6},
+    ("glm-5.2-slice", "fp8"): {**GLM_5, **FP8, "num_hidden_layers": 6, "index_topk_freq": 4},
+    ("v4-slice", "fp8"): {**V4_FLASH, **FP8, "num_hidden_layers": 6},
 }
 """config.json of each model, by its name and the format of its weights."""
 

@@ -1,6 +1,7 @@
 """`make figures` on made-up results: what it writes, and that nothing is shown that the file does not hold."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -390,35 +391,50 @@ def test_packed_rows_are_shown_forward_and_with_the_gradient(tmp_path: Path) -> 
 
 def test_several_gpus_are_compared_with_one(tmp_path: Path) -> None:
     case = {**FIXED, "b": 4, "heads": 16, "keys": 131072, "mode": "decode attention", "peer": "tsmla", "layers": 8}
-    rows = [{**case, "context_parallel": n, "us": us, "floor_us": 140.0 / n} for n, us in ((1, 150.0), (2, 90.0))]
-    put(tmp_path, "context_parallel", rows, "h100x2")
+    case["values"] = 128
+    rows = [
+        {**case, "heads": heads, "b": texts, "context_parallel": n, "us": us * texts / 4, "floor_us": 35.0 * texts / n}
+        for heads, more in ((16, 0), (128, 30)) for texts in (1, 4)
+        for n, us in ((1, 150.0), (2, 90.0 + more), (4, 70.0))
+    ]  # fmt: skip
+    put(tmp_path, "context_parallel", [*rows[:-1], {**rows[-1], "kernels_us": 60.0}], "h200x4")
+    put(tmp_path, "context_parallel", [row for row in rows if row["context_parallel"] < 4], "h100x2")
     step = {**FIXED, "peer": "tsmla", "context": 512, "mode": "v2-lite decode", "b": 64, "us": 10000.0}
     step |= {"floor_us": 7000.0, "tokens_per_s": 6400, "layers": 27}
     copies = {"data_parallel": 2, "b": 128, "tokens_per_s": 12800}
     fewer = {"layers": 6, "collectives": "in graphs"}
     mesh = {"data_parallel": 1, "expert_parallel": 2, "context_parallel": 1, "us": 8000.0, "tokens_per_s": 8000}
+    mesh |= {"memory_gb": 21.51, "exchanges_us": [100, 300]}
     prompt = {**step, "mode": "v2-lite prompt", "b": 1, "context": 32768, "tokens_per_s": 50000}
     longer = {"context": 131072, "context_parallel": 2}
+    sliced = {**step, "mode": "v3-slice fp8 decode", "layers": 6, "b": 256}
+    slices = [{**sliced, "expert_parallel": n, "us": 9e3 / n + 1e3, "floor_us": 8e3 / n} for n in (1, 2, 4)]
     put(tmp_path, "generate", [
             step, {**step, **mesh}, {**step, **mesh, "b": 1}, {**step, **copies}, {**step, **mesh, **fewer},
-            prompt, {**prompt, "context_parallel": 2, "tokens_per_s": 75000}, {**prompt, **longer},
-        ], "h100x2")  # fmt: skip
-    assert written(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
-    readme = page_of(tmp_path)
-    assert "old" not in readme and "2 GPUs 0.60 (1 point)" in readme
-    assert "| 4, 16, 131072 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 |" in readme
-    assert "| v2-lite decode, 27 layers | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - |" in readme
-    assert "| v2-lite decode, 27 layers | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 |" in readme
-    assert "| v2-lite decode, 27 layers | expert 2 | 1 | 7.00 | **8.00** | 88% | 8,000 | - |" in readme
-    assert "| v2-lite decode, 27 layers | data 2 | 128 | 7.00 | **10.00** | 70% | 12,800 | 2.00 |" in readme
+            prompt, {**prompt, "context_parallel": 2, "tokens_per_s": 75000}, {**prompt, **longer}, *slices,
+        ], "h200x4")  # fmt: skip
+    put(tmp_path, "generate", slices, "h100x2")
+    growth = "growth_predicted", "growth_beyond"
+    parts = "context_parallel", "context_parallel_four", "generate_mesh", "generate_mesh_four"
+    assert written(with_markers(tmp_path, *parts, *growth)) == 0
+    readme, of_mesh, in_graphs = page_of(tmp_path), "21.5 | 0.10 to 0.30 |", "collectives in graphs"
+    assert "| 4, 128, 131072, 128 | 140.0 | 150.0 | 70.0 | 120.0 | 0.80 | 35.0 | 70.0 | 0.47 | 60.0 |" in readme
+    assert "old" not in readme and "4 GPUs 0.47 (worst 0.47, 4 points)" in readme
+    assert "| 4, 16, 131072, 128 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 | 35.0 | 70.0 | 0.47 | - |" in readme
+    assert "| v2-lite decode, 27 layers | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - | - | - |" in readme
+    assert f"| v2-lite decode, 27 layers | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 | {of_mesh}" in readme
+    assert f"| v2-lite decode, 27 layers | expert 2 | 1 | 7.00 | **8.00** | 88% | 8,000 | - | {of_mesh}" in readme
+    assert "| v2-lite decode, 27 layers | data 2 | 128 | 7.00 | **10.00** | 70% | 12,800 | 2.00 | - | - |" in readme
     assert (
-        "| v2-lite decode, 6 layers | expert 2, collectives in graphs | 64 | 7.00 | **8.00** | 88% | 8,000 | - |"
+        f"| v2-lite decode, 6 layers | expert 2, {in_graphs} | 64 | 7.00 | **8.00** | 88% | 8,000 | - | {of_mesh}"
         in readme
     )
     # A prompt is compared with one of its own length.
-    of_prompt = "7.00 | **10.00** | 70% |"
-    assert f"| v2-lite prompt of 32,768 tokens, 27 layers | context 2 | 1 | {of_prompt} 75,000 | 1.50 |" in readme
-    assert f"| v2-lite prompt of 131,072 tokens, 27 layers | context 2 | 1 | {of_prompt} 50,000 | - |" in readme
+    of_prompt, prompt_of = "7.00 | **10.00** | 70% |", "| v2-lite prompt of"
+    assert f"{prompt_of} 32,768 tokens, 27 layers | context 2 | 1 | {of_prompt} 75,000 | 1.50 | - | - |" in readme
+    assert f"{prompt_of} 131,072 tokens, 27 layers | context 2 | 1 | {of_prompt} 50,000 | - | - | - |" in readme
+    assert re.search(r"\| 4 x 131,072 keys, 128 heads \| 150.0 \| 60.0 \| \d+.\d \| \d.\d\d \|", readme)
+    assert "| 64 | data 1, expert 64 |" in readme
     assert is_png(tmp_path / "benchmarks" / "figures" / "context_parallel.png")
 
 
