@@ -431,7 +431,7 @@ def context_parallel(folder: str) -> tb.Record:
         said = ", ".join(f"{n} GPUs {ratios}" for n, ratios in found.items() if ratios)
         most = kernels_of(loaded)
         of_kernels = (
-            f"Kernels of {most}: their time in a profile of the same run, the exchange among them. The steps took longer: "
+            f"Kernels of {most}: their time in a profile of the same run, with the exchange. The steps took longer: "
             f"the queries of each were new arrays, for which CUDA graphs are made anew; in an engine they are not. "
         )
         return (
@@ -517,8 +517,8 @@ def growth_predicted() -> tb.Record:
         near = growth.wires_of(links(loaded))[1].near
         return (
             f"Attention over shared keys, kernels in microseconds a layer, on four GPUs as they were profiled and as "
-            f"they are predicted by the time on one of them and the exchanges of two H100s: {near.latency:.1f} us each, "
-            f"and {near.rate / 1e3:.0f} GB/s, merging included. {tb.provenance(loaded.rows)}"
+            f"they are predicted by the time on one of them and the exchanges of two H100s: {near.latency:.1f} us "
+            f"each, and {near.rate / 1e3:.0f} GB/s, merging included. {tb.provenance(loaded.rows)}"
         )
 
     def short(loaded: tb.Loaded) -> list[str]:
@@ -533,8 +533,8 @@ def growth_beyond() -> tb.Record:
         network = growth.NETWORK
         return (
             f"DeepSeek-V3 in fp8, texts of {growth.CONTEXT:,} tokens: milliseconds a step, and tokens a second of each "
-            f"GPU, computed from steps on one and two H100s and not measured. Between hosts of 8 an exchange is taken to "
-            f"have {network.latency:.0f} us and {network.rate / 1e3:.0f} GB/s for each GPU."
+            f"GPU, computed from steps on one and two H100s and not measured. Between hosts of 8 an exchange is taken "
+            f"to have {network.latency:.0f} us and {network.rate / 1e3:.0f} GB/s for each GPU."
         )
 
     def short(loaded: tb.Loaded) -> list[str]:

@@ -33,8 +33,8 @@ def wires_of(loaded: tb.Loaded) -> tuple[scaling.Times, Wires]:
 
 
 def predictions(loaded: tb.Loaded, links: tb.Loaded) -> Iterator[list[str]]:
-    """Rows of a table: the kernels of attention on four GPUs, in microseconds a layer, as they were profiled and as they
-    are predicted by one GPU's time and the links that another record tells of; and the quotient."""
+    """Rows of a table: the kernels of attention on four GPUs, in microseconds a layer, as they were profiled and as
+    they are predicted by one GPU's time and the links that another record tells of; and the quotient."""
     times, (_, wires) = scaling.attention_times(loaded.rows), wires_of(links)
     for row in loaded.rows:
         if "kernels_us" in row:
