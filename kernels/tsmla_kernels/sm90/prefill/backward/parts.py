@@ -217,14 +217,9 @@ class Parts:
             for w in cutlass.range_constexpr(4):
                 packed[4 * k + w] = words[w]
 
-    def new_dq(self, mma: Mma, t: ThreadIndex) -> cute.Tensor:
-        """An accumulator of a warpgroup's half of dQ's columns."""
-        shape = mma.dq.get_slice(t.thread).partition_shape_C((Q_ROWS, self.traits.dq_columns))
-        return cute.make_rmem_tensor(shape, Float32)
-
     @cute.jit
-    def multiply_dq(self, acc: cute.Tensor, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex):
-        """Compute this warpgroup's half of dQ's columns for a step, and release dS."""
+    def multiply_dq(self, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex) -> cute.Tensor:
+        """Compute this warpgroup's half of dQ's columns for a step, and release dS. Returns the accumulator."""
         block = self.traits.k
         part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
         offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
@@ -233,6 +228,7 @@ class Parts:
         ds = transposed(operand(self.traits.dtype, shared.ds.memory, ds_offset, self.traits.ds))
         thr = mma.dq.get_slice(t.thread)
         a, b = mma.dq.make_fragment_A(thr.partition_A(ds)), mma.dq.make_fragment_B(thr.partition_B(keys))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((Q_ROWS, self.traits.dq_columns)), Float32)
         warpgroup.fence()
         cute.gemm(mma.dq_first, acc, a[None, None, 0], b[None, None, 0], acc)
         for k in cutlass.range_constexpr(1, self.traits.key_rows // 16):
@@ -240,3 +236,4 @@ class Parts:
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         self.leave(shared.ds.empty + stage.index)
+        return acc

@@ -210,8 +210,7 @@ class Consumer:
     @cute.jit
     def put_dq(self, shared: Shared, mma: Mma, stage: Stage, tiles: Int32, t: ThreadIndex):
         """Compute this warpgroup's half of dQ's columns for a step, and store them for the reducer warp."""
-        acc = self.parts.new_dq(mma, t)
-        self.parts.multiply_dq(acc, shared, mma, stage, t)
+        acc = self.parts.multiply_dq(shared, mma, stage, t)
         phase = stage.index
         if const_expr(self.traits.rope_columns > 0):
             phase ^= tiles & 1  # each tile before also used the buffer once for rope columns

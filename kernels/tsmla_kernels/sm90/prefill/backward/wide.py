@@ -5,8 +5,8 @@ warpgroup have no room for dK and dV, so each warpgroup has one of them, for all
     warpgroup 1   dP = V dO^T, dS = P (dP - delta), dK += dS Q, the other half
 
 Warpgroup 0 passes P to warpgroup 1 in float32, each thread to the thread that has the same place in the accumulator.
-Warpgroup 1 stores dS for dQ. dQ is added to the sums in global memory straight from registers, while the next products
-run.
+Warpgroup 1 stores dS for dQ. Both begin the next step's scores before they add the present step's, so that the tensor
+cores have work while one computes P or dS. dQ is added to the sums in global memory straight from registers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ SIXTEEN = 16  # neighbouring columns of an accumulator, of which a lane has four
 
 class Registers(NamedTuple):
     """A warpgroup's registers that live from step to step: `operand` is P or dS, as an operand of WGMMA; `total` is dV
-    or dK; `dq` is the half of a step's dQ that is added during the next step; `words` has a step's words of a
-    selection. A step's scores have an accumulator of their own."""
+    or dK; `words` has a step's words of a selection. A step's scores have an accumulator of their own: one that lived
+    as long would be spilled."""
 
     operand: cute.Tensor
     total: cute.Tensor
-    dq: cute.Tensor
     words: cute.Tensor
 
 
@@ -96,12 +95,11 @@ class WideConsumer:
         else:
             self.compute_keys(gradients, sums, factors, shared, mma, place)
 
-    def registers(self, mma: Mma, total_mma: cute.TiledMma, columns: int, t: ThreadIndex) -> Registers:
+    def registers(self, total_mma: cute.TiledMma, columns: int, t: ThreadIndex) -> Registers:
         total = total_mma.get_slice(t.thread)
         return Registers(
             cute.make_rmem_tensor(total.partition_shape_A((GROUP_KEYS, Q_ROWS)), self.traits.dtype),
             cute.make_rmem_tensor(total.partition_shape_C((GROUP_KEYS, columns)), Float32),
-            self.parts.new_dq(mma, t),
             cute.make_rmem_tensor((Q_ROWS // WARP_QUERIES,), Int32),
         )
 
@@ -120,7 +118,7 @@ class WideConsumer:
     ):
         """Run warpgroup 0."""
         traits, keys = self.traits, place.keys
-        r = self.registers(mma, mma.dv, traits.v_head_dim, keys)
+        r = self.registers(mma.dv, traits.v_head_dim, keys)
         tiles, count = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
         head = uniform(shared.tiles[Tile.HEAD, tiles])
@@ -140,20 +138,18 @@ class WideConsumer:
                     at = Step(self.parts.stage(count), slot, self.traits.query_tile(step - 1, steps))
                     following = Step(self.parts.stage(count + 1), slot, self.traits.query_tile(step, steps))
                     self.load_words(r, shared, selection, following, keys)
-                    self.issue_values(r, shared, mma, at, keys)
-                    self.add_dq(sums, shared, r, slot, at.queries - 1, place.t)
                     scores = self.issue_scores(shared, mma, following, keys)
-                    self.finish_values(shared, at)
+                    self.issue_values(r, shared, mma, at, keys)
+                    warpgroup.wait_group(1)
                     self.probabilities(r, scores, factors, shared, following, count + 1, keys)
-                    self.compute_dq(sums, shared, mma, r, at, place.t)
+                    self.finish_values(shared, at)
+                    self.put_dq(sums, shared, mma, at, place.t)
                     self.load_p(r, shared, keys)
                     count += 1
                 last = Step(self.parts.stage(count), slot, self.traits.query_tile(steps - 1, steps))
                 self.issue_values(r, shared, mma, last, keys)
-                self.add_dq(sums, shared, r, slot, last.queries - 1, place.t)
                 self.finish_values(shared, last)
-                self.compute_dq(sums, shared, mma, r, last, place.t)
-                self.add_dq(sums, shared, r, slot, last.queries, place.t)
+                self.put_dq(sums, shared, mma, last, place.t)
                 count += 1
             self.parts.leave(shared.k.empty)
             self.parts.leave(shared.v.empty)
@@ -256,9 +252,8 @@ class WideConsumer:
 
     @cute.jit
     def finish_values(self, shared: Shared, at: Step):
-        """Wait for dV, and for the next step's S if it is issued, and release dO."""
-        # dO arrived long ago; this wait ends a basic block, see `Softmax.finish_block`.
-        cute.arch.mbarrier_wait(shared.dout.full + at.stage.index, at.stage.phase)
+        """Wait for dV, release dO, and wait for the step's dS."""
+        cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
         warpgroup.wait_group(0)
         self.parts.leave(shared.dout.empty + at.stage.index)
 
@@ -270,7 +265,7 @@ class WideConsumer:
     ):
         """Run warpgroup 1."""
         traits, keys = self.traits, place.keys
-        r = self.registers(mma, mma.dk, traits.qk_head_dim, keys)
+        r = self.registers(mma.dk, traits.qk_head_dim, keys)
         tiles, count = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
         head = uniform(shared.tiles[Tile.HEAD, tiles])
@@ -283,28 +278,25 @@ class WideConsumer:
             if steps > 0:
                 first = Step(self.parts.stage(count), slot, self.traits.query_tile(Int32(0), steps))
                 first_dp = self.issue_dp(shared, mma, first, keys)
-                self.finish_dp(first_dp, factors, shared, first, count, keys)
+                self.finish_dp(first_dp, factors, shared, first, count, keys, pending=0)
                 self.pack(r, first_dp)
                 self.store_ds(r, shared, first, keys)
                 for step in cutlass.range(1, steps, unroll=1):
                     at = Step(self.parts.stage(count), slot, self.traits.query_tile(step - 1, steps))
                     following = Step(self.parts.stage(count + 1), slot, self.traits.query_tile(step, steps))
-                    self.issue_keys(r, shared, mma, at, keys)
-                    self.add_dq(sums, shared, r, slot, at.queries - 1, place.t)
                     dp = self.issue_dp(shared, mma, following, keys)
-                    self.finish_dp(dp, factors, shared, following, count + 1, keys)
+                    self.issue_keys(r, shared, mma, at, keys)
+                    self.finish_dp(dp, factors, shared, following, count + 1, keys, pending=1)
                     self.finish_keys(shared, at)
                     self.pack(r, dp)
                     self.store_ds(r, shared, following, keys)
-                    self.compute_dq(sums, shared, mma, r, at, place.t)
+                    self.put_dq(sums, shared, mma, at, place.t)
                     self.parts.load_ds(shared, r.operand, following.stage, keys)
                     count += 1
                 last = Step(self.parts.stage(count), slot, self.traits.query_tile(steps - 1, steps))
                 self.issue_keys(r, shared, mma, last, keys)
-                self.add_dq(sums, shared, r, slot, last.queries - 1, place.t)
                 self.finish_keys(shared, last)
-                self.compute_dq(sums, shared, mma, r, last, place.t)
-                self.add_dq(sums, shared, r, slot, last.queries, place.t)
+                self.put_dq(sums, shared, mma, last, place.t)
                 count += 1
             self.parts.leave(shared.k.empty)
             self.parts.leave(shared.v.empty)
@@ -330,13 +322,21 @@ class WideConsumer:
 
     @cute.jit
     def finish_dp(
-        self, dp: cute.Tensor, factors: Factors, shared: Shared, at: Step, count: Int32, t: ThreadIndex
+        self,
+        dp: cute.Tensor,
+        factors: Factors,
+        shared: Shared,
+        at: Step,
+        count: Int32,
+        t: ThreadIndex,
+        *,
+        pending: cutlass.Constexpr[int],
     ):
-        """Wait for dP and the products before it, release dO, and replace dP by dS."""
+        """Wait for dP, with `pending` products after it, release dO, and replace dP by dS."""
         stage = at.stage
         cute.arch.mbarrier_wait(shared.p.full, count & 1)
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)  # the rows' terms arrive with Q
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(pending)
         self.parts.leave(shared.dout.empty + stage.index)
         for g in cutlass.range_constexpr(Q_ROWS // 8):
             delta = self.parts.terms(shared, stage, Term.DELTA, g, t)
@@ -395,45 +395,27 @@ class WideConsumer:
     # ---- dQ
 
     @cute.jit
-    def compute_dq(self, sums: Sums, shared: Shared, mma: Mma, r: Registers, at: Step, t: ThreadIndex):
-        """Compute this warpgroup's half of dQ's columns for a step. If deterministic add it to the sums; otherwise
-        `add_dq` adds it while the next products run."""
-        cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
-        self.parts.multiply_dq(r.dq, shared, mma, at.stage, t)
-        if const_expr(self.traits.deterministic):
-            self.take_turn(self.turn_of(sums, shared, at, t), shared.tiles[Tile.ORDER, at.slot], t)
-            self.add(sums, shared, r.dq, at.slot, at.queries, t)
-            self.pass_turn(self.turn_of(sums, shared, at, t), t)
-
-    @cute.jit
-    def add_dq(self, sums: Sums, shared: Shared, r: Registers, slot: Int32, queries: Int32, t: ThreadIndex):
-        """Add dQ of the tile of queries `queries`, unless that is before the first."""
-        if const_expr(not self.traits.deterministic):
-            if queries >= 0:
-                self.add(sums, shared, r.dq, slot, queries, t)
-
-    def turn_of(self, sums: Sums, shared: Shared, at: Step, t: ThreadIndex) -> Int64:
-        """The address of the counter of this warpgroup's half of a step's dQ."""
-        tile = shared.tiles[Tile.FIRST_TERMS, at.slot] + at.queries
-        return self.turn(sums.turns, shared.tiles[Tile.HEAD, at.slot], tile, t.group)
-
-    @cute.jit
-    def add(self, sums: Sums, shared: Shared, dq: cute.Tensor, slot: Int32, queries: Int32, t: ThreadIndex):
-        """Add a tile's dQ to the sums in global memory: whole blocks of 8 rows, for which dq_sum has room at a
-        request's end."""
-        traits, tiles = self.traits, shared.tiles
-        values = self.parts.rows_of(dq, traits.dq_columns)
-        head, rows = tiles[Tile.HEAD, slot], tiles[Tile.ROWS, slot] - queries * Q_ROWS
-        block = tiles[Tile.FIRST_BLOCK, slot] + queries * (Q_ROWS // BLOCK_ROWS)
-        first = t.thread // 32 * 2  # the first of the warp's two blocks in the tile
-        line = (Int64(head) * 2 + t.group) * sums.dq_sum.shape[2] + (block + first)
-        block_bytes = BLOCK_ROWS * traits.dq_columns * 4
-        address = sums.dq_sum.iterator.toint() + line * block_bytes + t.lane * 16
+    def put_dq(self, sums: Sums, shared: Shared, mma: Mma, at: Step, t: ThreadIndex):
+        """Compute this warpgroup's half of dQ's columns for a step, and add it to the sums in global memory: whole
+        blocks of 8 rows, for which dq_sum has room at a request's end."""
+        traits, tiles, slot = self.traits, shared.tiles, at.slot
+        acc = self.parts.multiply_dq(shared, mma, at.stage, t)
+        values = self.parts.rows_of(acc, traits.dq_columns)
+        head, rows = tiles[Tile.HEAD, slot], tiles[Tile.ROWS, slot] - at.queries * Q_ROWS
+        terms = tiles[Tile.FIRST_TERMS, slot] + at.queries
+        block = tiles[Tile.FIRST_BLOCK, slot] + at.queries * (Q_ROWS // BLOCK_ROWS)
+        turn = self.turn(sums.turns, head, terms, t.group)
+        self.take_turn(turn, tiles[Tile.ORDER, slot], t)
+        line = (Int64(head) * 2 + t.group) * sums.dq_sum.shape[2] + block
         for i in cutlass.range_constexpr(2):
-            if (first + i) * BLOCK_ROWS < rows:
+            block_in_tile = t.thread // 32 * 2 + i
+            address = sums.dq_sum.iterator.toint()
+            address += (line + block_in_tile) * (BLOCK_ROWS * traits.dq_columns * 4) + t.lane * 16
+            if block_in_tile * BLOCK_ROWS < rows:
                 for c in cutlass.range_constexpr(traits.dq_columns // SIXTEEN):
-                    offset = i * block_bytes + c * (BLOCK_ROWS * SIXTEEN * 4)
+                    offset = c * (BLOCK_ROWS * SIXTEEN * 4)
                     self.add_four(address, offset, [values[i, 4 * c + j] for j in range(4)])
+        self.pass_turn(turn, t)
 
     def add_four(self, address: Int64, offset: int, four: list[Float32]):
         """Add four numbers to those `offset` bytes after `address` in global memory."""
