@@ -317,8 +317,8 @@ def prefill_backward() -> tb.Record:
 
     def marks(loaded: tb.Loaded) -> Iterable[Mark]:
         names = {OURS: OURS, "tsmla_deterministic": "tsmla, deterministic", "fa4": "FA4 SM90"}
-        points = sorted((p for p in loaded.points if p["b"] == 1), key=lambda p: (p["h"], p["length"]))
-        return (Mark(f"H = {p['h']}", name, p["length"], p.ratio(peer, "cudnn"))
+        points = sorted((p for p in loaded.points if p["b"] == 1), key=lambda p: (*p["head_dims"], p["h"], p["length"]))
+        return (Mark(f"H = {p['h']}, V = {p['head_dims'][1]}", name, p["length"], p.ratio(peer, "cudnn"))
                 for p in points for peer, name in names.items())  # fmt: skip
 
     style = Style("time / cuDNN's", "tokens of the request", x_name=lambda length: f"{length // 1024}k")

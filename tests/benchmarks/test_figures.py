@@ -207,6 +207,7 @@ def test_prefill_and_cache_tables_come_from_their_files(tmp_path: Path) -> None:
 
 def test_the_gradients_figure_and_sentence_come_from_its_file(tmp_path: Path) -> None:
     common = {"dtype": "bf16", "b": 1, "device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-21"}
+    common |= {"head_dims": [192, 128]}
     times = {
         4096: {"tsmla": 400.0, "tsmla_deterministic": 440.0, "cudnn": 600.0, "fa4": 500.0},
         8192: {"tsmla": 1800.0, "tsmla_deterministic": 1800.0, "cudnn": 2000.0},
