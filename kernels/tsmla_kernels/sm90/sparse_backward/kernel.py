@@ -74,6 +74,7 @@ class SparseMlaBackward:
         self.rows = RowKernels(self.traits)
         self.gatherer = Gatherer(self.traits, self.traits.keys)
         self.consumer = Consumer(self.traits)
+        self.other_consumer = Consumer(self.traits, adds_first=True)
         self.weigher = Weigher(self.traits, self.consumer)
         self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
 
@@ -261,6 +262,7 @@ class SparseMlaBackward:
         if const_expr(self.config.tokens == 1):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        self.consumer.set_flags(mma)
         if runs == 1:
             if group == GROUPS:
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
@@ -269,7 +271,10 @@ class SparseMlaBackward:
                 self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP, groups)
             else:
                 cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-                self.consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, group, groups)
+                if group == 0:
+                    self.consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, Int32(0), groups)
+                else:
+                    self.other_consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, Int32(1), groups)
 
     @cute.kernel
     def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):

@@ -44,10 +44,11 @@ SCORES = GROUP_KEYS * TILE_HEADS // 128  # scores of its warpgroup's keys that a
 
 
 class Consumer:
-    """Device code of a compute warpgroup."""
+    """Device code of a compute warpgroup. adds_first: whether it adds a chunk before it issues the next one's products,
+    and not after that."""
 
-    def __init__(self, traits: Traits) -> None:
-        self.traits = traits
+    def __init__(self, traits: Traits, adds_first: bool = False) -> None:
+        self.traits, self.adds_first = traits, adds_first
         self.adder = Adder(traits)
         self.chunks = traits.dq_columns // COLUMN_TILE  # of a warpgroup's half of dKV's columns
 
@@ -67,6 +68,11 @@ class Consumer:
             dkv=mma(mn_major, mn_major, BLOCK, COLUMN_TILE),
         )
 
+    def set_flags(self, mma: Mma) -> None:
+        """Say which products add. Once, before any role begins: a change while products run would serialise them."""
+        for products, adds in zip(mma, (False, True, False, True, True, False, True), strict=True):
+            products.set(Field.ACCUMULATE, adds)
+
     # ---- a CTA's work
 
     @cute.jit
@@ -85,9 +91,6 @@ class Consumer:
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
-        # Set these flags once, here: a change while products run would serialise the products.
-        for products, adds in zip(mma, (False, True, False, True, True, False, True), strict=True):
-            products.set(Field.ACCUMULATE, adds)
         thr = mma.dq.get_slice(thread)
         dq = cute.make_rmem_tensor(thr.partition_shape_C((TILE_HEADS, self.traits.dq_columns)), Float32)
         dq.fill(0.0)
@@ -141,6 +144,9 @@ class Consumer:
         following = cutlass.min(block + 1, item.blocks - 1)
         for chunk in cutlass.range_constexpr(self.chunks):
             computed, added = (acc.even, acc.odd) if const_expr(chunk % 2 == 0) else (acc.odd, acc.even)
+            earlier, added_place = (chunk - 1, place) if const_expr(chunk > 0) else (self.chunks - 1, before)
+            if const_expr(self.adds_first):
+                self.adder.add(added, sums, shared, added_place, earlier, t)
             if const_expr(chunk == self.chunks - 2):
                 cute.arch.mbarrier_wait(shared.keys_full, following & 1)
             warpgroup.fence()
@@ -152,10 +158,8 @@ class Consumer:
                 self.issue_scores(mma, acc.dp, shared.d_out, self.traits.d_out, shared, t)
             self.issue_keys(computed, mma, shared, chunk, t)
             warpgroup.commit_group()
-            if const_expr(chunk == 0):
-                self.adder.add(added, sums, shared, before, self.chunks - 1, t)
-            else:
-                self.adder.add(added, sums, shared, place, chunk - 1, t)
+            if const_expr(not self.adds_first):
+                self.adder.add(added, sums, shared, added_place, earlier, t)
             warpgroup.wait_group(0)
             if const_expr(chunk == 0):
                 cute.arch.sync_warp()  # all lanes have read the rows of the block before
