@@ -41,27 +41,82 @@ class Adder:
         t: ThreadIndex,
     ):
         """Add a chunk of this warpgroup's half of the columns."""
-        lane, width = t.lane, self.traits.dq_columns
-        quarter = lane // 4 % 4  # which of four neighbouring keys a lane has, then which of four groups of 8 columns
-        base = sums.kv_sum.iterator.toint() + (t.group * width + (chunk * COLUMN_TILE + quarter * 8 + lane % 4 * 2)) * 4
+        first = t.group * self.traits.dq_columns + chunk * COLUMN_TILE
+        base = sums.kv_sum.iterator.toint() + first * 4
         for half in cutlass.range_constexpr(2):
-            low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
-            factor = Float32(1.0)
             if const_expr(self.traits.config.deterministic):
-                factor = shared.factors[t.row + 8 * half, place.index]
-            for j in cutlass.range_constexpr(4):
-                first, second = (acc[4 * j + 2 * half + e] for e in range(2))
-                if const_expr(self.traits.config.deterministic):
-                    low[j], high[j] = self.integers(first * factor, second * factor)
-                else:
-                    low[j], high[j] = first.bitcast(Int32), second.bitcast(Int32)
-            transpose_quad(low, quarter, 4)
-            transpose_quad(high, quarter, 4)
-            keys = t.thread // 32 * 16 + 8 * half + lane // 16 * 4
-            for i in cutlass.range_constexpr(4):
-                row = shared.rows[keys + i, place.index] | place.hidden
-                address = base + Int64(row) * (4 * self.traits.head_dim)
-                self.reduce(address, row, low[i], high[i])
+                self.add_integers(acc, half, base, shared, place, t)
+            else:
+                self.add_floats(acc, half, base, shared, place, t)
+
+    @cute.jit
+    def add_floats(
+        self,
+        acc: cute.Tensor,
+        half: cutlass.Constexpr[int],
+        base: Int64,
+        shared: Shared,
+        place: Place,
+        t: ThreadIndex,
+    ):
+        """Add one of a thread's two keys: two lanes exchange halves of the columns of two neighbouring keys, then
+        neighbouring lanes pairs of columns, so that each has 4 columns side by side, and 8 lanes a key's 32."""
+        upper, odd = t.lane // 4 % 2 == 1, t.lane % 2 == 1
+        low = [acc[4 * j + 2 * half + e] for j in range(2) for e in range(2)]
+        high = [acc[4 * (2 + j) + 2 * half + e] for j in range(2) for e in range(2)]
+        received = [
+            cute.arch.shuffle_sync_bfly(cutlass.select_(upper, one, other), offset=4)
+            for one, other in zip(low, high, strict=True)
+        ]
+        even_key = [cutlass.select_(upper, other, one) for one, other in zip(low, received, strict=True)]
+        odd_key = [cutlass.select_(upper, one, other) for one, other in zip(high, received, strict=True)]
+        base += ((t.lane // 4 % 2 * 2 + t.lane % 2) * 8 + t.lane % 4 // 2 * 4) * 4
+        keys = t.thread // 32 * 16 + 8 * half + t.lane // 8 * 2
+        for i in cutlass.range_constexpr(2):
+            a, b, c, d = even_key if const_expr(i == 0) else odd_key
+            first = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, a, c), offset=1)
+            second = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, b, d), offset=1)
+            row = shared.rows[keys + i, place.index] | place.hidden
+            four = (
+                cutlass.select_(odd, first, a),
+                cutlass.select_(odd, second, b),
+                cutlass.select_(odd, c, first),
+                cutlass.select_(odd, d, second),
+            )
+            cute.arch.inline_ptx(
+                "{ .reg .pred p; setp.ge.s32 p, {$r1}, 0; "
+                "@p red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+                read_only_args=[base + Int64(row) * (4 * self.traits.head_dim), row, *four],
+            )
+
+    @cute.jit
+    def add_integers(
+        self,
+        acc: cute.Tensor,
+        half: cutlass.Constexpr[int],
+        base: Int64,
+        shared: Shared,
+        place: Place,
+        t: ThreadIndex,
+    ):
+        """Add one of a thread's two keys as integers: four lanes transpose 4 x 4 pairs of columns of four keys."""
+        quarter = t.lane // 4 % 4  # which of four neighbouring keys a lane has, then which of four groups of 8 columns
+        base += (quarter * 8 + t.lane % 4 * 2) * 4
+        low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
+        factor = shared.factors[t.row + 8 * half, place.index]
+        for j in cutlass.range_constexpr(4):
+            first, second = (acc[4 * j + 2 * half + e] for e in range(2))
+            low[j], high[j] = self.integers(first * factor, second * factor)
+        transpose_quad(low, quarter, 4)
+        transpose_quad(high, quarter, 4)
+        keys = t.thread // 32 * 16 + 8 * half + t.lane // 16 * 4
+        for i in cutlass.range_constexpr(4):
+            row = shared.rows[keys + i, place.index] | place.hidden
+            cute.arch.inline_ptx(
+                "{ .reg .pred p; .reg .b64 v; setp.ge.s32 p, {$r1}, 0; mov.b64 v, {{$r2}, {$r3}}; "
+                "@p red.relaxed.gpu.global.add.u64 [{$r0}], v; }",
+                read_only_args=[base + Int64(row) * (4 * self.traits.head_dim), row, low[i], high[i]],
+            )
 
     @cute.jit
     def integers(self, first: Float32, second: Float32):
@@ -70,18 +125,3 @@ class Adder:
         low = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[first])
         high = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[second])
         return low, high + (low >> 31)
-
-    @cute.jit
-    def reduce(self, address: Int64, row: Int32, first: Int32, second: Int32):
-        """Add two words to the sums at `address`, if the row exists."""
-        guard = "{ .reg .pred p; setp.ge.s32 p, {$r1}, 0; "
-        if const_expr(self.traits.config.deterministic):
-            cute.arch.inline_ptx(
-                guard + ".reg .b64 v; mov.b64 v, {{$r2}, {$r3}}; @p red.relaxed.gpu.global.add.u64 [{$r0}], v; }",
-                read_only_args=[address, row, first, second],
-            )
-        else:
-            cute.arch.inline_ptx(
-                guard + "@p red.relaxed.gpu.global.add.v2.f32 [{$r0}], {{$r2}, {$r3}}; }",
-                read_only_args=[address, row, first.bitcast(Float32), second.bitcast(Float32)],
-            )
