@@ -2,7 +2,7 @@
 int32 if deterministic.
 
 A thread of an accumulator [BLOCK keys, COLUMN_TILE columns] has two keys, 8 apart, and 2 of every 8 columns. Additions
-are fastest if a warp adds 128 contiguous bytes of a key at once. So four lanes exchange their columns of four keys.
+are fastest if a warp adds 128 contiguous bytes of a key at once. So lanes that have different keys exchange columns.
 """
 
 from __future__ import annotations
