@@ -49,6 +49,8 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
         reasons.append(f"compressed_kv_cache is given; {kernel} takes one cache")
     if spec.cache.layout == "plain" and spec.cache.dtype != spec.q_dtype:
         reasons.append(f"kv_cache.dtype is {spec.cache.dtype}; {kernel} takes q's dtype, {spec.q_dtype}")
+    if spec.max_logits:
+        reasons.append(f"return_max_logits is True; {kernel} returns none")
     if spec.batch_invariant:
         reasons.append(f"batch_invariant is True; nobody has checked that of {kernel}")
     if spec.form == "union":

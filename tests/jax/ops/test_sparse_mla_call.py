@@ -243,7 +243,7 @@ def test_reasons_are_all_said(changed: dict[str, Any], reason: str) -> None:
 
 
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
-    text = re.escape("the architecture is sm_100a; sparse_mla is written for sm_90a")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_120a")
+    text = re.escape("the architecture is sm_120a; sparse_mla is written for sm_90a")
     with pytest.raises(NotImplementedError, match=text):
         attend("cute", "v32")(arrays("v32"))
