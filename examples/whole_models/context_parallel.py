@@ -83,7 +83,7 @@ def make_layers(mesh: Mesh, batch: int, heads: int, keys: int, values: int) -> L
 
     mapped = jax.shard_map(layers, mesh=mesh, in_specs=(P(), P("context"), P()), out_specs=P(), check_vma=False)
     return Layers(
-        # The queries stay where they are, as the state of an engine does: a graph is not made anew for each step.
+        # The queries stay where they are, as the state of an engine does. New arrays seem to cost new graphs.
         jax.jit(mapped, donate_argnums=0),
         struct(P("context"), devices * batch * columns, PAGE, LATENT + ROPE),
         struct(P(), heads, values, LATENT) if values else None,

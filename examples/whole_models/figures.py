@@ -432,7 +432,7 @@ def context_parallel(folder: str) -> tb.Record:
         most = kernels_of(loaded)
         of_kernels = (
             f"Kernels of {most}: their time in a profile of the same run, with the exchange. The steps took longer: "
-            f"the queries of each were new arrays, for which CUDA graphs are made anew; in an engine they are not. "
+            f"the queries of each were new arrays, for which CUDA graphs were probably made anew (not tested). "
         )
         return (
             f"Decode attention with the keys of a text on several GPUs, microseconds a layer of "
