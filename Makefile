@@ -12,8 +12,8 @@ VENV ?= .venv
 # The newest that the tests were run with. Installed by itself and first: on a machine with a CPU build of it, pip takes
 # that one, while a plain "torch" pulled in by another package would bring gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
-# Blackwell's kernels, that the tests compile; without its own needs, CUDA's libraries among them.
-TOKENSPEED ?= tokenspeed-mla>=2.0,<3
+# Blackwell's kernels, that the tests compile; without their own needs, CUDA's libraries among them.
+BLACKWELL ?= 'tokenspeed-mla>=2.0,<3' 'flashinfer-python>=0.7.2,<0.7.3' 'nvidia-cudnn-frontend==1.32.0'
 # The documentation's builder; ruff breaks the lines of long signatures.
 DOCS ?= 'zensical>=0.0.73,<0.2' 'mkdocstrings-python>=2.0,<3' 'ruff>=0.6'
 CHECKPOINT ?= demo-checkpoint
@@ -54,7 +54,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.demo
 	@echo 'installing torch, the CuTe DSL and the tools into $(VENV): some minutes, once'
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps '$(TOKENSPEED)'
+	$(BIN)/python -m pip install --quiet --no-deps $(BLACKWELL)
 	@touch $@
 
 $(VENV)/.gpu: pyproject.toml $(VENV)/.dev

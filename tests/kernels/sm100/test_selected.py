@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 import tsmla_jax
+from tests.jax.ops.programs import kernels
 from tests.kernels.object_checks import check_object
 from tsmla_jax import sparse
+from tsmla_jax.nn import Step, v32
 from tsmla_jax.ops import device
 from tsmla_jax.ops.indexer_logits import blackwell as logits_operands
 from tsmla_jax.ops.sparse_mla import blackwell as sparse_operands
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import INDEXER_LOGITS_SM100, SPARSE_MLA_SM100
+from tsmla_kernels.catalog import INDEXER_LOGITS_SM100, SELECT_TOPK, SPARSE_MLA_SM100
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm100 import logits_config, packages, sparse_config
 
@@ -59,7 +61,9 @@ def test_objects_have_no_spills(kernel: Kernel, config: Any, arch: str) -> None:
 
 
 @needs_packages
-def test_each_operation_of_a_sparse_layer_lowers_with_its_kernel() -> None:
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_each_operation_of_a_sparse_layer_lowers_with_its_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
     q8, weights = Struct((300, 64, 128), FP8), Struct((300, 64), jnp.float32)
     keys, tables, lens = Struct((99, 64, 132), jnp.uint8), Struct((3, 41), jnp.int32), Struct((3,), jnp.int32)
     ragged = {"cu_seqlens_q": Struct((4,), jnp.int32)}
@@ -70,9 +74,45 @@ def test_each_operation_of_a_sparse_layer_lowers_with_its_kernel() -> None:
     logits = Struct((8, 8192), jnp.float32)
     assert lower(functools.partial(tsmla_jax.select_topk, k=2048), logits, lens_of(8)).count(target) == 1
     attend = functools.partial(tsmla_jax.sparse_mla, softmax_scale=0.1, return_lse=True)
-    for heads, cache in ((128, Struct((99, 64, 656), jnp.uint8)), (16, Struct((99, 64, 576), jnp.bfloat16))):
+    packed = Struct((99, 64, 656), jnp.uint8)
+    for heads, cache in ((128, packed), (16, Struct((99, 64, 576), jnp.bfloat16))):
         q, indices = Struct((8, heads, 576), jnp.bfloat16), Struct((8, 2048), jnp.int32)
         assert lower(attend, q, cache, indices, lengths=lens_of(8)).count(target) == 1
+    bf16 = functools.partial(Struct, dtype=jnp.bfloat16)
+    rope = Struct((8, 32), jnp.float32), Struct((8, 32), jnp.float32)
+    assert (
+        lower(sparse.write_packed_kv_cache, packed, bf16((8, 512)), bf16((8, 64)), lens_of(8), *rope).count(target) == 1
+    )
+    assert lower(sparse.write_indexer_cache, keys, bf16((8, 128)), lens_of(8)).count(target) == 1
+    assert lower(sparse.indexer_quantize, bf16((8, 64, 128)), bf16((8, 64))).count(target) == 1
+
+
+V32 = v32.V32Config.from_hf(
+    {
+        "model_type": "deepseek_v32", "hidden_size": 64, "num_attention_heads": 16, "kv_lora_rank": 512,
+        "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 64,
+        "index_head_dim": 128, "index_topk": 2048, "max_position_embeddings": 4096, "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+    }
+)  # fmt: skip
+
+
+@needs_packages
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_a_layer_of_v32_calls_the_kernels_that_are_named(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
+    cache = v32.init_cache(V32, 100, 64, kv_dtype=jnp.uint8, indexer_dtype=jnp.uint8)
+    tables = jnp.arange(100, dtype=jnp.int32).reshape(2, -1)
+    lens = jnp.asarray([2500, 900], jnp.int32)
+    step = Step.ragged(tables, lens, jnp.asarray([0, 1, 2]), total_tokens=2, page_size=64)
+    params = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in v32.param_shapes(V32).items()}
+
+    def attend(x: jax.Array) -> Any:
+        return v32.attend(params, V32, x, cache, step, form="direct", implementation="cute")
+
+    x = jnp.zeros((2, 64), jnp.bfloat16)
+    called = [kernel for kernel, _ in kernels(jax.make_jaxpr(attend)(x))]
+    assert called == [INDEXER_LOGITS_SM100, SELECT_TOPK, SPARSE_MLA_SM100]
 
 
 def lens_of(count: int) -> Struct:
