@@ -25,10 +25,11 @@ PRODUCTS = (None, "quantized", "exact")
 
 
 def stack_size(count: int, rows: int, columns: int) -> int:
-    """How many weights a stack of `count` of e4m3 has, [rows, columns] each: at least count.
+    """The length of a stack of `count` e4m3 weights [rows, columns] with its padding: at least count.
 
-    The compiler of `grouped_matmul` counts the elements of an array of at most 2^32 bytes in signed 32 bits. A stack of
-    2^31 to 2^32 of them gets unused weights behind its last, which make it one that is counted in 64 bits."""
+    The compiler of `grouped_matmul` counts the elements of an array of at most 2^32 bytes in signed 32 bits. A stack
+    with more than 2^31 elements that is not longer than 2^32 gets unused weights at its end, so that its elements are
+    counted in 64 bits."""
     size = count * rows * columns
     return 2**32 // (rows * columns) + 1 if 2**31 < size <= 2**32 else count
 
@@ -57,14 +58,14 @@ class BlockScaled:
         return self.values.shape
 
     def widened(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The weights themselves, [..., N, K]; multiplied in f32."""
+        """The values times their scales, [..., N, K]: multiplied in f32, then converted to `dtype`."""
         rows, columns = self.values.shape[-2:]
         scales = jnp.repeat(jnp.repeat(self.scales, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
 
 
 def widened(weight: jax.Array | BlockScaled | MXFP4, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A block-scaled weight, or one in MXFP4, widened to `dtype`; another one as it is."""
+    """The weight, widened to `dtype` if it is block-scaled or MXFP4; any other array is returned as it is."""
     return weight.widened(dtype) if isinstance(weight, BlockScaled | MXFP4) else weight
 
 
@@ -94,7 +95,7 @@ def quantized(x: jax.Array, weight: BlockScaled) -> tuple[jax.Array, jax.Array |
 
 
 def with_products(params: Any, products: str | None) -> Any:
-    """A pytree whose block-scaled weights have these `products`."""
+    """The pytree `params` with `products` set in each of its block-scaled weights."""
     if products not in PRODUCTS:
         raise ValueError(f"products: got {products!r}; legal: {', '.join(map(repr, PRODUCTS))}")
 

@@ -188,7 +188,7 @@ class Checkpoint:
             return self._in_range(name, np.array(raw[rows], dtype=kind), raw[rows])
 
     def _in_range(self, name: str, value: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The value; CheckpointError if it is float16 and has infinities that are not stored as such."""
+        """`value`; CheckpointError if it was converted to float16 and has infinities although `stored` has none."""
         if value.dtype == np.float16 != stored.dtype and np.isinf(value).any():
             of_floats = jnp.issubdtype(stored.dtype, jnp.floating)
             if not of_floats or not np.isinf(stored.astype(np.float32)).any():
@@ -199,8 +199,8 @@ class Checkpoint:
         return value
 
     def unlike(self, name: str, wanted: str) -> CheckpointError:
-        """The error for a tensor that is read as `wanted`, floats or integers, and holds the other. Its numbers alone
-        mean nothing: it is quantised in a way that isn't known here."""
+        """The error for a tensor that is read as `wanted` (floats or integers) but is stored as the other kind: it is
+        quantised in a way that isn't known here, so its stored numbers alone mean nothing."""
         info, scale_name = self.info(name), self.scale_name(name)
         scales, legal = "", ""
         if scale_name is not None:
@@ -213,12 +213,12 @@ class Checkpoint:
         )
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
-        """CheckpointError if values of a tensor are NaN or infinite. Of a tensor that only chooses, experts or keys,
-        no later result would show it.
+        """Raises CheckpointError if values of a tensor are NaN or infinite. For tensors that only choose experts or
+        keys: no later result would show such values.
 
         Args:
             name: the tensor's name in the checkpoint.
-            value: what `read` gave of it.
+            value: the tensor's values, as `read` returned them.
         """
         if not np.isfinite(value).all():
             raise CheckpointError(
@@ -227,11 +227,11 @@ class Checkpoint:
             )
 
     def refuse_others(self, names: Iterable[str]) -> None:
-        """CheckpointError for tensors that a model or a layer of this config has no use for: with them it would be
-        another one. Frequencies of rope, which old checkpoints hold, are computed.
+        """Raises CheckpointError if tensors were not read, because config.json then describes another model than the
+        checkpoint holds. Rope frequencies, which old checkpoints hold, are let through: they are computed here.
 
         Args:
-            names: in the checkpoint, of tensors that were not read.
+            names: the names, in the checkpoint, of the tensors that were not read.
         """
         others = sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))
         if others:
@@ -396,7 +396,7 @@ class Checkpoint:
 
     def _locate(self) -> dict[str, Path]:
         """Which file holds each tensor."""
-        # A pipe, a device or a broken link of such a name is refused by who reads it.
+        # A pipe, a device or a broken link of this name counts as found: the function that reads it refuses it.
         index = self.directory / INDEX_NAME
         if os.path.lexists(index):
             return self._read_index(index)

@@ -34,8 +34,8 @@ def save_checkpoint(
     base: Checkpoint | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes tensors to one safetensors file, or to several with an index; a failure leaves none of them, nor a folder
-    that was not there.
+    """Writes tensors to one safetensors file, or to several with an index. If writing a tensor fails, the files
+    written so far are removed, and so is the folder if it was made here.
 
     Args:
         checkpoint_dir: the folder, made if it is not there; it must not hold safetensors yet.

@@ -131,7 +131,7 @@ def mla_decode(
         ragged: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len}
         out, lse = tsmla_jax.mla_decode(q, kv_cache, block_tables, lens, return_lse=True, **ragged, **options)
     else:
-        # Which keys of a device the tokens of one request see has no common end: each token is a request of its own.
+        # On one device the tokens of a request see different numbers of keys: each token is a request of its own.
         new = cast(int, most) if cu_seqlens_q is None else jnp.diff(cu_seqlens_q)
         tokens = metadata.expand_decode_metadata(seq_lens, block_tables, new, total_tokens=rows.shape[0])
         lens = local_lens(tokens.seq_lens, context_axis, page_size)
@@ -311,8 +311,8 @@ def indexer_positions(
     context_axis: str,
     implementation: Preference = None,
 ) -> jax.Array:
-    """The positions in their texts, [T, min(k, N M Z)] i32 and -1 where there is none, of the keys of all devices with
-    the k best scores of the indexer for every query token; the same on every device.
+    """The keys of all devices that have the indexer's k best scores for each query token, as positions in their texts:
+    [T, min(k, N M Z)] i32, -1 behind the last, the same on every device.
 
     Args:
       q, weights, k_cache, block_tables, seq_lens, k, implementation: as in `indexer_topk`, of this device's keys.
@@ -332,7 +332,7 @@ def _candidates(
     k: int,
     implementation: Preference,
 ) -> tuple[jax.Array, jax.Array]:
-    """The positions among this device's keys, ascending, and the scores of its k best for each token: [T, c] each."""
+    """This device's k best keys for each token: their positions among its keys, ascending, and scores; [T, c] each."""
     q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
     most = min(k, block_tables.shape[1] * k_cache.shape[1])
     return tsmla_jax.indexer_topk(
@@ -341,8 +341,8 @@ def _candidates(
 
 
 def own_positions(positions: jax.Array, *, context_axis: str, page_size: int) -> jax.Array:
-    """Positions of texts [T, K] as positions among this device's keys: ascending, those of other devices and negative
-    ones -1 behind the last."""
+    """Positions in the texts [T, K] as ascending positions among this device's keys. Negative positions and those of
+    other devices' keys become -1, behind the last."""
     return _ascending(local_positions(positions, context_axis, page_size))
 
 
@@ -358,13 +358,13 @@ def select_topk(
     """This device's positions among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s
     order.
 
-    Each device proposes its k best; one exchange of N k candidates a token tells which is the last of the best, and
-    each device keeps those of its own that come before it. Of many tokens a device looks for the last of a part, and a
-    second exchange of two numbers a token tells the others.
+    Each device proposes its k best keys. One exchange of N k candidates a token tells which key is the last of the k
+    best, and each device keeps its own keys up to that one. With more than FEW_TOKENS tokens, each device finds the
+    last key of its share of the tokens, and a second exchange, of two numbers a token, tells the other devices.
 
     Args:
         positions: [T, c] i32, of this device's best min(k, keys) among its own keys, ascending; -1 where there is none.
-        scores: [T, c] f32, theirs.
+        scores: [T, c] f32, the scores of these keys.
         k: static.
         context_axis: the mesh axis.
         page_size: Z.
@@ -390,8 +390,8 @@ def select_topk(
 
 
 def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.Array:
-    """The last of the k best of the devices' candidates [N, t, c, 2] of each token, N c > k: [t, 2], the order of its
-    score, and its position in the text. Those that come before it, and it, are the k best."""
+    """The last of each token's k best candidates, from those of all devices [N, t, c, 2], where N c > k: [t, 2], its
+    score as an ordered integer, and its position in the text. It and the candidates before it are the k best."""
     devices, tokens, each, _ = candidates.shape
     bits, whole = jnp.moveaxis(candidates, 0, 1).reshape(tokens, devices * each, 2).transpose(2, 0, 1)
     there = whole != _NOWHERE
@@ -399,7 +399,7 @@ def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.A
     order, lens = numerics.ordered(scores), jnp.full(tokens, devices * each, jnp.int32)
     best = tsmla_jax.select_topk(scores, lens, k, order="position", implementation=implementation)
     last = jnp.take_along_axis(order, best, axis=1).min(axis=1, keepdims=True)
-    # Of those that are equal to the last one the first in the text are taken: their positions as scores.
+    # Of equal scores at the end of the k best, the first in the text are taken: positions serve as scores here.
     wanted = k - (order > last).sum(axis=1, keepdims=True, dtype=jnp.int32)
     equal = there & (order == last)
     earliness = jnp.where(equal, lax.bitcast_convert_type(_GREATEST - whole, jnp.float32), -jnp.inf)
@@ -411,8 +411,8 @@ def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.A
 
 
 def _best_positions(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
-    """`select_topk`, as positions in the texts, of all devices and in the order of their scores."""
-    # Ascending keys, then ascending positions; where there is no candidate, behind all others.
+    """The k best keys of all devices for each token, as positions in the texts, best first; -1 behind the last."""
+    # Sorted by this key, then by position, both ascending; entries without a candidate come last.
     key = jnp.where(positions >= 0, ~numerics.ordered(scores), _NOWHERE)
     whole = jnp.where(positions >= 0, global_positions(positions, context_axis, page_size), _NOWHERE)
     packed = jnp.stack([key, whole], axis=-1)
@@ -441,7 +441,7 @@ def _ascending(positions: jax.Array) -> jax.Array:
 
 _NOWHERE = 2**31 - 1
 _GREATEST = 0x7F000000
-"""The bits of a great number in float32: less a position, those of a smaller one, of which none is infinite."""
+"""The bits of a large finite float32. Less a position, they are the bits of a smaller finite number."""
 
 
 def _split_rows(x: jax.Array, context_axis: str) -> jax.Array:
@@ -461,7 +461,7 @@ def _packed(out: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 def _unpacked(packed: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The inverse, with more axes in front; out and lse as they were packed."""
+    """The arrays that `_packed` made `packed` of, which may have more axes in front; out and lse give their dtypes."""
 
     def part(integers: jax.Array, like: jax.Array) -> jax.Array:
         count = like.dtype.itemsize // integers.dtype.itemsize

@@ -289,7 +289,7 @@ class _Call(NamedTuple):
 
 
 def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
-    """The selection of `mla_prefill` that a mask is, [B T, W]."""
+    """The mask as the bits [B T, W] that `mla_prefill` takes as its selection."""
     shape = describe("mask", mask).shape
     if jnp.dtype(mask.dtype) != jnp.bool_:
         raise ValueError(f"mask: got dtype {mask.dtype}; legal: bool")
@@ -329,7 +329,7 @@ def _segments(segment_ids: jax.Array | Segments, max_segments: int | None, call:
 
 
 class _Lengths(NamedTuple):
-    """The tokens of each row that count [B], None where all do. same: both are one array."""
+    """How many queries and keys of each row count, [B] each; None if all do. same: both are the same array."""
 
     queries: jax.Array | None
     keys: jax.Array | None
@@ -337,7 +337,7 @@ class _Lengths(NamedTuple):
 
 
 def _checked(name: str, lengths: jax.Array | None, batch: int, tokens: int) -> jax.Array | None:
-    """The lengths of rows of so many tokens, if they are given; ValueError unless they are [B] int32."""
+    """`lengths` clipped to 0 ... `tokens`, or None; ValueError if they are not int32 [B]."""
     if lengths is None:
         return None
     array = describe(name, lengths)
@@ -377,7 +377,7 @@ def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) 
     none = jnp.zeros_like(q_lens)
     if not is_causal:
         return part(none, q_lens, kv_lens, causal=False)
-    # The last of as many queries as keys sees all of them, in mla_prefill's alignment and in jax.nn's.
+    # With as many queries as keys, mla_prefill's alignment (last tokens) and jax.nn's (first tokens) are the same.
     square = jnp.minimum(q_lens, kv_lens)
     found = part(none, square, square, causal=True)
     if same or (keys is None and num_queries <= num_keys):

@@ -1,4 +1,4 @@
-"""Products of bf16 with f32 inside a kernel, with the error of f32: where a tensor core alone would have TF32's."""
+"""Products of bf16 with f32 inside a kernel, with f32's error instead of the TF32 error of a tensor core alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tsmla_jax.nn.triton import plgpu
 
 
 def add_products(total: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """total [T, N] plus x [T, K] times the transpose of a weight [N, K], for one pair of them or more.
+    """total [T, N] plus x [T, K] times the transpose of a weight [N, K], summed over one or more pairs (x, weight).
 
-    x is bf16, and so its products with each bf16 piece of a weight are exact in f32. The 24 bits of an f32 weight are
-    those of three pieces; the least come first. A tensor core cuts off what it adds to an f32 and does not round it:
-    so it adds these terms alone, and their sum goes to `total` by a rounded addition. That needs two terms: of one, a
-    single pair with a bf16 weight, the compiler makes one long sum with `total`.
+    x is bf16, so its products with each bf16 piece of a weight are exact in f32. The 24 bits of an f32 weight are
+    split into three pieces, and the products of the smallest are added first. A tensor core truncates when it adds to
+    an f32: so it sums only these products, and a rounded addition adds their sum to `total`. This needs at least
+    two products: with one, of a single pair with a bf16 weight, the compiler makes one long sum with `total`.
     """
     products: list[jax.Array] = []
     for x, weight in pairs:

@@ -1,8 +1,8 @@
 """The parts of a decoder layer's step of up to 16 tokens, each as one kernel on Hopper.
 
-Such a step's time is that of reading the weights, and of starting kernels: so a norm is part of the product behind it,
-a residual's sum of the product before it, and what writes the cache also makes the absorbed queries. Elsewhere, and for
-more tokens, every function here is the same computation in XLA.
+Such a step spends its time on reading weights and on starting kernels. So the product after a norm computes the norm,
+the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. Elsewhere,
+and for more tokens, every function here is the same computation in XLA.
 
 A program with these kernels is not partitioned automatically over devices (it may run under `jax.shard_map`), has no
 derivative and can't be vmapped. Axes: T tokens, K terms, N rows of a weight, E experts, P experts of a token, C hidden
@@ -187,7 +187,7 @@ def experts_up(
 
 
 def _chosen(stack: Weight, experts: jax.Array, count: int) -> Weight:
-    """The matrices of each token's experts, [T, P, ...]; of no expert any one's."""
+    """The matrices of each token's experts, [T, P, ...]; any expert's matrix in the place of no expert."""
     chosen: Weight = jax.tree.map(lambda weight: weight[jnp.clip(experts, 0, count - 1)], stack)
     return chosen
 
