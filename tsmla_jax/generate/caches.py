@@ -49,14 +49,14 @@ class CacheLayout:
 
 
 def page_multiple(config: ModelConfig) -> int:
-    """The number that page_size must be a multiple of: in V4 a page holds whole entries of every ratio."""
+    """The number that page_size must be a multiple of: 1, or in V4 the least one that every ratio divides."""
     if not isinstance(config.attention, tuple):
         return 1
     return math.lcm(*(layer.ratio for layer in config.attention if layer.ratio))
 
 
 def default_page_size(config: ModelConfig) -> int:
-    """64 tokens; in V4 256, which are 64 entries of ratio 4, unless its ratios need more."""
+    """The default page size in tokens: 64, or in V4 256 (64 entries of ratio 4), rounded up to `page_multiple`."""
     if not isinstance(config.attention, tuple):
         return 64
     multiple = page_multiple(config)
@@ -64,11 +64,12 @@ def default_page_size(config: ModelConfig) -> int:
 
 
 def window_rows(config: ModelConfig, step_tokens: int, text_tokens: int) -> int:
-    """Rows of a text's window in V4, a ring: a step writes its tokens before the first of them looks back.
+    """How many rows a text's window has in V4, 0 for other models. The window is a ring, and a step writes
+    all its tokens before its first token looks back.
 
     Args:
       step_tokens: most tokens of one text in one step.
-      text_tokens: of the longest text.
+      text_tokens: how many tokens the longest text has.
     """
     if not isinstance(config.attention, tuple):
         return 0
@@ -110,7 +111,7 @@ def entries_per_page(attention: V4Config, page_size: int) -> int:
 
 
 def packed_reasons(config: ModelConfig) -> list[str]:
-    """Why the model's caches have no packed layout; empty when they have."""
+    """Why the model's caches have no packed layout; empty if they have one."""
     layers = config.attention if isinstance(config.attention, tuple) else (config.attention,)
     for layer in layers:
         if isinstance(layer, MLAConfig):
@@ -125,9 +126,9 @@ def packed_reasons(config: ModelConfig) -> list[str]:
 
 
 def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
-    """The dtype of the caches unless one is given: that of the parameters, but PACKED in V3.2 and V4 with parameters of
-    16 bits. These models were made for keys of fp8 with scales and are served so, and Hopper's kernel of the indexer
-    reads no other keys. Parameters of f32 are for exact results.
+    """The caches' default dtype: PACKED if the model has that layout (V3.2, V4) and parameters of 16 bits, else the
+    parameters' dtype. V3.2 and V4 were made for keys of fp8 with scales and are served so, and Hopper's kernel of the
+    indexer reads no other keys. Parameters of f32 are for exact results.
 
     Args:
       config: the model.
@@ -138,7 +139,7 @@ def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of all layers' caches: the sum, those of one token (in whole pages), and a text's whatever its length."""
+    """Bytes of all layers' caches: in total, per token (in whole pages), and per text, whatever its length."""
 
     total: int
     per_token: float

@@ -134,8 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault. Where it is one of
-    several processes, one that fails ends the run."""
+    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr if the input is at fault. If one of several
+    processes fails, the whole run ends."""
     if args.num_processes is None:
         return _run(args)
     try:
@@ -167,7 +167,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """Whether a program failed. The class is compared by name: importing jax for it would delay every refusal."""
+    """Whether the error comes from a program that jax runs. The class is compared by name, because importing jax would
+    delay every refusal."""
     return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
@@ -282,7 +283,7 @@ def _record(result: Generation, plan: Plan, load_seconds: float) -> dict[str, An
 
 
 def _check_bounds(args: argparse.Namespace) -> None:
-    """ValueError for a number that no run can be made with."""
+    """Raises ValueError if a flag's number is outside its bounds."""
     for flag, (least, most) in _BOUNDS.items():
         value = getattr(args, flag[2:].replace("-", "_"))
         if value is not None and not least <= value <= most:
@@ -290,7 +291,7 @@ def _check_bounds(args: argparse.Namespace) -> None:
 
 
 def _check_sampling(args: argparse.Namespace) -> None:
-    """ValueError for a flag that greedy decoding would ignore, and for a prompt without text."""
+    """Raises ValueError if greedy decoding would ignore a flag, or if a prompt is empty."""
     for flag, value in (("--top-p", args.top_p), ("--seed", args.seed)):
         if value is not None and args.temperature == 0:
             raise ValueError(f"{flag} {value}: without --temperature nothing is sampled; legal: with --temperature")
@@ -299,7 +300,7 @@ def _check_sampling(args: argparse.Namespace) -> None:
 
 
 def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """make(*args, **kwargs), whose errors about an option speak of its flag."""
+    """The result of make(*args, **kwargs); its errors about an option are raised anew with the name of the flag."""
     try:
         return make(*args, **kwargs)
     except ValueError as error:
@@ -320,8 +321,8 @@ def _parallel_flag(named: re.Match[str]) -> str:
 
 
 def _check_memory(size: int) -> None:
-    """ValueError if the caches can't be allocated on a CPU, where the system would end this process or another. A GPU
-    says so itself."""
+    """Raises ValueError if the caches are larger than the memory of a machine whose CPU runs the model: the system
+    would end this process or another. A GPU reports too large caches itself."""
     import jax
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -333,8 +334,8 @@ def _check_memory(size: int) -> None:
 
 
 def put_collectives_in_graphs() -> None:
-    """Tells XLA, before it starts, to run collectives in CUDA graphs too, unless XLA_FLAGS say what runs there, or name
-    a file that does."""
+    """Tells XLA, before it starts, to run collectives in CUDA graphs too, unless XLA_FLAGS already say what runs in
+    them or name a file of flags."""
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if "--xla_gpu_enable_command_buffer" not in flags and flags[:1] in ("", "-"):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=+COLLECTIVES".strip()
@@ -347,19 +348,19 @@ def keep_compiled_programs() -> None:
 
     from tsmla_kernels import object_cache
 
-    # The value is an attribute that jax's types do not know.
+    # jax's type annotations lack this attribute.
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009
         jax.config.update("jax_compilation_cache_dir", str(object_cache.programs_directory()))
 
 
 def _say_compiling(step: str, seconds: float | None) -> None:
-    """Says why nothing happens for some time, also where nobody may be looking: a log is read later."""
+    """Says on stderr that a step is being compiled, also without a terminal: a log is read later."""
     took = "" if seconds is None else f": {seconds:.1f} s"
     print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
 
 
 def _check_writable(path: Path) -> None:
-    """ValueError before the run if its record can't be written after it."""
+    """Raises ValueError, before the run, if the run's record could not be written."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--json {path}: there is no such directory")
     is_new = not path.exists()
@@ -459,7 +460,7 @@ def table(record: dict[str, Any]) -> str:
     for op, implementation in record["implementation"].items():
         why = record["why"][op]
         first = said.setdefault(why, op)
-        # A reason of many words keeps the kernels from several operations, and is given once.
+        # A long reason often holds for several operations; it is given once, and later rows refer to the first.
         rows.append((op, f"{implementation} ({why if first == op or len(why) < 40 else f'as {first}'})"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

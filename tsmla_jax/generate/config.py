@@ -352,8 +352,8 @@ class ModelConfig:
 
 
 def _default(model_type: str, name: str, otherwise: Any = None) -> dict[str, Any]:
-    """The option of `hf_field` that gives an absent field its model type's default, or that of all others; none where
-    there is neither."""
+    """The option of `hf_field` for an absent field: `default`, from the model type's defaults, else `otherwise`; empty
+    if there is no default."""
     default = _DEFAULTS[model_type].get(name, otherwise)
     return {} if default is None else {"default": default}
 
@@ -363,7 +363,7 @@ _TEXT_TYPES = ("deepseek_v3", "kimi_k2")
 
 
 def _text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config of the text model of Kimi-K2.5, which transformers reads as one of DeepSeek-V3."""
+    """The fields of Kimi-K2.5's text model, which transformers reads as a DeepSeek-V3 model."""
     text = hf_field(fields, "text_config", dict, where)
     check_values(text, f"{where}: text_config", {"model_type": _TEXT_TYPES})
     outside = {name: fields[name] for name in ("torch_dtype", "dtype") if fields.get(name) and not text.get(name)}
@@ -423,7 +423,7 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
 
 
 def _refuse_unlike_v4(fields: Mapping[str, Any], where: str) -> None:
-    """ValueError for a value that other models allow and that would change the meaning of V4."""
+    """Raises ValueError if a field has a value that is legal for other models but not for V4."""
     only = {
         "norm_topk_prob": True,
         "n_shared_experts": 1,

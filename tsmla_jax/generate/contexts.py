@@ -1,4 +1,4 @@
-"""What a prefill step is told of the cached tokens before its own: in few kinds, so that programs are few."""
+"""The bounds on a context that a prefill step is compiled with: few different ones, so that programs are few."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tsmla_kernels.contract import FP8
 from tsmla_kernels.contract.forms import selected_form
 
 MAX_EXPANDED_BYTES = 1 << 29
-"""Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
-chunk of tokens at once even where these are more."""
+"""The most bytes of keys and values that a layer of a prefill step expands at once from the latents of a context. One
+chunk of tokens is expanded at once even if it has more bytes."""
 
 
 def reach_of(cached: int, chunk: int) -> int:
-    """A bound of cached tokens: 1, 4, 8, 16, ... chunks, so that programs are few."""
+    """The smallest of 1, 4, 8, 16, ... chunks that holds `cached` tokens: a coarse bound, so that programs are few."""
     reach = chunk if cached <= chunk else 4 * chunk
     while reach < cached:
         reach *= 2
@@ -41,9 +41,8 @@ def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int
 
 
 def context_passes(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> ContextPasses | None:
-    """How a prefill step passes over a context: in as few passes as MAX_EXPANDED_BYTES allow, whose results are
-    merged one by one. None (the device counts, or nothing does) where layers are programs of their own, and for
-    V3.2 and V4."""
+    """How many passes a prefill step makes over a context, and the tokens of one: as few passes as MAX_EXPANDED_BYTES
+    allows. Their results are merged one by one. None if each layer is a program of its own, and for V3.2 and V4."""
     attention = config.attention
     if not plan.at_once or not isinstance(attention, MLAConfig):
         return None

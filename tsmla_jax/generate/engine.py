@@ -37,7 +37,7 @@ from tsmla_kernels.contract import FP8
 
 
 def say_on_terminal(step: str, seconds: float | None) -> None:
-    """Say on stderr why nothing happens for some time, where that is a terminal."""
+    """Says on stderr that a step is being compiled, if stderr is a terminal."""
     if sys.stderr.isatty():
         took = "" if seconds is None else f": {seconds:.1f} s"
         print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)

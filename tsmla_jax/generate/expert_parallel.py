@@ -1,4 +1,4 @@
-"""A mixture of experts that are split over devices, inside `jax.shard_map`.
+"""A mixture of experts whose experts are split over devices, inside `jax.shard_map`.
 
 Every device sees the tokens of all that share the experts, and computes what its own experts make of them; sums go back
 to the tokens' devices. Two collectives a layer, whatever the number of devices: an all-gather of the activations and an
@@ -70,7 +70,8 @@ def mixture_of_split_experts(
         rows=scaled,
     )
     if mesh.expert > 1:
-        # In x's dtype, half the bytes of a reduce-scatter of float32. One of x's dtype would round the sums on its way.
+        # An all-to-all in x's dtype moves half the bytes of a reduce-scatter in float32; a reduce-scatter in x's dtype
+        # would round partial sums.
         parts = mixed.astype(x.dtype).reshape(mesh.expert, *x.shape)
         mixed = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0).astype(jnp.float32).sum(axis=0)
     if mesh.context > 1:
