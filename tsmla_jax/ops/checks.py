@@ -59,12 +59,14 @@ def cache_gather(spec: CacheGatherSpec, lens: jax.Array, starts: jax.Array, bloc
 
 
 def grouped_product(spec: ProductSpec, cu_rows: jax.Array, rows: jax.Array | None) -> jax.Array:
-    """cu_rows, behind the check that it ascends from 0 and ends inside of the result's rows, and that rows are x's."""
+    """cu_rows, behind the check that it ascends from 0 and does not end past the result's rows, and that each entry of
+    `rows` in a group is a row of x."""
     return behind(partial(values.grouped_product, spec), cu_rows, *(() if rows is None else (rows,)))
 
 
 def behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:
-    """`first`, which waits for `check` of the arrays, a function of numpy arrays that raises ValueError."""
+    """`first`, after `check` has run on all the arrays if checks are on. `check` takes numpy arrays and may raise
+    ValueError."""
     if not enabled():
         return first
     if not any(isinstance(x, jax.core.Tracer) for x in (first, *others)):

@@ -113,8 +113,8 @@ def why_not(kernel: Kernel) -> list[str]:
 
 
 def why_not_made(kernel: Kernel, config: Config) -> list[str]:
-    """Why there is no object of `kernel` for `config`: the package with its code isn't installed, and no object is
-    stored."""
+    """Why no object of `kernel` for `config` is stored or can be compiled: the package with its code isn't installed.
+    Empty if that is not so."""
     package, arch = kernel.package, target_arch()
     if package is None or arch is None or importlib.util.find_spec(package.module) is not None:
         return []
@@ -124,7 +124,7 @@ def why_not_made(kernel: Kernel, config: Config) -> list[str]:
 
 
 def why_not_by_default() -> list[str]:
-    """Why implementation=None should not run a kernel that could be named."""
+    """Why implementation=None should not choose a kernel on jax's default device; empty if it may."""
     if _planned.get() is not None:
         return []
     device = getattr(jax.config, "jax_default_device", None)
@@ -133,7 +133,7 @@ def why_not_by_default() -> list[str]:
 
 
 def why_not_untested() -> list[str]:
-    """`why_not_by_default`, and that no kernel has run on this architecture."""
+    """The reasons of `why_not_by_default`, and one more if the architecture isn't in PROVEN."""
     arch = target_arch()
     if arch is None or arch in PROVEN:
         return why_not_by_default()

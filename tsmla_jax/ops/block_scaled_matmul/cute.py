@@ -105,15 +105,15 @@ def refuse(op: str, *_: jax.Array) -> NoReturn:
 
 def results_of(form: ProductSpec, row: str) -> tuple[str, tuple[str, ...]]:
     """The results in a sharding rule whose rows are the factor `row`, and which factors of the weight's rows and of the
-    results are never split: of a gated product, whose columns are made of both halves of the weight, all."""
+    results are never split: all if the product is gated, since a column is then made of both halves of the weight."""
     if not form.gated:
         return f"{row} n", ()
     return (f"{row} g, {row} h", ("n", "m", "g", "h")) if form.out_dtype == FP8 else (f"{row} g", ("n", "m", "g"))
 
 
 def _partition(form: ProductSpec, shapes: Sequence[Any]) -> transforms.Partition:
-    """x's rows as they are, the weight's rows where devices have whole blocks of them, of a gated product whole; terms
-    whole."""
+    """A call's partition: x's rows as they are split; the weight's rows as by `column_axes`, or whole if the product is
+    gated. Terms are never split."""
     rows = transforms.named_axes(shapes[0])[0]
     columns = None if form.gated else column_axes(shapes[-2], rows)
     ours, theirs, out = P(rows, None), P(columns, None), P(rows, columns)
@@ -122,8 +122,8 @@ def _partition(form: ProductSpec, shapes: Sequence[Any]) -> transforms.Partition
 
 
 def column_axes(weight: Any, rows: Any = None) -> Any:
-    """The mesh axes of the weight's rows [..., N, K]; None where a device would have a part of a block, or where x's
-    rows are split over them."""
+    """The mesh axes over which the rows of a weight [..., N, K] are split; None if a device would get part of a block,
+    or if x's rows are split over one of these axes."""
     axes = transforms.named_axes(weight)[-2]
     names = axes if isinstance(axes, tuple) else (axes,)
     if axes is None or set(names) & set(rows if isinstance(rows, tuple) else (rows,)):

@@ -43,14 +43,14 @@ def unpacked(weight: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def power(exponents: jax.Array) -> jax.Array:
-    """2 to the exponents less 127, in float32; NaN for 255."""
+    """2 to the power of (exponents - 127), in float32; NaN for 255."""
     bits = exponents.astype(jnp.int32) << 23
     bits = jnp.where(exponents == 0, 1 << 22, jnp.where(exponents == 255, 0x7FC00000, bits))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def finished(product: jax.Array, spec: ProductSpec) -> Result:
-    """The result of a call whose product [T, N] float32 this is: gated, rounded or quantised."""
+    """The result of a call, made from its product [T, N] float32: gated if asked for, then rounded or quantised."""
     if spec.gated:
         gate, up = jnp.split(product, 2, axis=-1)
         if spec.limit is not None:
@@ -69,5 +69,5 @@ def widened(values: jax.Array, scales: jax.Array | None) -> jax.Array:
 
 
 def spread(scales: jax.Array, size: int, axis: int) -> jax.Array:
-    """The scale of each of `size` elements along an axis, of scales of 128."""
+    """The scales, of 128 elements each, repeated along an axis: one for each of its `size` elements."""
     return lax.slice_in_dim(jnp.repeat(scales, BLOCK, axis=axis), 0, size, axis=axis % scales.ndim)

@@ -39,15 +39,15 @@ def block_scaled_matmul(
 
 
 def unpacked_blocks(weight: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packed weights as bfloat16, which has them exactly, and scales of 1 for blocks of 128 x 128."""
+    """Packed weights in bfloat16, which holds them exactly, and scales of 1 for their blocks of 128 x 128."""
     wide = unpacked(weight, scales).astype(jnp.bfloat16)
     blocks = (*weight.shape[:-2], blocks_of(weight.shape[-2]), blocks_of(wide.shape[-1]))
     return wide, jnp.ones(blocks, jnp.float32)
 
 
 def factors(x: jax.Array, spec: ProductSpec) -> tuple[jnp.dtype, lax.Precision]:
-    """The dtype in which x is multiplied with weights, and the precision that loses nothing of either. Packed weights
-    may be too small or too large for float16."""
+    """The dtype to which x and the weights are converted for the product, and a precision at which neither loses bits.
+    float16 x meets packed weights in float32: they may be too small or too large for float16."""
     if x.dtype == jnp.float32 or (spec.packed and x.dtype == jnp.float16):
         return jnp.dtype(jnp.float32), lax.Precision.HIGHEST
     return jnp.dtype(jnp.float16 if x.dtype == jnp.float16 else jnp.bfloat16), lax.Precision.DEFAULT

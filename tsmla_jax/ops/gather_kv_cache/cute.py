@@ -36,7 +36,7 @@ def gather_kv_cache(
 ) -> jax.Array:
     """The packed rows, as the public gather_kv_cache documents them."""
     arch = device.arch_for(GATHER_KV_CACHE)
-    # A symbolic size is good for one export and can't be told from another's.
+    # A symbolic size belongs to one export, and functools.cache can't tell it from another export's.
     make = _transformable if isinstance(spec.total_len, int) else _transformable.__wrapped__
     run = make(cache_config.gather_config(spec), arch, spec.total_len)
     result: jax.Array = run(kv_cache, block_tables, starts, lens, scale_operand(kv_scale))

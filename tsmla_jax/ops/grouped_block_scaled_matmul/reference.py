@@ -1,4 +1,4 @@
-"""The definition of grouped_block_scaled_matmul: every row times every group's weight, and of these its own."""
+"""The definition of grouped_block_scaled_matmul: rows times every group's weight; the own group's product is kept."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def grouped_block_scaled_matmul(
 
 
 def picked(array: jax.Array, rows: jax.Array | None) -> jax.Array:
-    """The rows of an array that `rows` names, or all of them. Of rows that don't exist the nearest stands for them."""
+    """The rows of an array that `rows` names, or all of them. An index past either end picks the nearest row."""
     return array if rows is None else array[jnp.clip(rows, 0, array.shape[0] - 1)]

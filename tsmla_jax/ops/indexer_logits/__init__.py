@@ -1,1 +1,1 @@
-"""The operation indexer_logits: api, reference and xla."""
+"""The operation indexer_logits: api, reference, xla and cute, with its Blackwell part."""

@@ -65,7 +65,7 @@ class _Arrays(NamedTuple):
         return self.index_q, self.index_weights, self.q, self.total, *self.rows
 
     def with_tokens(self, *rows: jax.Array) -> _Arrays:
-        """The call of some tokens, whose rows of `tokens` these are."""
+        """The arrays of a call with some of the tokens; `rows` are these tokens' rows, in the order of `tokens`."""
         index_q, weights, q, total, first, second = rows
         return self._replace(index_q=index_q, index_weights=weights, q=q, total=total, rows=(first, second))
 
@@ -101,7 +101,7 @@ def indexer_loss(
 
 
 def _rows(spec: IndexerLossSpec, where: Where) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """What says which keys each token has, a row a token, and the block tables."""
+    """Which keys each token has (two arrays with a row a token), and the block tables."""
     first, second, *offsets = where
     assert first is not None
     if not spec.paged:
@@ -114,7 +114,7 @@ def _rows(spec: IndexerLossSpec, where: Where) -> tuple[tuple[jax.Array, jax.Arr
 
 
 def _varying(arrays: _Arrays, head_axis: str | None) -> list[jax.Array]:
-    """Scalars that differ between devices as the arrays do, but for the heads of the attention."""
+    """The arrays that the loss varies with over devices; with head_axis, those of the attention are left out."""
     mine = [arrays.index_q, arrays.index_weights, arrays.index_cache, *arrays.rows, arrays.tables]
     if head_axis is None:
         mine += [arrays.q, arrays.kv_cache, arrays.total, arrays.scale]

@@ -1,4 +1,4 @@
-"""indexer_quantize by the CuTe DSL kernel: one custom call, one launch. Tokens and heads are partitioned."""
+"""indexer_quantize by the CuTe DSL kernel: one custom call, one launch. Tokens are partitioned, heads are not."""
 
 from __future__ import annotations
 
