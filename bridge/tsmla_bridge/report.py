@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.sm100 import config as sm100
 
 
@@ -59,5 +60,9 @@ def _runs(arch: str) -> str:
     if arch == "sm_90":
         return "kernels, for all of them"
     if f"{arch}a" in sm100.ARCHS:
-        return f"mla_decode and mla_prefill alone: {sm100.NOTICE} (extra blackwell)"
+        named = [name for name in _operations() if name in KERNELS and f"{arch}a" in KERNELS[name].archs]
+        return (
+            f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); where implementation='cute' names them also"
+            f" {', '.join(named)}, whose kernels have not run on such a GPU either; no kernel for the others"
+        )
     return "no kernel is written for it"

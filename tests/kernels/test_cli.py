@@ -17,6 +17,7 @@ from tsmla_bridge import report as torch_report
 from tsmla_jax.cli.devices import Devices
 from tsmla_jax.ops import device
 from tsmla_jax.ops.explain import OPERATIONS
+from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.cli import command as cli
 from tsmla_kernels.cli import doctor, packages
 
@@ -206,7 +207,7 @@ def test_doctor_report(capsys: pytest.CaptureFixture[str]) -> None:
         "--page-size 64",
     ):
         assert line in said
-    assert "not run on one by us" in said
+    assert "none of them has run on such a GPU" in said
     assert in_process("doctor", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["packages"]["jax"].count(".") == 2
@@ -358,6 +359,17 @@ EVERYTHING: dict[str, str | None] = {package.distribution: "1.0" for package in 
 def test_doctor_advises_nothing_where_all_is_there() -> None:
     assert doctor.advise(EVERYTHING, "580.65.06", GPU, None) == ()
     assert doctor.advise(EVERYTHING | {"jax": None, "flax": None}, "580.65.06", None, TORCH_ON_GPU) == ()
+
+
+def test_doctor_names_the_kernels_for_blackwell() -> None:
+    said = doctor._architectures()["Blackwell (SM100, SM103, SM107)"]
+    for kernel in KERNELS.values():
+        assert ("sm_100a" not in kernel.archs) or kernel.name.removesuffix("_sm100") in said
+    assert "none of them has run on such a GPU" in said
+    gpu = torch_report.GPU("NVIDIA B200", "sm_100")
+    line = next(line for line in torch_report.lines_of(torch_report.Torch((gpu,), None, ())) if "B200" in line)
+    assert "mla_decode and mla_prefill" in line and "select_topk" in line and "not run on one by us" in line
+    assert "sparse_mla" not in line and "indexer_logits" not in line
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from tsmla_kernels import __version__
 from tsmla_kernels.cli import packages, parsing
 from tsmla_kernels.cli.packages import DSL, JAX, PACKAGES, TORCH, install_command
-from tsmla_kernels.sm100 import config as sm100
 
 if TYPE_CHECKING:
     from tsmla_bridge.engines.versions import Found
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _CUDA13_DRIVER = 580
+_SM100 = "_sm100"
+_JAX_ALONE = ("indexer_logits", "sparse_mla")  # the kernels for Blackwell that torch does not launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,15 @@ def _architectures() -> dict[str, str]:
     from tsmla_kernels.catalog import CHAINS, KERNELS
 
     kernels = sorted([*CHAINS, *(name for name, kernel in KERNELS.items() if "sm_90a" in kernel.archs)])
-    blackwell = f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); in jax the others run as xla"
+    written = sorted(name for name, kernel in KERNELS.items() if "sm_100a" in kernel.archs)
+    # A kernel for Blackwell alone has its operation's name and this ending.
+    ours = [name for name in written if not name.endswith(_SM100)]
+    packaged = [name.removesuffix(_SM100) for name in written if name.endswith(_SM100)]
+    blackwell = (
+        f"kernels for {', '.join(ours)}, and of other packages (extra blackwell) for {', '.join(packaged)}; none of"
+        ' them has run on such a GPU, so jax takes one only where implementation="cute" names it, and otherwise runs'
+        f" xla; torch has none for {' and '.join(_JAX_ALONE)}, nor has SM107"
+    )
     others = (
         "in jax every operation runs as xla; the products of experts and of fp8 matrices are in Pallas, as on Hopper"
     )
@@ -94,6 +103,7 @@ def advise(
         advice += _advise_torch(driver, torch)
     wanted = {DSL: "cuda13" if jax is not None else "torch", "tokenspeed-mla": "blackwell", "matplotlib": "bench"}
     if jax is not None:
+        wanted |= {"flashinfer-python": "blackwell", "nvidia-cudnn-frontend": "blackwell"}
         wanted |= {"flax": "flax", "safetensors": "hf", "tokenizers": "hf", TORCH: "torch"}
     for package in PACKAGES:
         if package.distribution in wanted and installed[package.distribution] is None:
