@@ -449,8 +449,8 @@ def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str]) -> dict[
 
 
 def _spec(kind: type[Spec], values: Mapping[str, str], **settled: Any) -> Spec:
-    """A spec with the `settled` fields; the others are read from the options of the same name. A size without an option
-    is 1, because kernels read it at the launch."""
+    """A spec with the `settled` fields; the others are read from the options of the same name. A field without an
+    option is 1: a size, which kernels read at the launch, or a flag, which is then true."""
     types = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         name, of_field = field.name, types[field.name]

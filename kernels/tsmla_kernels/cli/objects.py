@@ -369,7 +369,7 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def _as_json(entries: Sequence[object_cache.Entry]) -> list[str]:
-    """A line for each object of any version, sorted."""
+    """A line of JSON for each kernel, config and architecture in undamaged entries of any version, sorted."""
     found = set()
     for said in (entry.description for entry in entries if entry.description):
         config = json.loads(said["config"])

@@ -29,7 +29,7 @@ class SparseConfig:
     """The static facts that an object is compiled for. All else is dynamic.
 
     Attributes:
-      dtype: the dtype of q, the rows and out. head_dim: D.
+      dtype: the dtype of q, of the keys' rows as the kernel reads them, and of out. head_dim: D.
     """
 
     dtype: str

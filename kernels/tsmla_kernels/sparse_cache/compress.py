@@ -50,7 +50,7 @@ class CompressWriteKvCache:
         @cute.struct
         class Storage:
             """greatest, total, pooled: Sums of the CTA's parts. merged: Sums of the cluster's CTAs, in the first CTA.
-            squares: the sum of squares of each warp that holds a part of a row."""
+            squares: for each warp of the first part, the sum of the squares of its channels of the pooled entry."""
 
             greatest: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
             total: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]

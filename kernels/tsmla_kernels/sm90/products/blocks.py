@@ -150,8 +150,8 @@ class WeightBlocks:
 
 class TokenBlocks:
     """Device functions for products whose M are tokens, so that a lane has two scales. wave_scales: bytes from a wave's
-    scales to the next wave's. If gated, eight columns of the weight's first half and eight of its second half
-    alternate, and a lane has two scales for each half."""
+    scales to the next wave's. If gated, eight columns of the product that come from the weight's first half and
+    eight from its second half alternate, and a lane has two scales for each half."""
 
     def __init__(self, config: ProductConfig) -> None:
         self.config, self.products = config, Quantized(config)

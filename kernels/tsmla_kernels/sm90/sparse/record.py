@@ -1,4 +1,4 @@
-"""sparse_mla on Hopper: its operands and its record."""
+"""sparse_mla on Hopper: the operands and records of its two kernels, and which of them serves a call."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Reducer:
                 row = Int64(partial) * sums.rope_sum.shape[1] + first_key + group * GROUP_KEYS
                 size = cutlass.min(cutlass.max(keys, 0), GROUP_KEYS) * row_bytes
                 if steps == 0:
-                    size = Int32(0)  # no query sees these keys, for any head: nothing to add, and no reducer waits
+                    size = Int32(0)  # no query sees these keys, for any head: nothing to add, and no turn to wait for
                 at = sums.rope_sum.iterator.toint() + row * row_bytes
                 self.add(shared, group, count, at, size, self.turn(sums.rope_turns, partial, rope_turn, group), before)
                 count += 1
