@@ -305,7 +305,7 @@ class Engine:
         return bool(texts)
 
     def _start_prefill(self, session: Session) -> None:
-        """A chunk of the prompts that arrived: more of one that was begun, or the first tokens of some."""
+        """Starts a prefill step: the next chunk of a prompt that was begun, or the first tokens of some prompts."""
         plan, replicas = session.plan, session.replicas
         kind = StepKind("fresh", plan.prefill_rows)
         if cached := max(replica.arrived[0].cached for replica in replicas if replica.arrived):
@@ -320,7 +320,7 @@ class Engine:
         session.started.append(Started("prefill_seconds", self._run(kind, prompts), whole))
 
     def _start_decode(self, session: Session, texts: Sequence[Text]) -> None:
-        """A step of every text: its last token, and the drafts that may follow it."""
+        """Starts a decode step of every text, with its last token and the drafts after that token."""
         rows, most = self._batch_size(1 + max(text.row for text in texts)), self.options.speculative
         count, places = rows * len(session.replicas), {text.replica * rows + text.row: text for text in texts}
         drafts = steps.no_drafts(count)
@@ -339,7 +339,7 @@ class Engine:
         session.started.append(Started("decode_seconds", tokens, places))
 
     def _batch_size(self, rows: int) -> int:
-        """The smallest size of a decode step that is compiled and has that many rows, else the one that has all."""
+        """The smallest compiled size of a decode step that holds `rows` rows; if there is none, the plan's rows."""
         most = self.plan.rows
         for size in BATCH_SIZES:
             drafts = steps.no_drafts(self.plan.mesh.replicas * size)
@@ -348,7 +348,7 @@ class Engine:
         return most
 
     def _prefill_kind(self, plan: Plan, cached: int) -> StepKind:
-        """A prefill step behind so many cached tokens."""
+        """The kind of a prefill step whose texts have up to `cached` cached tokens."""
         passes = context_passes(self.config, plan, chunk=self.options.chunk, cached=cached)
         most_cached = bound_of_context(self.config, plan, chunk=self.options.chunk, cached=cached)
         return StepKind("prefill", 1, passes, most_cached)
@@ -361,8 +361,8 @@ class Engine:
         return kind, work.tokens.shape, plan.rows, plan.max_pages, plan.layout
 
     def _compile(self, kind: StepKind, work: Prompts | Drafts) -> None:
-        """Compiles a step, unless it is, by running it on `work` without texts and a state without any: no slot is
-        written."""
+        """Compiles a step, unless it is compiled already, by running it on `work` and a state that both have no texts:
+        no slot is written."""
         key, session = self._key(kind, work), self._opened()
         if key in self._compiled:
             return
@@ -425,13 +425,13 @@ class Engine:
         return run, (self._params, session.caches, session.state, session.constants, work, config)
 
     def _read(self, keep: int) -> list[Tokens]:
-        """The new tokens of all steps that were started but the last `keep`."""
+        """The new tokens of the started steps, except the last `keep` steps, which are left unread."""
         session = self._opened()
         while len(session.started) > keep:
             started = session.started[0]
             tokens = np.asarray(started.tokens)  # waits for the device; Ctrl-C here loses nothing
             if (tokens == NOT_FINITE).any():
-                # Read again by the next call, so that no token of another text is lost.
+                # If tokens of other steps were found, they are returned first: the next call reads this step again.
                 if session.found:
                     break
                 self._refuse_unfinite(session, started, tokens)
@@ -458,7 +458,7 @@ class Engine:
         return found
 
     def _refuse_unfinite(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> None:
-        """FloatingPointError for the first text of a step whose logits are not finite, which it ends."""
+        """Ends the first text of a step whose logits are not finite, and raises FloatingPointError for it."""
         for row, text in started.texts.items():
             if not text.done and (tokens[row] == NOT_FINITE).any():
                 place, kind = len(text.generated) + 1, started.seconds.partition("_")[0]
@@ -468,7 +468,7 @@ class Engine:
                 )
 
     def _append(self, session: Session, text: Text, tokens: list[int]) -> Tokens:
-        """Adds generated tokens to a text, and ends it where its last one does."""
+        """Adds generated tokens to a text, and ends the text if it has reached its limit or an end-of-text token."""
         text.generated += tokens
         text.scheduled = max(text.scheduled, len(text.generated))
         if text.drafter:
@@ -480,7 +480,7 @@ class Engine:
         return Tokens(text.text_id, tokens, finished)
 
     def _finish(self, session: Session, text: Text) -> None:
-        """Lets the text's row and pages go. The device knows already that it has ended."""
+        """Releases the row and the pages of a text."""
         text.done = True
         session.replicas[text.replica].release(text)
         del session.texts[text.text_id]

@@ -227,8 +227,8 @@ def _explain_decode(add: Add, config: MLAConfig, cache: Any, sizes: _Sizes) -> N
 def _explain_indexer(
     add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes, returns: str = "return_slots"
 ) -> int:
-    """The indexer's selection; returns how many keys a token chooses at most, on all devices. returns: the argument
-    that says what a step on one device takes."""
+    """Adds the choice for the indexer's selection. Returns how many keys a token chooses at most, on all devices.
+    `returns` names the argument that says what a step on one device takes."""
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
     here = max_pages * keys.shape[1]

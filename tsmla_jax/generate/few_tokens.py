@@ -1,4 +1,4 @@
-"""The MLP or the experts of a step of up to 16 tokens, norm and residual included, by `nn.few_tokens`."""
+"""The MLP of a step of up to 16 tokens, or the experts of a single one, with norm and residual, by `nn.few_tokens`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mlp(
     *,
     residual: bool = True,
 ) -> jax.Array:
-    """The gated MLP, or the mixture of experts, of norm(x), and x if that is asked for.
+    """The gated MLP of norm(x), or the mixture of experts of it, plus x if `residual`.
 
     Args:
       params: as of `moe.gated_mlp`, or of `moe.mixture_of_experts`, if it has a router.

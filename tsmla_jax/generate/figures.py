@@ -54,10 +54,10 @@ class Figures:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens that decode steps made, a second, over all texts; 0 before any."""
+        """Tokens per second made by decode steps, over all texts; 0 before the first."""
         return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted of the drafted tokens; None when nothing was drafted."""
+        """The fraction of the drafted tokens that was accepted; None if no token was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None

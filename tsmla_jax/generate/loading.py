@@ -185,7 +185,8 @@ class _Reader:
         return MXFP4(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def check_tied(self) -> None:
-        """CheckpointError if there is an output projection that isn't the embedding, which config.json ties it to."""
+        """Raises CheckpointError if the checkpoint has an output projection that differs from the embedding. For models
+        whose config.json ties the two."""
         names = [self._stored.get(name, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
         if names[1] not in self._checkpoint:
             return
@@ -202,7 +203,7 @@ class _Reader:
         self._bar.close()
 
     def refuse_others(self) -> None:
-        """CheckpointError for expected tensors that were not read: a model without them would be another model."""
+        """Raises CheckpointError if expected tensors were not read: a model without them would be another model."""
         self._checkpoint.refuse_others(self._expected - self._read)
 
 
@@ -475,7 +476,7 @@ def _empty_stack(count: int, shape: tuple[int, int], dtype: Any, keep: bool) -> 
 
 
 def _apart(gate_up: Any, down: Any, count: int) -> tuple[Any, Any]:
-    """An MLP of width count * I, [2 count I, C] and [C, count I], as `count` of width I, whose sum it is."""
+    """An MLP of width count * I, [2 count I, C] and [C, count I], as `count` MLPs of width I whose sum is that MLP."""
 
     def rows(weight: Array) -> Array:
         parts = weight.reshape(2, count, -1, weight.shape[1])

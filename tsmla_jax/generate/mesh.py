@@ -66,7 +66,7 @@ ONE_DEVICE = MeshShape()
 
 
 def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
-    """ValueError if the model can't be split so, or jax has too few devices; the text says what fits."""
+    """Raises ValueError, which says what fits, if the model can't be split in this shape or devices are too few."""
     data, expert, context, shards = shape.data, shape.expert, shape.context, shape.expert_shards
     moe = config.moe if any(map(config.is_moe_layer, range(config.num_layers))) else None
     if expert > 1 and moe is None:
@@ -143,8 +143,8 @@ def put_shards(mesh: Mesh, read: Callable[[int], Any]) -> Any:
 
 
 def head_spec(vocabulary: int, shards: int) -> P:
-    """The spec of an output projection of so many rows where experts are split into `shards` parts: it is split like
-    them, if it has as many rows for each."""
+    """The spec of an output projection with `vocabulary` rows if experts are split into `shards` parts: split like the
+    experts if `shards` divides its rows, else whole."""
     return P(EXPERT_SHARDS) if shards > 1 and vocabulary % shards == 0 else P()
 
 
@@ -229,7 +229,7 @@ def experts_of(moe: MoEConfig, shards: int, shard: int) -> range:
 
 
 def _shard_of(mesh: Mesh, stacks: Any, moe: MoEConfig, shard: int) -> Any:
-    """A shard of stacks [E + S, ...] that this process has whole."""
+    """One shard, with the shared experts behind its own, of stacks [E + S, ...] that this process has whole."""
     own = experts_of(moe, mesh.shape[EXPERT] * mesh.shape[CONTEXT], shard)
     ids = np.array([*own, *range(moe.num_experts, moe.num_experts + moe.num_shared)])
 

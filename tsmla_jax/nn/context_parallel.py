@@ -57,8 +57,8 @@ class HeldContext(NamedTuple):
 
 
 def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
-    """A device's part of contexts, where a pass takes `chunk` tokens of a text: in whole pages, or all of it without
-    a context_axis."""
+    """A device's part of contexts. A pass takes `chunk` tokens of a text, shared over the devices in whole pages;
+    without a context_axis, one device has them all."""
     if context_axis is None:
         return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)
