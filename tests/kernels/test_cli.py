@@ -341,6 +341,25 @@ def test_explain_says_what_is_wrong(arguments: list[str], said: str, capsys: pyt
     assert errors.startswith("tsmla explain: error: ") and said in errors and errors.count("\n") == 1
 
 
+def test_explain_names_the_unproven_kernels_of_blackwell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device, "why_not_made", lambda kernel, config: [])
+    assert in_process("explain", "--arch", "sm_100a") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for op in (
+        "mla_decode, fp8",
+        "sparse_mla",
+        "indexer_logits",
+        "indexer_topk",
+        "select_topk",
+        "write_kv_cache, bf16",
+    ):
+        line = next(line for line in lines if line.startswith(op))
+        assert line.endswith(": xla; cute where it is named, not run on such a GPU")
+    assert next(line for line in lines if line.startswith("compress_kv")).endswith(": xla")
+
+
 def test_doctor_outlives_a_jax_that_starts_no_backend() -> None:
     done = tsmla("doctor", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

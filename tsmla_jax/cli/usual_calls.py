@@ -90,4 +90,11 @@ def usual_calls() -> tuple[UsualCall, ...]:
 def lines_of(call: UsualCall) -> list[str]:
     """A usual call and what runs it, then why the others don't, a line each."""
     refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
-    return [f"{call.op}, {call.call}: {call.chosen or 'nothing can run it'}", *refused]
+    # Nothing else is against these kernels.
+    unproven = [name for name, reasons in call.reasons.items() if reasons and all(map(_is_untested, reasons))]
+    named = f"; {' or '.join(unproven)} where it is named, not run on such a GPU" if unproven else ""
+    return [f"{call.op}, {call.call}: {call.chosen or 'nothing can run it'}{named}", *refused]
+
+
+def _is_untested(reason: str) -> bool:
+    return reason.startswith("the kernel is untested on ")
