@@ -22,7 +22,19 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 EXAMPLES = re.compile(r"```pycon\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if EXAMPLES.search(page.read_text())], ids=lambda p: p.stem)
+SLOW = ("sparse-training",)
+"""Pages whose examples compile for half a minute."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ())
+        for page in PAGES
+        if EXAMPLES.search(page.read_text())
+    ],
+    ids=lambda p: p.stem,
+)
 def test_examples(page: Path) -> None:
     """Those of one page share their names, as a reader types them one after the other."""
     code = "\n".join(EXAMPLES.findall(page.read_text()))

@@ -57,7 +57,7 @@ def run_layers(form: str | None = None) -> list[np.ndarray]:
     return [np.concatenate(outputs, axis=1) for outputs in found]
 
 
-@pytest.mark.parametrize("form", [None, "mask"])
+@pytest.mark.parametrize("form", [None, pytest.param("mask", marks=pytest.mark.slow)])
 def test_layers_share_a_choice(form: str | None) -> None:
     for case, y in zip(cases(), run_layers(form), strict=True):
         np.testing.assert_allclose(y, case.y[:, :LENGTH], rtol=1e-5, atol=1e-5)
