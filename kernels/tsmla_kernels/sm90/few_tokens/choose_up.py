@@ -8,12 +8,13 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from tsmla_kernels.sm90.few_tokens.choice import Choice
 from tsmla_kernels.sm90.few_tokens.config import TOKEN_TILE, ChoiceConfig
 from tsmla_kernels.sm90.few_tokens.experts_up import Arrays, ExpertColumns
-from tsmla_kernels.sm90.few_tokens.tile import CTAS, THREADS
+from tsmla_kernels.sm90.few_tokens.tile import start
+from tsmla_kernels.sm90.storage import storage_of_fields
 
 
 class Chosen(NamedTuple):
@@ -43,19 +44,9 @@ class FewTokenChooseUp:
         chosen = Chosen(**{name: given.pop(name) for name in Chosen._fields if name in given})
         arrays = Arrays(experts=chosen.experts, **given)
 
-        @cute.struct
-        class Storage:
-            products: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.product_words], 16]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.square_words], 16]
-
-        self.storage = Storage
-        self.multiply(arrays, chosen).launch(
-            grid=[cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0], 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
+        self.storage = storage_of_fields(self.columns.exchange.fields, self.config)
+        start(
+            self.multiply(arrays, chosen), stream, cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0]
         )
 
     @cute.kernel

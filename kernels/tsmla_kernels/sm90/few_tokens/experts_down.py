@@ -13,9 +13,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS, TILE_ROWS, TOKEN_TILE, UNIT, WARPS, ExpertsConfig
 from tsmla_kernels.sm90.few_tokens.tile import (
-    CTAS,
     LOAD_BYTES,
-    THREADS,
     Exchange,
     Operands,
     Rows,
@@ -24,7 +22,9 @@ from tsmla_kernels.sm90.few_tokens.tile import (
     lane,
     matrix_of,
     row_of,
+    start,
 )
+from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import divide
 
 PREFETCHED = 4
@@ -83,23 +83,10 @@ class FewTokenExpertsDown:
         names += [*["residual"] * self.config.residual, "out"]
         arrays = Arrays(**dict(zip(names, operands, strict=True)))
 
-        @cute.struct
-        class Storage:
-            products: cute.struct.Align[cute.struct.MemRange[Float32, self.exchange.product_words], 16]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.exchange.square_words], 16]
-            experts: cute.struct.MemRange[Int32, self.pairs]
-            leaders: cute.struct.MemRange[Int32, self.pairs]
-            counts: cute.struct.MemRange[Int32, WARPS]
-
-        self.storage = Storage
-        self.multiply(arrays).launch(
-            grid=[cute.ceil_div(arrays.out.shape[1], TILE_ROWS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
+        tables = {"experts": self.pairs, "leaders": self.pairs, "counts": WARPS}
+        words = {name: cute.struct.MemRange[Int32, count] for name, count in tables.items()}
+        self.storage = storage_of_fields(self.exchange.fields | words, self.config)
+        start(self.multiply(arrays), stream, cute.ceil_div(arrays.out.shape[1], TILE_ROWS))
 
     @cute.kernel
     def multiply(self, arrays: Arrays):

@@ -12,9 +12,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.few_tokens.config import TOKEN_TILE, UNIT, ExpertsConfig
 from tsmla_kernels.sm90.few_tokens.tile import (
-    CTAS,
     LOAD_BYTES,
-    THREADS,
     Exchange,
     Operands,
     Rows,
@@ -24,7 +22,9 @@ from tsmla_kernels.sm90.few_tokens.tile import (
     matrix_of,
     row_of,
     silu_product,
+    start,
 )
+from tsmla_kernels.sm90.storage import storage_of_fields
 
 
 class Arrays(NamedTuple):
@@ -129,20 +129,8 @@ class FewTokenExpertsUp:
         names = ["x", "weight", *["scales"] * self.config.narrow, *["norm"] * self.columns.normed, "experts", "out"]
         arrays = Arrays(**dict(zip(names, operands, strict=True)))
 
-        @cute.struct
-        class Storage:
-            products: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.product_words], 16]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.columns.exchange.square_words], 16]
-
-        self.storage = Storage
-        self.multiply(arrays).launch(
-            grid=[cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0], 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
+        self.storage = storage_of_fields(self.columns.exchange.fields, self.config)
+        start(self.multiply(arrays), stream, cute.ceil_div(arrays.out.shape[1], TOKEN_TILE), arrays.out.shape[0])
 
     @cute.kernel
     def multiply(self, arrays: Arrays):

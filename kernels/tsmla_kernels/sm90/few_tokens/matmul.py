@@ -12,9 +12,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.few_tokens.config import TILE_ROWS, TOKEN_TILE, UNIT, MatmulConfig
 from tsmla_kernels.sm90.few_tokens.tile import (
-    CTAS,
     LOAD_BYTES,
-    THREADS,
     Exchange,
     Operands,
     Rows,
@@ -23,7 +21,9 @@ from tsmla_kernels.sm90.few_tokens.tile import (
     lane,
     row_of,
     silu_product,
+    start,
 )
+from tsmla_kernels.sm90.storage import storage_of_fields
 
 
 class Arrays(NamedTuple):
@@ -59,20 +59,8 @@ class FewTokenMatmul:
         names = ["x", "weight", *["scales"] * config.narrow, *["norm"] * self.normed, *["residual"] * config.residual]
         arrays = Arrays(**dict(zip([*names, "out"], operands, strict=True)))
 
-        @cute.struct
-        class Storage:
-            products: cute.struct.Align[cute.struct.MemRange[Float32, self.exchange.product_words], 16]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.exchange.square_words], 16]
-
-        self.storage = Storage
-        self.multiply(arrays).launch(
-            grid=[cute.ceil_div(arrays.weight.shape[0], TILE_ROWS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
+        self.storage = storage_of_fields(self.exchange.fields, self.config)
+        start(self.multiply(arrays), stream, cute.ceil_div(arrays.weight.shape[0], TILE_ROWS))
 
     @cute.kernel
     def multiply(self, arrays: Arrays):

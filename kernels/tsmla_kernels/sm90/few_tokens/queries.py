@@ -14,7 +14,6 @@ from tsmla_kernels.cache_ops.kernels import is_written, load, slot_address, stor
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens.config import TILE_ROWS, TOKEN_TILE, UNIT, WARPS, QueriesConfig
 from tsmla_kernels.sm90.few_tokens.tile import (
-    CTAS,
     LOAD_BYTES,
     THREADS,
     Operands,
@@ -23,6 +22,7 @@ from tsmla_kernels.sm90.few_tokens.tile import (
     lane,
     matrix_of,
     row_of,
+    start,
 )
 from tsmla_kernels.sm90.warp import DTYPES
 
@@ -77,14 +77,7 @@ class FewTokenQueries:
             squares: cute.struct.MemRange[Float32, WARPS]
 
         self.storage = Storage
-        self.absorb_and_write(arrays).launch(
-            grid=[arrays.w_uk.shape[0] * self.parts + arrays.slot_mapping.shape[0], 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
+        start(self.absorb_and_write(arrays), stream, arrays.w_uk.shape[0] * self.parts + arrays.slot_mapping.shape[0])
 
     @cute.kernel
     def absorb_and_write(self, arrays: Arrays):

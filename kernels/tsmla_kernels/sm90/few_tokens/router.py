@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 
 from tsmla_kernels.cache_ops.kernels import load, widened
 from tsmla_kernels.sm90.few_tokens.config import UNIT, WARPS, RouterConfig
-from tsmla_kernels.sm90.few_tokens.tile import CTAS, LINE, THREADS, row_of
+from tsmla_kernels.sm90.few_tokens.tile import CTAS, LINE, THREADS, row_of, start
 
 EXPERTS = 2
 """Experts of a CTA: few, so that many multiprocessors share the router."""
@@ -48,14 +48,8 @@ class FewTokenRouter:
             sums: cute.struct.MemRange[Float32, WARPS * self.sums]
 
         self.storage = Storage
-        self.multiply(arrays).launch(
-            grid=[cute.ceil_div(arrays.router.shape[0], EXPERTS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=CTAS if self.config.tokens <= 8 else 1,  # the sums of more take more registers
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
+        ctas = CTAS if self.config.tokens <= 8 else 1  # the sums of more tokens take more registers
+        start(self.multiply(arrays), stream, cute.ceil_div(arrays.router.shape[0], EXPERTS), ctas=ctas)
 
     @cute.kernel
     def multiply(self, arrays: Arrays):

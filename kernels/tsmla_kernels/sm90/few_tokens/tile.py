@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -23,6 +24,21 @@ CTAS = 2
 LOAD_BYTES = 16
 LINE = 128
 """Bytes that a prefetch brings to L2."""
+
+
+def start(kernel: Any, stream: cuda.CUstream, *grid: Int32, ctas: int = CTAS) -> None:
+    """Launch `kernel` over `grid` CTAs with THREADS threads each.
+
+    The kernel before may still run. ctas: how many CTAs of a multiprocessor the compiler leaves registers for.
+    """
+    kernel.launch(
+        grid=[*grid, *[1] * (3 - len(grid))],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        min_blocks_per_mp=ctas,
+        preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
+        use_pdl=True,
+    )
 
 
 class Lane(NamedTuple):
@@ -233,6 +249,12 @@ class Exchange:
         self.token_tiles, self.normed = token_tiles, normed
         self.product_words = WARPS * 4 * token_tiles * 32
         self.square_words = WARPS * TOKEN_TILE * token_tiles if normed else 4
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a CTA's storage for `shared`."""
+        words = {"products": self.product_words, "squares": self.square_words}
+        return {name: cute.struct.Align[cute.struct.MemRange[Float32, n], 16] for name, n in words.items()}
 
     def shared(self, storage: Any) -> Shared:
         """The arrays in a CTA's storage, whose fields `products` and `squares` have the words above."""

@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from tsmla_kernels.cache_ops.kernels import load, store, values_at
 from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.sm90.few_tokens.config import WARPS, WindowConfig
-from tsmla_kernels.sm90.few_tokens.tile import THREADS, row_of
+from tsmla_kernels.sm90.few_tokens.tile import row_of, start
 from tsmla_kernels.sparse_cache.values import BIAS, greatest_bits, power_of_two, scale_exponent
 
 VALUES = V4_PACKED.head_dim // 32
@@ -41,13 +41,7 @@ class FewTokenWindow:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
         arrays = Arrays(*operands)
-        self.write(arrays).launch(
-            grid=[cute.ceil_div(arrays.slot_mapping.shape[0], WARPS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us
-            use_pdl=True,
-        )
+        start(self.write(arrays), stream, cute.ceil_div(arrays.slot_mapping.shape[0], WARPS))
 
     @cute.kernel
     def write(self, arrays: Arrays):
