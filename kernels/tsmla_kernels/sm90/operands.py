@@ -1,5 +1,5 @@
 """Blocks of shared memory that WGMMA reads as operands, for kernels that multiply a block both as it is and
-transposed."""
+transposed, and the TMA loads that fill them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.warp import uniform
+
+
+class TmaCopy(NamedTuple):
+    """A TMA load: its copy atom and the global tensor that the atom reads."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
 
 
 class Block(NamedTuple):

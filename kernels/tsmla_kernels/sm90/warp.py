@@ -101,6 +101,13 @@ def advance(index: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
     return index, phase
 
 
+@cute.jit
+def release(barrier: cute.Pointer) -> None:
+    """Arrive on `barrier` once for the calling warp, which has finished reading a buffer or writing its part of one."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
 def load_transposed(address: Int32):
     """Load four 8 x 8 matrices of 16-bit words, transposed. A lane gives the address of one of their rows."""
     return cute.arch.inline_ptx(

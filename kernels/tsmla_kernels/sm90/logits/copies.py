@@ -19,9 +19,9 @@ from tsmla_kernels.sm90.logits.memory import (
     Shared,
     Stage,
     Tma,
-    TmaCopy,
 )
 from tsmla_kernels.sm90.logits.share import Line
+from tsmla_kernels.sm90.operands import TmaCopy
 from tsmla_kernels.sm90.warp import advance, quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries that are read at once, one per lane

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
+from tsmla_kernels.sm90.operands import TmaCopy
+
 
 class Piece(IntEnum):
     """Words that describe a piece: a range of key blocks of one tile of query tokens."""
@@ -32,13 +34,6 @@ class Arrays(NamedTuple):
     logits: cute.Tensor
     row_lens: cute.Tensor | None
     row_requests: cute.Tensor | None
-
-
-class TmaCopy(NamedTuple):
-    """A TMA load: its copy atom and the global tensor that the atom reads."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
 
 
 class Tma(NamedTuple):

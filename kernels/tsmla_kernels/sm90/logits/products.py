@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu.warpgroup import Field
 from tsmla_kernels.sm90.logits.config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
 from tsmla_kernels.sm90.logits.copies import layout_atom
 from tsmla_kernels.sm90.logits.memory import Mma, Piece, Shared
-from tsmla_kernels.sm90.warp import advance, kept, quotient, remainder, uniform
+from tsmla_kernels.sm90.warp import advance, kept, quotient, release, remainder, uniform
 
 STEPS = HEAD_DIM // 32  # WGMMAs of a product
 
@@ -133,8 +133,7 @@ class Math:
     def release(self, barrier: cute.Pointer) -> None:
         """Arrive on `barrier`, once for the calling warp: the warp has finished reading the buffer."""
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        release(barrier)
 
     def next_stage(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """The stage of the warpgroup's next block after the one in stage `index`, and the parity to wait for."""

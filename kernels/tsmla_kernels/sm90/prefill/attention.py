@@ -29,11 +29,10 @@ from tsmla_kernels.sm90.prefill.memory import (
     Stage,
     ThreadIndex,
     Tile,
-    release,
 )
 from tsmla_kernels.sm90.prefill.selection import SelectedKeys
 from tsmla_kernels.sm90.prefill.softmax import LaggingSoftmax, Softmax
-from tsmla_kernels.sm90.warp import advance, transpose_quad, uniform
+from tsmla_kernels.sm90.warp import advance, release, transpose_quad, uniform
 
 
 class Warpgroup(NamedTuple):

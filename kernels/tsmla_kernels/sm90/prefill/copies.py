@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from tsmla_kernels.sm90.operands import TmaCopy
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import (
     TILE_SLOTS,
@@ -21,7 +22,6 @@ from tsmla_kernels.sm90.prefill.memory import (
     Schedule,
     Shared,
     Tile,
-    TmaCopy,
 )
 from tsmla_kernels.sm90.warp import advance
 

@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 
+from tsmla_kernels.sm90.operands import TmaCopy
 from tsmla_kernels.sm90.prefill.attention import Attention
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
 from tsmla_kernels.sm90.prefill.copies import Producer
@@ -33,7 +34,6 @@ from tsmla_kernels.sm90.prefill.memory import (
     Optional,
     Results,
     Schedule,
-    TmaCopy,
     init_mbarriers,
     make_storage,
     prefill_operands,

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.operands import TmaCopy
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, WIDE, PrefillConfig, prefill_workspaces
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
@@ -181,13 +182,6 @@ def prefill_operands(tensors: tuple[cute.Tensor, ...], config: PrefillConfig) ->
     return named_operands(Operands, tuple(rest), config.selection)._replace(**optional)
 
 
-class TmaCopy(NamedTuple):
-    """A TMA load: its copy atom and the global tensor that the atom reads."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-
 class Copies(NamedTuple):
     """The TMA loads of the operands. `rope` loads K's rope columns if all heads share them, else it equals `k`."""
 
@@ -354,10 +348,3 @@ def init_mbarriers(traits: KernelTraits, shared: Shared) -> None:
         if traits.fp8:
             cute.arch.mbarrier_init(shared.landing.full + stage, 1)
             cute.arch.mbarrier_init(shared.landing.empty + stage, TRANSPOSE_WARPS)
-
-
-@cute.jit
-def release(barrier: cute.Pointer) -> None:
-    """Arrive on `barrier`, once for the calling warp, which has finished reading the buffer."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)

@@ -8,9 +8,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
-from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, Rows, Stage, release
+from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, Rows, Stage
 from tsmla_kernels.sm90.prefill.selection import SelectedKeys
-from tsmla_kernels.sm90.warp import store_matrices
+from tsmla_kernels.sm90.warp import release, store_matrices
 
 # fp8: P is 2^5 for a score that equals the row's running maximum. Values of P from 2^-6 up are normal e4m3 numbers with
 # all mantissa bits, and 2^5 is exact. So P keeps these bits down to 2^-11 of its value at the maximum. The maximum is

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu.warpgroup import OperandSource
 
 from tsmla_kernels.sm90.products.config import BLOCK, GROUP_ROWS, ProductConfig
 from tsmla_kernels.sm90.products.memory import Mma, Shared, layout_atom
-from tsmla_kernels.sm90.warp import DTYPES, quotient, uniform
+from tsmla_kernels.sm90.warp import DTYPES, quotient, release, uniform
 
 EARLY_TOKENS = 64
 """The scales of at most this many tokens are read while the product runs, those of the other tokens after it."""
@@ -124,7 +124,7 @@ class WeightBlocks:
         if const_expr(early < config.tokens):
             factors = self.of_halves(scales, range(early, config.tokens))
             self.add_some(sums, acc, factors, early // 2)
-        release(empty)
+        leave(empty)
 
     def of_halves(self, scales: Int32, tokens: range) -> list[cute.Tensor]:
         """A list of `factors`: if gated, one for each half of the weight; otherwise one for the whole weight."""
@@ -179,7 +179,7 @@ class TokenBlocks:
         pitch = 4 * self.config.block_scales
         factors = [load_scale(scales + half * pitch + row * 32) for half in range(1 + gated) for row in range(2)]
         warpgroup.wait_group(0)
-        release(empty)
+        leave(empty)
         for i in cutlass.range_constexpr(BLOCK // 2):
             sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 + 2 * (i // 4 % 2 * gated)]
 
@@ -262,7 +262,7 @@ class WideBlocks:
         gated = self.config.gated
         factors = [load_scale(scales + 4 * half) for half in range(1 + gated)]
         warpgroup.wait_group(0)
-        release(empty)
+        leave(empty)
         for i in cutlass.range_constexpr(self.tokens // 2):
             sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 * gated]
 
@@ -329,16 +329,15 @@ class PackedBlocks:
         the sums already."""
         if const_expr(empty is not None):
             warpgroup.wait_group(0)
-            release(empty)
+            leave(empty)
 
 
 @cute.jit
-def release(barrier: cute.Pointer | None) -> None:
-    """Arrive on `barrier`, if there is one, once for the calling warp."""
+def leave(barrier: cute.Pointer | None) -> None:
+    """Arrive on `barrier`, if there is one, once for the calling warp, when all its lanes have finished."""
     if const_expr(barrier is not None):
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        release(barrier)
 
 
 def scale_block(config: ProductConfig, column: Int32, group: Int32) -> Int32:

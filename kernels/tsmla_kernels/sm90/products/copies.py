@@ -8,8 +8,9 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from tsmla_kernels.sm90.operands import TmaCopy
 from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
-from tsmla_kernels.sm90.products.memory import Arrays, Place, Shared, Tile, Tma, TmaCopy, layout_atom, wait_busily
+from tsmla_kernels.sm90.products.memory import Arrays, Place, Shared, Tile, Tma, layout_atom, wait_busily
 from tsmla_kernels.sm90.products.picked import PickedRows
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import DTYPES, advance, quotient

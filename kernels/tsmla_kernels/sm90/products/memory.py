@@ -10,6 +10,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
+from tsmla_kernels.sm90.operands import TmaCopy
 from tsmla_kernels.sm90.products.config import ProductConfig
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
@@ -38,13 +39,6 @@ class Arrays(NamedTuple):
     rows: cute.Tensor | None
     out: cute.Tensor
     out_scales: cute.Tensor | None
-
-
-class TmaCopy(NamedTuple):
-    """A TMA load: its copy atom and the global tensor that the atom reads."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
 
 
 class Tma(NamedTuple):

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.products.blocks import Held, PackedBlocks, Part, TokenBlocks, WeightBlocks, WideBlocks, release
+from tsmla_kernels.sm90.products.blocks import Held, PackedBlocks, Part, TokenBlocks, WeightBlocks, WideBlocks, leave
 from tsmla_kernels.sm90.products.config import GROUP_ROWS, ProductConfig
 from tsmla_kernels.sm90.products.memory import Arrays, Lane, Mma, Place, Shared, Tile, wait_busily
 from tsmla_kernels.sm90.products.results import Results
@@ -151,7 +151,7 @@ class Sums:
         index, phase = turn
         for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
             wait_busily(shared.full + index, phase)
-            release(shared.empty + index)
+            leave(shared.empty + index)
             index, phase = advance(index, phase, self.config.stages)
         return index, phase
 

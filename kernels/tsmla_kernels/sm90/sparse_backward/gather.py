@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.operands import Block
+from tsmla_kernels.sm90.operands import Block, TmaCopy
 from tsmla_kernels.sm90.sparse.union import NO_SLOT
 from tsmla_kernels.sm90.sparse_backward.bounds import factor_of
 from tsmla_kernels.sm90.sparse_backward.memory import (
@@ -18,7 +18,6 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Keys,
     Shared,
     Sums,
-    TmaCopy,
     Traits,
 )
 

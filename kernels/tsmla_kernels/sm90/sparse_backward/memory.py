@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from tsmla_kernels.sm90.operands import Block
+from tsmla_kernels.sm90.operands import Block, TmaCopy
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HEADS, SparseBackwardConfig
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
@@ -66,13 +66,6 @@ class Operands(NamedTuple):
     sink_terms: cute.Tensor
     sums: Sums
     unions: Unions
-
-
-class TmaCopy(NamedTuple):
-    """A TMA load: its copy atom and the global tensor that the atom reads."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
 
 
 class Copies(NamedTuple):
@@ -256,10 +249,3 @@ def init_mbarriers(shared: Shared) -> None:
     cute.arch.mbarrier_init(shared.queries_full, 1)
     cute.arch.mbarrier_init(shared.keys_full, 32 * GATHER_WARPS)
     cute.arch.mbarrier_init(shared.keys_empty, COMPUTE_WARPS)
-
-
-@cute.jit
-def leave(barrier: cute.Pointer) -> None:
-    """Arrive once for the calling warp, which has finished reading a buffer or writing its part."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)

@@ -34,10 +34,9 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Term,
     ThreadIndex,
     Traits,
-    leave,
 )
 from tsmla_kernels.sm90.sparse_backward.sums import Adder, Place
-from tsmla_kernels.sm90.warp import store_matrices, transpose_quad
+from tsmla_kernels.sm90.warp import release, store_matrices, transpose_quad
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
 SCORES = GROUP_KEYS * TILE_HEADS // 128  # scores of its warpgroup's keys that a thread has
@@ -163,7 +162,7 @@ class Consumer:
             warpgroup.wait_group(0)
             if const_expr(chunk == 0):
                 cute.arch.sync_warp()  # all lanes have read the rows of the block before
-                leave(shared.keys_empty)
+                release(shared.keys_empty)
         if const_expr(self.chunks % 2 == 1):
             acc.odd.store(acc.even.load())
 

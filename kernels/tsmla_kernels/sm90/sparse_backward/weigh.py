@@ -27,10 +27,10 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     ThreadIndex,
     Traits,
     Weight,
-    leave,
 )
 from tsmla_kernels.sm90.sparse_backward.products import Consumer
 from tsmla_kernels.sm90.storage import storage_of_fields
+from tsmla_kernels.sm90.warp import release
 
 WEIGH_BLOCK = 64  # keys of one step
 WEIGH_STAGES = 2  # buffers of keys, one for each compute warpgroup
@@ -127,7 +127,7 @@ class Weigher:
             bounds = self.bounds(acc, heads, scale, shared, place, groups, t)
             row = shared.rows[thread % WEIGH_BLOCK, place]
             cute.arch.sync_warp()
-            leave(shared.keys_empty + group)
+            release(shared.keys_empty + group)
             for e in cutlass.range_constexpr(2):
                 partial[lane // 4 * 8 + lane % 4 * 2 + e, warp, group, step & 1] = bounds[e]
             cute.arch.barrier(barrier_id=Barrier.BOUNDED + group, number_of_threads=32 * WEIGH_WARPS)

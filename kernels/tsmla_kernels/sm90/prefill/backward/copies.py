@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.operands import Block
+from tsmla_kernels.sm90.operands import Block, TmaCopy
 from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward.memory import (
     NO_HEAD,
@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Traits,
 )
 from tsmla_kernels.sm90.prefill.backward.plan import BackwardPlanner
-from tsmla_kernels.sm90.prefill.memory import Buffers, Schedule, Stage, TmaCopy
+from tsmla_kernels.sm90.prefill.memory import Buffers, Schedule, Stage
 from tsmla_kernels.sm90.warp import advance
 
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: keys are read once, queries often

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from tsmla_kernels.sm90.operands import Block
+from tsmla_kernels.sm90.operands import Block, TmaCopy
 from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS, STAGES, BackwardConfig
-from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage, TmaCopy
+from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 

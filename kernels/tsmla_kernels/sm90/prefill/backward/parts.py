@@ -22,7 +22,7 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Traits,
 )
 from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
-from tsmla_kernels.sm90.warp import load_matrices, store_matrices, transpose_quad
+from tsmla_kernels.sm90.warp import load_matrices, release, store_matrices, transpose_quad
 
 FAR = 2**31 - 1
 ZERO_BARRIER = 1  # ids 1 and 2, one per warpgroup: its 128 threads have zeroed the rows past a request's end
@@ -61,12 +61,6 @@ class Parts:
         """A lane's part of an accumulator as [2 rows, a quarter of the columns]: 2 of every 8 columns."""
         layout = cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
         return cute.make_tensor(accumulator.iterator, layout)
-
-    @cute.jit
-    def leave(self, barrier: cute.Pointer):
-        """Arrive once for the calling warp, which has finished reading a buffer or writing its part of one."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def multiply_scores(
@@ -205,7 +199,7 @@ class Parts:
             store_matrices(target ^ (32 * k), *(packed[4 * k + w] for w in range(4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.leave(shared.ds.full + stage.index)
+        release(shared.ds.full + stage.index)
 
     @cute.jit
     def load_ds(self, shared: Shared, ds: cute.Tensor, stage: Stage, t: ThreadIndex):
@@ -235,5 +229,5 @@ class Parts:
             cute.gemm(mma.dq, acc, a[None, None, k], b[None, None, k], acc)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.leave(shared.ds.empty + stage.index)
+        release(shared.ds.empty + stage.index)
         return acc

@@ -35,7 +35,7 @@ from tsmla_kernels.sm90.prefill.backward.parts import Parts
 from tsmla_kernels.sm90.prefill.backward.selection import SelectedQueries
 from tsmla_kernels.sm90.prefill.backward.sums import SumStaging
 from tsmla_kernels.sm90.prefill.memory import Selection, Stage, ThreadIndex
-from tsmla_kernels.sm90.warp import uniform
+from tsmla_kernels.sm90.warp import release, uniform
 
 
 class Consumer:
@@ -84,7 +84,7 @@ class Consumer:
                 self.probabilities(acc, factors, shared, mma, selection, Step(stage, slot, tile), t)
                 self.keys_products(acc, factors, shared, mma, stage, t)
                 warpgroup.wait_group(1)
-                self.parts.leave(shared.dout.empty)
+                release(shared.dout.empty)
                 cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
                 warpgroup.wait_group(0)
                 # All lanes arrive, because all read the rows' terms and compute-sanitizer's racecheck tracks only
@@ -97,8 +97,8 @@ class Consumer:
                 last = self.parts.stage(count - 1)
                 cute.arch.mbarrier_wait(shared.ds.full + last.index, last.phase)
                 self.put_dq(shared, mma, last, tiles, t)
-            self.parts.leave(shared.k.empty)
-            self.parts.leave(shared.v.empty)
+            release(shared.k.empty)
+            release(shared.v.empty)
             if const_expr(self.traits.rope_columns > 0):
                 columns = range(self.traits.nope_columns, self.traits.qk_head_dim)
                 dk = self.parts.rows_of(acc.dk, self.traits.qk_head_dim)

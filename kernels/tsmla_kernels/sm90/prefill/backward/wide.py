@@ -39,7 +39,7 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
 from tsmla_kernels.sm90.prefill.backward.parts import Parts
 from tsmla_kernels.sm90.prefill.backward.selection import WARP_QUERIES, SelectedQueries
 from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, ThreadIndex
-from tsmla_kernels.sm90.warp import uniform
+from tsmla_kernels.sm90.warp import release, uniform
 
 WARPS = 4  # of a warpgroup
 P_BYTES = 128 * 16  # 128 threads pass P of eight queries, four numbers each
@@ -151,8 +151,8 @@ class WideConsumer:
                 self.finish_values(shared, last)
                 self.put_dq(sums, shared, mma, last, place.t)
                 count += 1
-            self.parts.leave(shared.k.empty)
-            self.parts.leave(shared.v.empty)
+            release(shared.k.empty)
+            release(shared.v.empty)
             first_column = traits.nope_columns if traits.rope_columns else 0
             columns = range(first_column, first_column + traits.v_head_dim)
             self.parts.store(gradients.dv, columns, r.total, factors.output, shared.tiles, slot, keys)
@@ -219,7 +219,7 @@ class WideConsumer:
                 read_only_args=[shared.p.memory.toint() + t.thread * 16, *four],
             )
         cute.arch.sync_warp()
-        self.parts.leave(shared.p.full)
+        release(shared.p.full)
 
     @cute.jit
     def load_p(self, r: Registers, shared: Shared, t: ThreadIndex):
@@ -255,7 +255,7 @@ class WideConsumer:
         """Wait for dV, release dO, and wait for the step's dS."""
         cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
         warpgroup.wait_group(0)
-        self.parts.leave(shared.dout.empty + at.stage.index)
+        release(shared.dout.empty + at.stage.index)
 
     # ---- warpgroup 1: dS, dK
 
@@ -298,8 +298,8 @@ class WideConsumer:
                 self.finish_keys(shared, last)
                 self.put_dq(sums, shared, mma, last, place.t)
                 count += 1
-            self.parts.leave(shared.k.empty)
-            self.parts.leave(shared.v.empty)
+            release(shared.k.empty)
+            release(shared.v.empty)
             if const_expr(traits.rope_columns > 0):
                 if steps > 0:
                     self.add_rope(sums, shared, r.total, slot, keys)
@@ -337,7 +337,7 @@ class WideConsumer:
         cute.arch.mbarrier_wait(shared.p.full, count & 1)
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)  # the rows' terms arrive with Q
         warpgroup.wait_group(pending)
-        self.parts.leave(shared.dout.empty + stage.index)
+        release(shared.dout.empty + stage.index)
         for g in cutlass.range_constexpr(Q_ROWS // 8):
             delta = self.parts.terms(shared, stage, Term.DELTA, g, t)
             p = self.passed(shared, g, t)
@@ -346,7 +346,7 @@ class WideConsumer:
                     at_value = 4 * g + 2 * i + e
                     dp[at_value] = p[2 * i + e] * (dp[at_value] * factors.output + delta[e])
         cute.arch.sync_warp()
-        self.parts.leave(shared.p.empty)
+        release(shared.p.empty)
 
     @cute.jit
     def store_ds(self, r: Registers, shared: Shared, at: Step, t: ThreadIndex):
