@@ -16,8 +16,8 @@ NOBODY = 2**30
 
 
 class Choice:
-    """Device functions of the choice. A lane has `held` experts that follow each other, and so have the lanes of a
-    group of experts."""
+    """Device functions of the choice. A lane has `held` consecutive experts, and the lanes of a group of experts are
+    consecutive."""
 
     def __init__(self, config: ChoiceConfig) -> None:
         self.config = config
@@ -26,8 +26,8 @@ class Choice:
 
     @cute.jit
     def choose(self, logits: cute.Tensor, bias: cute.Tensor | None):
-        """(expert, weight) of choice number `lane` of the token with these logits [1, E]; the shared experts come
-        last, with weight 1. bias [E]: what is added to a score that selects, with noaux_tc."""
+        """The (expert, weight) of the choice with index `lane`, for the token with these logits [1, E]; the shared
+        experts come last, with weight 1. bias [E]: added to the scores that select, if the routing is noaux_tc."""
         config, lane = self.config, cute.arch.lane_idx()
         first = lane * self.held
         scores = cute.make_rmem_tensor((self.held,), Float32)
@@ -76,7 +76,7 @@ class Choice:
 
     @cute.jit
     def score(self, scores: cute.Tensor) -> None:
-        """Replace logits by scores; those that don't exist are -inf and become 0."""
+        """Replace logits by scores. Entries past the last expert are -inf, and become 0."""
         if const_expr(self.config.scoring == "softmax"):
             greatest = scores[0]
             for i in cutlass.range_constexpr(1, self.held):
@@ -100,8 +100,8 @@ class Choice:
 
     @cute.jit
     def limit_to_groups(self, order: cute.Tensor) -> None:
-        """Leave out experts that are in none of the best groups. A group counts its best expert or, with noaux_tc, the
-        sum of its best two, and infinity if that is no number."""
+        """Give experts outside of the best groups the order of -inf. A group's score is that of its best expert or, if
+        the routing is noaux_tc, the sum of its two best; NaN counts as infinity."""
         config, lane = self.config, cute.arch.lane_idx()
         first, second = Int32(NEVER), Int32(NEVER)
         for i in cutlass.range_constexpr(self.held):
@@ -129,7 +129,7 @@ class Choice:
 
 @cute.jit
 def ordered(value: Float32) -> Int32:
-    """An integer in the order of these floats; NaN is the greatest, so that it shows in the result."""
+    """The integer that is ordered as the float is; that of NaN is the greatest, so that NaN shows in the result."""
     bits = value.bitcast(Int32)
     if bits < 0:
         bits = bits ^ 0x7FFFFFFF

@@ -19,7 +19,7 @@ from tsmla_kernels.sm90.storage import storage_of_fields
 
 class Chosen(NamedTuple):
     """The arrays of the choice: logits [1, E] f32, and the results, experts [1, P] i32 and weights [1, P] f32; bias [E]
-    f32, with noaux_tc."""
+    f32, if the routing is noaux_tc."""
 
     logits: cute.Tensor
     experts: cute.Tensor
@@ -28,8 +28,8 @@ class Chosen(NamedTuple):
 
 
 class FewTokenChooseUp:
-    """few_token_choose_up: `config` is static, all sizes are dynamic. Every CTA makes the choice for itself, as that
-    takes less time than a kernel; the first one stores it."""
+    """few_token_choose_up: `config` is static, all other sizes are dynamic. Every CTA makes the choice for itself; the
+    first one stores it."""
 
     def __init__(self, config: ChoiceConfig) -> None:
         self.config, self.choice = config, Choice(config)

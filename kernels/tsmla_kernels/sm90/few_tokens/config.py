@@ -1,7 +1,8 @@
 """Which kernels of few tokens serve which calls. Imports no cutlass.
 
 The calls are those of a decoder layer's step of up to MOST_TOKENS tokens, whose time is that of reading the weights and
-of starting kernels. Sizes are read at the launch; an object is compiled for the facts below.
+of starting kernels. A spec has the sizes of a call; an object is compiled for the fields of a config, and reads all
+other sizes at the launch.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class MatmulConfig:
 
     Attributes:
       weight_dtype: "bfloat16", or FP8 for e4m3 with a scale for each block of 128 x 128.
-      token_tiles: tiles of TOKEN_TILE tokens.
+      token_tiles: how many tiles of TOKEN_TILE tokens the call's tokens take.
       eps: of the RMS norm through which x goes first; None for no norm.
       gated: the result has N / 2 columns, silu(x W_gate^T) * (x W_up^T).
-      limit: if gated, gate is at most that, and up lies between its negative and it; None for no limit.
-      residual: an array is added to the result.
+      limit: if gated, gate is clipped to at most `limit`, and up to [-limit, limit]; None clips nothing.
+      residual: whether an array is added to the result.
     """
 
     weight_dtype: str
@@ -69,8 +70,8 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A call of few_token_experts_up or few_token_experts_down: tokens, each with `choices` experts; C hidden columns,
-    and I columns of an expert; the other fields as in ExpertsConfig."""
+    """A call of few_token_experts_up or few_token_experts_down: `tokens` tokens with `choices` experts each, of
+    `hidden` columns; an expert's width; the other fields as in ExpertsConfig."""
 
     tokens: int
     choices: int
@@ -88,7 +89,7 @@ class ExpertsConfig:
 
     Attributes:
       weight_dtype, token_tiles, eps, limit: as in MatmulConfig; eps and limit are None in few_token_experts_down.
-      choices: experts of a token, the shared ones among them.
+      choices: how many experts a token has, the shared ones among them.
       residual: in few_token_experts_down, whether an array is added to the result.
     """
 
@@ -107,8 +108,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ChoiceSpec:
-    """A call of few_token_choose_up: C hidden columns and I columns of an expert, and how the token chooses: the other
-    fields as in ChoiceConfig."""
+    """A call of few_token_choose_up: `hidden` columns of x, an expert's `width`, and how the token chooses. For the
+    other fields see ChoiceConfig."""
 
     hidden: int
     width: int
@@ -216,7 +217,8 @@ class QueriesConfig:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """A call of few_token_router: tokens, C columns of x, and experts; eps as in RouterConfig."""
+    """A call of few_token_router: how many tokens, columns of x (`terms`) and experts it has; eps as in
+    RouterConfig."""
 
     tokens: int
     terms: int
@@ -229,7 +231,7 @@ class RouterConfig:
     """The static facts that an object of few_token_router is compiled for.
 
     Attributes:
-      tokens: tokens of a warp's sums, a power of two: at least those of the call.
+      tokens: for how many tokens a warp has sums: the least power of two that is at least the call's tokens.
       eps: as in MatmulConfig.
     """
 
@@ -239,7 +241,7 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """A call of few_token_window: tokens, and rows of a page."""
+    """A call of few_token_window: how many tokens it has, and how many rows a page has."""
 
     tokens: int
     page_size: int
@@ -247,7 +249,7 @@ class WindowSpec:
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """The static facts that an object of few_token_window is compiled for: rows of a page."""
+    """The static fact that an object of few_token_window is compiled for: how many rows a page has."""
 
     page_size: int = 64
 

@@ -35,10 +35,12 @@ class Arrays(NamedTuple):
     """The arrays of a launch, for T tokens with P experts each.
 
     Attributes:
-      x: [T P, I] bf16, a row for each pair of a token and an expert. weight: [E, C, I]. experts: [T, P] i32; a number
-        past the last expert is for none. weights: [T, P] f32, of the sum. out: [T, C] bf16.
-      scales: [E, C / 128, I / 128] f32, rounded up, of block-scaled weights; it says how many experts there are.
-      residual: [T, C] bf16, if there is one.
+      x: [T P, I] bf16, a row for each pair of a token and an expert. weight: [E, C, I]. experts: [T, P] i32; an index
+        outside of [0, E) stands for no expert. weights: [T, P] f32, the pairs' weights in the sum.
+      out: [T, C] bf16.
+      scales: [E, C / 128 rounded up, I / 128] f32, if weights are block-scaled; then its first size, not weight's, is
+        E.
+      residual: [T, C] bf16, if config.residual.
     """
 
     x: cute.Tensor
@@ -68,8 +70,8 @@ class Item(NamedTuple):
 
 
 class FewTokenExpertsDown:
-    """few_token_experts_down: `config` is static, all sizes are dynamic. A CTA has TILE_ROWS columns of the result. Its
-    warps share the units of all experts in use, one expert after the other."""
+    """few_token_experts_down: `config` is static, all other sizes are dynamic. A CTA has TILE_ROWS columns of the
+    result. Its warps share the units of all experts in use, in the order of the experts' first pairs."""
 
     def __init__(self, config: ExpertsConfig) -> None:
         self.config = config
@@ -178,7 +180,7 @@ class FewTokenExpertsDown:
         for i in cutlass.range_constexpr(self.config.token_tiles):
             token = place.row + i * TOKEN_TILE
             pair, factor = self.pair_of(arrays, tables, token, item.expert)
-            # Columns without a token of this expert have the leader's terms once more.
+            # A column whose token has not chosen the expert repeats the leader's terms.
             row = pair if pair >= 0 else item.leader
             tokens.append(row_of(arrays.x, row) + place.quad * self.product.quad_bytes)
             for side in cutlass.range_constexpr(2):
@@ -202,7 +204,7 @@ class FewTokenExpertsDown:
         self.product.add(operands, item.unit, item.unit + 1, sums)
         for i in cutlass.range_constexpr(4 * self.config.token_tiles):
             is_member, factor = factors[i // 4 * 2 + i % 2]
-            # Another token's terms may be no numbers.
+            # The sums of other columns are of the leader's terms, which may be NaN.
             if is_member:
                 totals[i] = totals[i] + sums.products[i] * factor
 
@@ -221,7 +223,7 @@ class FewTokenExpertsDown:
 
     @cute.jit
     def store(self, arrays: Arrays, shared: Shared, begin: Int32) -> None:
-        """Store the CTA's columns, a thread one column of one token."""
+        """Store the CTA's columns: each thread one column of one token."""
         thread = cute.arch.thread_idx()[0]
         value, lane_index = thread // 32, thread % 32
         if value < 4 * self.config.token_tiles:

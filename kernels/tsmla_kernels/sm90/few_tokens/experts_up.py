@@ -31,10 +31,11 @@ class Arrays(NamedTuple):
     """The arrays of a launch, for T tokens with P experts each.
 
     Attributes:
-      x: [T, C] bf16, or wider rows that begin with these columns. weight: [E, 2 I, C]. experts: [T, P] i32; a number
-        past the last expert is for none. out: [T P, I] bf16; rows of no expert are not written.
-      scales: [E, 2 I / 128, C / 128] f32, of block-scaled weights; it says how many experts there are. norm: [C] bf16,
-        with a norm.
+      x: [T, C] bf16, or wider rows that begin with these columns. weight: [E, 2 I, C]. experts: [T, P] i32; an index
+        outside of [0, E) stands for no expert.
+      out: [T P, I] bf16; the rows of pairs without an expert are not written.
+      scales: [E, 2 I / 128, C / 128] f32, if weights are block-scaled; then its first size, not weight's, is E.
+      norm: [C] bf16, if there is a norm.
     """
 
     x: cute.Tensor
@@ -55,13 +56,14 @@ class ExpertColumns:
         self.exchange = Exchange(config.token_tiles, self.normed)
 
     def count(self, arrays: Arrays) -> Int32:
-        """The number of experts: a stack of block-scaled weights may have unused matrices behind its last."""
+        """How many experts there are. A stack of e4m3 matrices may have unused ones at its end, so its scales are
+        counted."""
         return Int32((arrays.scales if self.config.narrow else arrays.weight).shape[0])
 
     @cute.jit
     def multiply(self, arrays: Arrays, shared: Shared, expert: Int32, owner: Int32, mine: Int32) -> None:
-        """Compute the CTA's columns for all tokens of the expert, of which `owner` is one. mine: the pair of the lane's
-        token and the expert, lane t having token t; -1 if there is no such pair."""
+        """Compute the CTA's columns for all tokens of the expert, of which `owner` is one. mine: in lane t, the index
+        of the pair of token t and the expert; -1 if there is no such pair."""
         config = self.config
         place = lane()
         width, terms = Int32(arrays.weight.shape[1]) // 2, Int32(arrays.weight.shape[2])
@@ -72,7 +74,7 @@ class ExpertColumns:
         self.product.prefetch(Rows(top, below, pitch), place.warp, units)
         tokens = []
         for i in cutlass.range_constexpr(config.token_tiles):
-            # Columns without a token of this expert have the owner's terms once more.
+            # A column whose token has not chosen the expert repeats the owner's terms.
             token = place.row + i * TOKEN_TILE
             held = cute.arch.shuffle_sync(mine, token)
             tokens.append(row_of(arrays.x, token if held >= 0 else owner) + place.quad * self.product.quad_bytes)
@@ -99,7 +101,7 @@ class ExpertColumns:
 
     @cute.jit
     def store(self, arrays: Arrays, shared: Shared, mine: Int32, begin: Int32) -> None:
-        """Store the CTA's columns, a thread one column of one token."""
+        """Store the CTA's columns: each thread one column of one token."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
         value, lane_index = thread // 32, thread % 32
@@ -118,8 +120,9 @@ class ExpertColumns:
 
 
 class FewTokenExpertsUp:
-    """few_token_experts_up: `config` is static, all sizes are dynamic. A CTA has eight columns of one pair of a token
-    and an expert. Of the pairs of one expert the first one's CTAs compute the columns for all; the others end."""
+    """few_token_experts_up: `config` is static, all other sizes are dynamic. A CTA has eight columns of one pair of a
+    token and an expert. The CTAs of an expert's first pair compute the columns for all its tokens; those of its other
+    pairs end at once."""
 
     def __init__(self, config: ExpertsConfig) -> None:
         self.config, self.columns = config, ExpertColumns(config)

@@ -30,9 +30,10 @@ class Arrays(NamedTuple):
     """The arrays of a launch.
 
     Attributes:
-      x: [T, K] bf16, or wider rows that begin with these columns. weight: [N, K]. out: [T, N], gated [T, N / 2], bf16.
-      scales: [N / 128, K / 128] f32, rounded up, of block-scaled weights. norm: [K] bf16, with a norm.
-      residual: [T, N] bf16, if there is one.
+      x: [T, K] bf16, or wider rows that begin with these columns. weight: [N, K]. out: [T, N] or, if gated, [T, N / 2],
+      bf16.
+      scales: [N / 128 rounded up, K / 128] f32, if weights are block-scaled. norm: [K] bf16, if there is a norm.
+      residual: the shape and dtype of out, if config.residual.
     """
 
     x: cute.Tensor
@@ -44,8 +45,8 @@ class Arrays(NamedTuple):
 
 
 class FewTokenMatmul:
-    """few_token_matmul: `config` is static, all sizes are dynamic. A CTA has TILE_ROWS weight rows; if gated, half of
-    them of the weight's first half, and the rows beside them of its second half."""
+    """few_token_matmul: `config` is static, all sizes are dynamic. A CTA has TILE_ROWS weight rows; if gated, eight
+    from the weight's first half and the corresponding eight from its second half."""
 
     def __init__(self, config: MatmulConfig) -> None:
         self.config = config
@@ -102,7 +103,7 @@ class FewTokenMatmul:
 
     @cute.jit
     def store(self, arrays: Arrays, shared: Shared, begin: Int32, terms: Int32) -> None:
-        """Store the CTA's columns, a thread one column of one token."""
+        """Store the CTA's columns: each thread one column of one token."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
         value, lane_index = thread // 32, thread % 32

@@ -57,9 +57,9 @@ class Arrays(NamedTuple):
 
 
 class FewTokenQueries:
-    """few_token_queries: `config` is static, all sizes but N, L and R are dynamic. The first CTAs have CTA_ROWS latent
-    columns of a head each, a warp TILE_ROWS of them; the first of a head's also rotates its rope columns. One more CTA
-    for each token normalises the latent, rotates k_rope, and writes both into the cache."""
+    """few_token_queries: `config` is static, all sizes but N, L and R are dynamic. Each of the first CTAs has CTA_ROWS
+    latent columns of a head, and each of its warps TILE_ROWS of them; the first CTA of a head also rotates the head's
+    rope columns. One more CTA for each token normalises the latent, rotates k_rope, and writes both into the cache."""
 
     def __init__(self, config: QueriesConfig) -> None:
         self.config = config
@@ -155,7 +155,7 @@ class FewTokenQueries:
         return pair, pair + self.half
 
     def put(self, address: Int64, value: Float32, inverse: Float32, dtype: str) -> None:
-        """Store a value, rounded to bf16 as a separate kernel would leave it, times `inverse` in `dtype`."""
+        """Round a value to bf16, as a separate kernel would, multiply it by `inverse`, and store it in `dtype`."""
         scaled = value.to(BFloat16).to(Float32) * inverse
         if dtype == FP8:
             cute.arch.inline_ptx(

@@ -38,7 +38,7 @@ BF16 = "bfloat16"
 
 
 def scales(given: bool, *stack: None) -> tuple[Operand, ...]:
-    """The operand of a block-scaled weight's scales, if the weight is one."""
+    """The operand `weight_scales` if `given`, else none. stack: the sizes before the last two."""
     return (Operand("weight_scales", "float32", (*stack, None, None), align=4),) if given else ()
 
 
@@ -174,7 +174,7 @@ FEW_TOKEN_ROUTER = Kernel(
 
 
 def choose_up_operands(config: ChoiceConfig) -> tuple[Operand, ...]:
-    """The operands. All sizes but those of the choice are read at the launch."""
+    """The operands. All sizes but the numbers of experts and of choices are read at the launch."""
     return (
         Operand("x", BF16, (None, None)),
         Operand("weight", config.weight_dtype, (None, None, None)),
@@ -202,7 +202,7 @@ FEW_TOKEN_CHOOSE_UP = Kernel(
 
 
 def window_operands(config: WindowConfig) -> tuple[Operand, ...]:
-    """The operands. All sizes but the rows' width are read at the launch."""
+    """The operands. The numbers of tokens and of pages are read at the launch."""
     return (
         Operand("rows", "float32", (None, V4_PACKED.head_dim)),
         Operand("slot_mapping", "int32", (None,), align=4),

@@ -22,7 +22,7 @@ VALUES = UNIT // 32
 
 class Arrays(NamedTuple):
     """The arrays of a launch: x [T, C] bf16, or wider rows that begin with these columns; router [E, C] f32; norm [C]
-    bf16, with a norm; logits [T, E] f32."""
+    bf16, if there is a norm; logits [T, E] f32."""
 
     x: cute.Tensor
     router: cute.Tensor
@@ -32,7 +32,7 @@ class Arrays(NamedTuple):
 
 class FewTokenRouter:
     """few_token_router: `config` is static, all sizes are dynamic. The warps of a CTA share the terms of EXPERTS
-    experts. Products are of float32, as models were trained."""
+    experts. Products are computed in float32."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -98,7 +98,7 @@ class FewTokenRouter:
 
     @cute.jit
     def store(self, arrays: Arrays, shared: cute.Tensor, begin: Int32, terms: Int32) -> None:
-        """Store the CTA's logits, a thread one of one token."""
+        """Store the CTA's logits: each thread one logit of one token."""
         config, thread = self.config, cute.arch.thread_idx()[0]
         expert, token = thread // config.tokens, thread % config.tokens
         if (thread < EXPERTS * config.tokens) & (token < arrays.logits.shape[0]):

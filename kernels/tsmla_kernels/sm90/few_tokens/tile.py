@@ -1,8 +1,9 @@
 """The product that the kernels of few tokens share: TILE_ROWS weight rows times up to 16 tokens, by `mma.sync`.
 
-A CTA has the rows; its warps share the terms, a unit of 128 at a time, and add their sums through shared memory. The
-order of the terms in a tensor core's product is free, so a lane loads 16 bytes that lie together of each of its two
-weight rows, and the same terms of its token: no operand goes through shared memory.
+In few_token_queries a warp has the rows and all terms. Otherwise a CTA has the rows; its warps share the terms, a unit
+of 128 at a time, and add their sums through shared memory. The order of the terms in a tensor core's product is free,
+so a lane loads 16 contiguous bytes of each of its two weight rows, and the same terms of its token, straight to
+registers.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def start(kernel: Any, stream: cuda.CUstream, *grid: Int32, ctas: int = CTAS) ->
 
 
 class Lane(NamedTuple):
-    """A thread's place: its warp, and in the warp its weight rows, `row` and `row` + 8, and the quarter of each 64
-    bytes of a row that it loads. As a column of a product its token is `row`."""
+    """A thread's place: its warp; `row`, the index of its weight row in each half of the CTA's rows and of its token in
+    each tile of tokens; and `quad`, which quarter of each 64 bytes of a weight row it loads."""
 
     warp: Int32
     row: Int32
@@ -69,7 +70,8 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A CTA's weight rows: the addresses of the first eight and of the other eight, and the bytes from row to row."""
+    """The weight rows of a product: the addresses of the first eight and of the other eight, and the bytes from row to
+    row."""
 
     first: Int64
     second: Int64
@@ -123,8 +125,8 @@ class TileProduct:
 
     @cute.jit
     def prefetch(self, rows: Rows, first: Int32, units: Int32) -> None:
-        """Bring units first, first + WARPS, ... of `units` to L2. It may run while the kernel before this one still
-        writes: L2 is where such writes arrive."""
+        """Bring the units first, first + WARPS, ... below `units` to L2. This is safe while the kernel before this one
+        still writes the weights, because its stores go through L2."""
         lines = self.row_bytes // LINE
         index = cute.arch.lane_idx()
         row, line = index // lines % TILE_ROWS, index % lines
@@ -137,7 +139,7 @@ class TileProduct:
 
     @cute.jit
     def add(self, operands: Operands, first: Int32, units: Int32, sums: Sums) -> None:
-        """Add the products of units first, first + WARPS, ... of `units`."""
+        """Add the products of the units first, first + WARPS, ... below `units`."""
         for unit in cutlass.range(first, units, WARPS, unroll=1):
             weights = cute.make_rmem_tensor((8 * self.loads,), Int32)
             self.load_weights(operands, unit, weights)
@@ -174,14 +176,15 @@ class TileProduct:
                 sums.products[i] = sums.products[i] + part[i] * scales[i // 2 % 2]
 
     def weight_words(self, weights: cute.Tensor, begin: int, product: int) -> tuple[Int32, Int32]:
-        """Two pairs of bf16 of one weight row, as a product takes them."""
+        """The four weights of one row that a lane gives to a product, as two pairs of bf16."""
         if not self.narrow:
             return weights[begin + 2 * product], weights[begin + 2 * product + 1]
         found: tuple[Int32, Int32] = widened(weights[begin + product])
         return found
 
     def load_terms(self, operands: Operands, unit: Int32, step: int, tile: int, sums: Sums) -> list[Int32]:
-        """The lane's terms of its token of a tile, pairs of bf16, times the norm's weight. Adds their squares."""
+        """The lane's terms of its token in `tile`, as pairs of bf16. If normed, they are multiplied by the norm's
+        weight, and the squares of the unmultiplied terms are added to `sums`."""
         found = []
         for part in range(self.quad_bytes // LOAD_BYTES):
             offset = Int64(unit) * (2 * UNIT) + step * 4 * self.quad_bytes + part * LOAD_BYTES
@@ -209,7 +212,8 @@ def multiply_add(sums: cute.Tensor, begin: int, a: list[Int32], b: list[Int32]) 
 
 
 def widened(word: Int32) -> tuple[Int32, Int32]:
-    """Four numbers of e4m3 as two pairs of bf16, exactly. No instruction does that: it goes by way of float32."""
+    """Four e4m3 numbers as two pairs of bf16, exactly. No instruction does that at once: it goes by way of f16 and
+    float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 a, b, l, u; .reg .b32 p, q; .reg .f32 v, w, x, y; mov.b32 {a, b}, {$r0};"
         " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
@@ -257,7 +261,8 @@ class Exchange:
         return {name: cute.struct.Align[cute.struct.MemRange[Float32, n], 16] for name, n in words.items()}
 
     def shared(self, storage: Any) -> Shared:
-        """The arrays in a CTA's storage, whose fields `products` and `squares` have the words above."""
+        """The arrays in a CTA's storage, whose fields `products` and `squares` have product_words and square_words
+        words."""
         products = cute.make_layout((WARPS, 4 * self.token_tiles, 32), stride=(128 * self.token_tiles, 32, 1))
         squares = cute.make_layout((WARPS, TOKEN_TILE * self.token_tiles), stride=(TOKEN_TILE * self.token_tiles, 1))
         if not self.normed:
@@ -266,7 +271,7 @@ class Exchange:
 
     @cute.jit
     def publish(self, shared: Shared, sums: Sums, place: Lane) -> None:
-        """Store a lane's sums where `total` and `mean_square` find them, and meet the other warps."""
+        """Store a lane's sums where `total` and `inverse_norm` read them, and meet the other warps."""
         for i in cutlass.range_constexpr(4 * self.token_tiles):
             shared.products[place.warp, i, place.row * 4 + place.quad] = sums.products[i]
         if const_expr(self.normed):
@@ -294,7 +299,8 @@ class Exchange:
 
 
 def silu_product(gate: Float32, up: Float32, limit: float | None) -> Float32:
-    """silu(gate) * up; with a limit gate is at most that, and up lies between its negative and it. NaN stays NaN."""
+    """silu(gate) * up. If there is a limit, gate is first clipped to at most `limit`, and up to [-limit, limit]. NaN
+    stays NaN."""
     if limit is not None:
         bound = Float32(limit)
         gate = clip("min.NaN.f32", gate, bound)
@@ -304,7 +310,7 @@ def silu_product(gate: Float32, up: Float32, limit: float | None) -> Float32:
 
 
 def clip(instruction: str, a: Float32, b: Float32) -> Float32:
-    """The lesser or greater of two numbers; NaN if either is NaN."""
+    """The lesser or the greater of two numbers, as `instruction` says; NaN if either is NaN."""
     return cute.arch.inline_ptx(
         instruction + " {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )

@@ -32,8 +32,8 @@ class Arrays(NamedTuple):
 
 
 class FewTokenWindow:
-    """few_token_window: `config` is static, all sizes are dynamic. A warp has a row, four lanes a group of columns that
-    have one scale."""
+    """few_token_window: `config` is static, all other sizes are dynamic. A warp has a row; four lanes have the columns
+    of one scale."""
 
     def __init__(self, config: WindowConfig) -> None:
         self.config = config
@@ -45,7 +45,7 @@ class FewTokenWindow:
 
     @cute.kernel
     def write(self, arrays: Arrays):
-        """Write a warp's row into its slot, if it has one in the cache."""
+        """Write a warp's row into its slot, if the cache has that slot."""
         thread, page_size = cute.arch.thread_idx()[0], self.config.page_size
         token, lane = cute.arch.block_idx()[0] * WARPS + thread // 32, thread % 32
         cute.arch.griddepcontrol_launch_dependents()
@@ -60,7 +60,8 @@ class FewTokenWindow:
 
     @cute.jit
     def store_row(self, source: Int64, page: Int64, offset: Int32, lane: Int32) -> None:
-        """Store a lane's columns, which begin at the address `source`, and its group's scale. page: its address."""
+        """Store a lane's columns, which begin at the address `source`, and its group's scale. page: the page's
+        address."""
         values = cute.make_rmem_tensor((VALUES,), Float32)
         for i in cutlass.range_constexpr(VALUES // 4):
             four = load(Float32, source + i * 16, 4)

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32
 
 LIMIT_BITS = 30  # the magnitude of a sum, as an integer, stays below 2 to this power
 MANTISSA_BITS, BIAS = 23, 127
-GREATEST_EXPONENT = 254  # of a finite float32, as its bits have it
+GREATEST_EXPONENT = 254  # the exponent bits of the greatest finite float32
 INFINITE, NOT_A_NUMBER = 0x7F800000, 0x7FC00000  # bits of float32
 
 
@@ -34,7 +34,7 @@ def greatest(a: Float32, b: Float32):
 @cute.jit
 def factor_of(bound: Int32, count: Int32):
     """The power of 2 by which a key's numbers are multiplied. bound: the bits of the greatest bound on what is added at
-    once. count: how often something is added. The factor is NaN if bound times count is not finite."""
+    once. count: how many bounds there were. The factor is NaN if bound times count is not finite."""
     total = bound.bitcast(Float32) * Float32(count)
     bits = total.bitcast(Int32)
     exponent = BIAS + BIAS + LIMIT_BITS - 1 - (bits >> MANTISSA_BITS)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 LATENT_DIM = 512
 HEAD_DIMS = (512, 576)
 DTYPES = ("bfloat16", "float16")
-TILE_HEADS = 64  # heads of one token that a CTA works on
+TILE_HEADS = 64  # query rows of a tile: heads of one token, or of a group of tokens
 BLOCK = 64  # keys of one step of the main kernel
 NUM_SCALES = 3  # size of the operand `scales`, as for sparse_mla's kernel; only the first may differ from 1
 MAX_SLOTS = 1 << 31  # rows of both caches together must stay below this
-UNION_HEADS = (8, 16, 32)  # eight rows of P are always of one token, and a byte has a bit for each token of a group
+UNION_HEADS = (8, 16, 32)  # multiples of 8, so that eight rows of P are of one token; at most 8 tokens make 64 heads
 WORTH = {2: 60, 4: 60, 8: 48}
 """By a group's number of tokens: how many PARTS-ths of the slots that these tokens select a union may have. A key of a
 union takes as long as a key of one token; eight tokens' union has to leave room in the hash table that makes it."""
@@ -104,7 +104,7 @@ def sparse_backward_config(spec: SparseMLASpec, *, lengths: bool = False, sinks:
 
 
 def _group_tokens(spec: SparseMLASpec) -> int:
-    """How many tokens may share a tile. The device finds for each group of them whether that is worth it."""
+    """How many tokens may share a tile. The device decides for each group of them whether they do."""
     known = isinstance(spec.num_tokens, int) and isinstance(spec.num_selected, int)
     alone = spec.batch_invariant or spec.form == "direct" or spec.num_heads not in UNION_HEADS
     if alone or not known or spec.num_tokens < 2 or spec.num_selected > MOST_COLUMNS:
@@ -123,14 +123,14 @@ def backward_workspaces(
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands. `num_slots` counts the rows of both
     caches.
 
-    kv_sum: sums of the caches' gradients, a row for each row of the caches: float32, or deterministic int32.
+    kv_sum: sums of the caches' gradients, a row for each row of the caches: int32 if deterministic, otherwise float32.
     row_terms: for each query row (token * H + head): -lse in base 2; the weight share that the sink leaves; lse's
       cotangent minus share * rowsum(d_out * out).
-    row_weights (deterministic): for each query row, how much a weight of 1 can add to a number of a key's gradient:
-      whatever the key is, and, on top, for each unit of length of the key's value.
-    key_norms, key_bounds, key_counts (deterministic): for each row of the caches, the length of its value; the bits of
-      the greatest of the bounds on what a tile of a token's heads adds at once; how many such bounds there are.
-    union_slots, union_bits, union_lengths, token_lengths (groups of tokens): see UnionArrays.
+    row_weights (if deterministic): for each query row, two bounds on what a weight of 1 adds to a number of a key's
+      gradient: one part for any key, and one for each unit of length of the key's value.
+    key_norms, key_bounds, key_counts (if deterministic): for each row of the caches, the length of its value; the bits
+      of the greatest bound on what one tile of heads adds to a number of its gradient; how many such bounds there are.
+    union_slots, union_bits, union_lengths, token_lengths (if config.tokens > 1): see UnionArrays.
     """
     shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
         "kv_sum": ((num_slots, config.head_dim), "int32" if config.deterministic else "float32"),

@@ -29,7 +29,8 @@ ALL_ROWS = (1 << GATHER_ROWS) - 1
 
 class Gatherer:
     """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`, to one of `stages`
-    buffers in turn. `weighs`: a key's factor is not the one that its numbers are multiplied by, but its value's length.
+    buffers in turn. `weighs`: whether `Shared.factors` gets the length of each key's value, and not the factor of its
+    numbers.
     """
 
     def __init__(self, traits: Traits, block: Block, stages: int = 1, weighs: bool = False) -> None:
@@ -99,11 +100,11 @@ class Gatherer:
         warp: Int32,
         groups: cutlass.Constexpr[bool],
     ):
-        """Gather one block of keys after another, each when the compute warps have released what its buffer had. Lane i
-        knows the slot of row i % 16 of its warp. groups: whether keys are those of groups of tokens."""
+        """Gather one block of keys after another, each after the compute warps have released its buffer. Lane i knows
+        the slot of row i % 16 of its warp. groups: whether keys are those of groups of tokens."""
         lane = cute.arch.lane_idx()
         column = warp * GATHER_ROWS + lane % GATHER_ROWS
-        early = self.stages > 1  # with one buffer the warp waits for that one and not for a slot
+        early = self.stages > 1  # slots are read a block ahead; with one buffer the wait for it covers the read
         following, following_bits = Int32(0), Int32(0)
         if const_expr(early):
             following = self.slot_at(keys, item, column, length, groups)
@@ -156,7 +157,8 @@ class Gatherer:
 
     @cute.jit
     def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
-        """The slot in column `column` of the token's indices; one that no cache has if that column is not active."""
+        """The slot in column `column` of the item's indices, or a slot that no cache has if the column is not
+        active."""
         slot = Int32(NO_SLOT) if const_expr(groups) else Int32(-1)
         if column < length:
             slot = keys.indices[item.indices, column]

@@ -1,9 +1,9 @@
 """The gradient of sparse_mla over plain caches of 16 bits, for Hopper.
 
-There are three main launches: `prepare` computes the terms of query rows and zeroes the sums; `differentiate` computes
-dq and the sums of the caches' gradients; `finish` rounds these sums. If deterministic, `weigh` runs before
-`differentiate`, to find bounds that make the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one
-token and the keys that the token selected, 64 at a time:
+`prepare` computes the terms of query rows and zeroes the sums; `differentiate` computes dq and the sums of the caches'
+gradients; `finish` rounds these sums. If deterministic, `weigh` runs before `differentiate`, to find bounds that make
+the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one token, or all heads of a group of tokens
+(DESIGN.md), and the keys that they select, 64 at a time:
 
   warpgroups 0 and 1   all products (products.py); they add the keys' gradients to the sums in global memory (sums.py)
   warps 8 to 11        gather keys; the first of them also copies Q and dO (gather.py)
@@ -167,8 +167,8 @@ class SparseMlaBackward:
         sums: Sums,
         sink_terms: cute.Tensor,
     ):
-        """Run before the main kernel: write the rows' terms, and zero the sums. Deterministic: write the rows' weights
-        and the keys' lengths, too."""
+        """Run before the main kernel: write the rows' terms, and zero the sums. If deterministic, also write the rows'
+        weights and the lengths of the keys' values."""
         cute.arch.griddepcontrol_launch_dependents()
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -215,7 +215,7 @@ class SparseMlaBackward:
 
     @cute.jit
     def item(self, keys: Keys, heads: Int32, block: cutlass.Constexpr[int], groups: cutlass.Constexpr[bool]):
-        """The work of this CTA in blocks of so many keys, how many keys there are, and whether the CTA has work."""
+        """The work of this CTA in blocks of `block` keys, how many keys it has, and whether it has work."""
         cta = cute.arch.block_idx()[0]
         token, first_head, indices = Int32(0), cta * TILE_HEADS, cta
         if const_expr(not groups):

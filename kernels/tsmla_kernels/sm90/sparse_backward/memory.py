@@ -20,7 +20,7 @@ GATHER_WARP = COMPUTE_WARPS  # the first of the warps that gather keys
 GATHER_WARPS = 4
 GATHER_ROWS = 16  # rows of a block that a warp gathers
 THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
-SLOTS_KEPT = 3  # how many blocks' row indices are kept: gathering warps are at most two blocks ahead
+SLOTS_KEPT = 3  # how many blocks' row indices are kept: gathering is at most two blocks ahead of the additions
 COLUMN_TILE = 32  # columns of a block side by side in shared memory, and of the keys' gradient computed at once
 COMPUTE_REGISTERS, OTHER_REGISTERS = 240, 24
 
@@ -30,7 +30,7 @@ class Barrier(IntEnum):
 
     READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
-    BOUNDED = 3  # in `weigh`, with 128 threads: the partial sums of four warps lie in shared memory; 4: of the others
+    BOUNDED = 3  # in `weigh`, 3 and 4 for its two warpgroups: the partial sums of their warps lie in shared memory
 
 
 class Term(IntEnum):
@@ -45,7 +45,7 @@ class Weight(IntEnum):
     """The two numbers that row_weights has for a query row."""
 
     ALONE = 0  # the most that a weight of 1 adds to a number of a key's gradient, whatever the key is
-    BY_LENGTH = 1  # the most that it adds besides, for each unit of the length of the key's value
+    BY_LENGTH = 1  # the most that a weight of 1 adds besides, for each unit of the length of the key's value
 
 
 class Operands(NamedTuple):
@@ -87,9 +87,9 @@ class Saved(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The arrays from which keys are gathered: of each token its slots and their number, or of each group the union of
-    its tokens' slots, the number of these, and `bits`, in which bit i says whether token i of the group selects the
-    slot. A negative number: the tokens are no work of this launch."""
+    """The arrays from which keys are gathered. Row i of `indices` has the slots of token i, or the union of group i's
+    slots. lengths[i] says how many; it is negative if this launch has no work for the token or group. bits: of each
+    slot of a union, bit j says whether token j of the group selects it."""
 
     caches: tuple[cute.Tensor, ...]
     indices: cute.Tensor
@@ -98,7 +98,7 @@ class Keys(NamedTuple):
 
 
 class Unions(NamedTuple):
-    """The workspaces of groups of tokens: see UnionArrays. If each token is alone, others stand for them."""
+    """The workspaces of groups of tokens: see UnionArrays. If each token is alone, other arrays stand for them."""
 
     slots: cute.Tensor
     bits: cute.Tensor
@@ -107,7 +107,7 @@ class Unions(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The workspaces: see `backward_workspaces`. Unless deterministic, others stand for the last four."""
+    """The workspaces: see `backward_workspaces`. Unless deterministic, other arrays stand for the last four."""
 
     kv_sum: cute.Tensor
     row_terms: cute.Tensor
@@ -167,8 +167,8 @@ class Shared(NamedTuple):
     `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT]
     has the row in kv_sum of each key, or -1 if it does not exist. `valid` [warp, token of the group, block %
     SLOTS_KEPT] has a bit for each of a gathering warp's rows, set if the row exists and the token selects it. `terms`
-    [Term, head] has the terms of the tile's heads. Deterministic: `factors`, indexed as `rows`, has what a key's
-    numbers are multiplied by before they are rounded to integers.
+    [Term, head] has the terms of the tile's heads. If deterministic, `factors`, indexed as `rows`, has for each key
+    what its numbers are multiplied by before they are rounded to integers, or in `weigh` the length of its value.
     """
 
     queries_full: cute.Pointer

@@ -1,6 +1,6 @@
-"""The warpgroups that compute sparse_mla's gradient. For a token's heads and a block of its keys:
+"""The warpgroups that compute sparse_mla's gradient. For a tile of heads and a block of keys:
 
-    S = Q K^T    P = exp2(S scale - lse)    dP = dO V^T    dS = scale P (share dP + shift)
+    S = Q K^T    P = exp(scale S - lse)    dP = dO V^T    dS = scale P (share dP + shift)
     dQ += dS K   dKV = dS^T Q + (share P)^T dO
 
 Each warpgroup computes S, dP, P and dS of half of the keys. Then each has half of dQ's columns, in registers for all
@@ -39,12 +39,12 @@ from tsmla_kernels.sm90.sparse_backward.sums import Adder, Place
 from tsmla_kernels.sm90.warp import release, store_matrices, transpose_quad
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
-SCORES = GROUP_KEYS * TILE_HEADS // 128  # scores of its warpgroup's keys that a thread has
+SCORES = GROUP_KEYS * TILE_HEADS // 128  # how many scores of its warpgroup's keys a thread has
 
 
 class Consumer:
-    """Device code of a compute warpgroup. adds_first: whether it adds a chunk before it issues the next one's products,
-    and not after that."""
+    """Device code of a compute warpgroup. adds_first: whether it adds a chunk before it issues the next chunk's
+    products, and not after."""
 
     def __init__(self, traits: Traits, adds_first: bool = False) -> None:
         self.traits, self.adds_first = traits, adds_first
@@ -68,7 +68,8 @@ class Consumer:
         )
 
     def set_flags(self, mma: Mma) -> None:
-        """Say which products add. Once, before any role begins: a change while products run would serialise them."""
+        """Say which products add to their accumulators. Called once, before any role begins: a change while products
+        run would serialise them."""
         for products, adds in zip(mma, (False, True, False, True, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
 
@@ -133,12 +134,12 @@ class Consumer:
     ):
         """Compute dQ and dKV of a block, and S and dP of the next one.
 
-        Additions to global memory take longer than the products. So each chunk of dKV is added while the next one is
-        computed, the last one in the next block, and the other products are spread over the chunks. Behind the last
-        block, S and dP are those of the same keys again, which nothing reads.
+        Each chunk of dKV is added while the next one is computed (a block's last chunk: during the next block's first),
+        and the other products are spread over the chunks. In the last block S and dP are computed of the same keys
+        again; nothing reads them.
         """
         place = Place(block % SLOTS_KEPT, Int32(0))
-        # The first block has none before.
+        # The first block has no block before it.
         before = Place((block + SLOTS_KEPT - 1) % SLOTS_KEPT, cutlass.select_(block == 0, Int32(-1), Int32(0)))
         following = cutlass.min(block + 1, item.blocks - 1)
         for chunk in cutlass.range_constexpr(self.chunks):
@@ -210,8 +211,8 @@ class Consumer:
         block: cutlass.Constexpr[Block],
         t: ThreadIndex,
     ):
-        """Issue the scores of `heads` and of the keys of `block`, `offset` bytes into `keys`, over as many columns as
-        `heads` has."""
+        """Issue A B^T: A is the block `heads` at `queries`; B has the rows of `block`, from `offset` bytes into `keys`
+        on, and the columns of A."""
         thr = products[0].get_slice(t.thread)
         of_keys = block._replace(columns=heads.columns)
         a = products[0].make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), heads)))

@@ -112,7 +112,7 @@ class RowKernels:
 
     @cute.jit
     def measure_keys(self, caches: tuple[cute.Tensor, ...], sums: Sums, warp: Int32, warps: Int32):
-        """Compute the lengths of the values that warp number `warp` of `warps` has, and zero these keys' bounds and
+        """Compute the lengths of every `warps`-th key's value, from key `warp` on, and zero these keys' bounds and
         counts."""
         lane, head_dim = cute.arch.lane_idx(), self.traits.head_dim
         of_first = caches[0].shape[0] * caches[0].shape[1]
@@ -136,7 +136,7 @@ class RowKernels:
 
     @cute.jit
     def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
-        """Zero the share of the sums that CTA number `cta` of `ctas` has."""
+        """Zero the share of the sums that CTA `cta` of `ctas` CTAs has."""
         zeros = cute.make_rmem_tensor((4,), sums.kv_sum.element_type)
         zeros.fill(0)
         count = Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // 4)
@@ -147,7 +147,7 @@ class RowKernels:
 
     @cute.jit
     def store_keys(self, sums: Sums, d_caches: tuple[cute.Tensor, ...], cta: Int32):
-        """Store the share of the caches' gradients that CTA number `cta` has."""
+        """Store the share of the caches' gradients that CTA `cta` has."""
         row_vectors = self.traits.head_dim // VECTOR
         count = Int64(sums.kv_sum.shape[0]) * row_vectors
         of_first = Int64(d_caches[0].shape[0]) * d_caches[0].shape[1] * row_vectors
@@ -157,7 +157,7 @@ class RowKernels:
                 total = cute.make_rmem_tensor((VECTOR,), sums.kv_sum.element_type)
                 cute.autovec_copy(global_tensor(sums.kv_sum, vector * VECTOR, VECTOR), total)
                 if const_expr(self.traits.config.deterministic):
-                    for i in cutlass.range_constexpr(0, VECTOR, 2):  # the first of two lent the second its sign
+                    for i in cutlass.range_constexpr(0, VECTOR, 2):  # `integers` added the first's sign to the second
                         total[i + 1] -= total[i] >> 31
                 numbers = cute.make_rmem_tensor((VECTOR,), Float32)
                 numbers.store(total.load().to(Float32))

@@ -1,8 +1,9 @@
 """The sums of the caches' gradients in global memory, to which compute warpgroups add from their registers: float32, or
 int32 if deterministic.
 
-A thread of an accumulator [BLOCK keys, COLUMN_TILE columns] has two keys, 8 apart, and 2 of every 8 columns. Additions
-are fastest if a warp adds 128 contiguous bytes of a key at once. So lanes that have different keys exchange columns.
+Of an accumulator [BLOCK keys, COLUMN_TILE columns] a thread has two keys, 8 apart, and 2 of every 8 columns. Additions
+are fastest if a warp's instruction has 128 contiguous bytes of a key. So lanes that have different keys exchange
+columns.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Adder:
         t: ThreadIndex,
     ):
         """Add one of a thread's two keys as integers: four lanes transpose 4 x 4 pairs of columns of four keys."""
-        quarter = t.lane // 4 % 4  # which of four neighbouring keys a lane has, then which of four groups of 8 columns
+        quarter = t.lane // 4 % 4  # which of four keys; once transposed, of four groups of 8 columns
         base += (quarter * 8 + t.lane % 4 * 2) * 4
         low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
         factor = shared.factors[t.row + 8 * half, place.index]

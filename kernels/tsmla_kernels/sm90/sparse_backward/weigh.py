@@ -70,8 +70,8 @@ class Weigher:
         self.storage = weigh_storage(traits, self.keys)
 
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
-        """Views of the allocated `storage`, and the partial sums [key, warp, warpgroup, parity of its blocks]. In place
-        of a buffer that this pass does not have stands `q`, which nothing reads as that buffer."""
+        """Views of the allocated `storage`, and the partial sums [key, warp, warpgroup, parity of its blocks]. For an
+        array that this pass does not have another one stands, which nothing reads in its place."""
         shapes = {
             "rows": (WEIGH_BLOCK, SLOTS_KEPT),
             "valid": (WEIGH_GATHER_WARPS, self.traits.config.tokens, SLOTS_KEPT),
@@ -148,8 +148,8 @@ class Weigher:
         groups: cutlass.Constexpr[bool],
         t: ThreadIndex,
     ):
-        """This warp's sums over its heads: for keys 2 (lane % 4) and the next one of each 8 keys, of which a lane
-        returns those of the 8 keys number lane / 4. A row that does not exist has any number."""
+        """This warp's sums over its heads, for two keys: of the 8 keys with index lane / 4, the keys 2 (lane % 4) and 2
+        (lane % 4) + 1. The sum of a row that does not exist is meaningless."""
         lane, values = t.lane, []
         for i in cutlass.range_constexpr(WEIGH_BLOCK // 8):
             for e in cutlass.range_constexpr(2):
