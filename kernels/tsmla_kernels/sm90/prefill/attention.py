@@ -163,8 +163,8 @@ class Attention:
         k, v, tile = cursor.k, cursor.v, cursor.tile
         keys, unmasked_keys = cursor.keys, cursor.unmasked_keys
         if blocks > 0:
-            # A Cursor's fields are assigned one by one, because the order of a branch's results decides which
-            # registers they get.
+            # The fields are assigned here one by one, and not as one Cursor: the order in which an `if` yields its
+            # results decides which registers they get.
             next_tile = self.start_tile(wg, cursor)
             k, v, v_keys = next_tile.k, next_tile.v, next_tile.v_keys
             blocks, keys, unmasked_keys = next_tile.blocks, next_tile.keys, next_tile.unmasked_keys

@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.prefill.memory import (
 )
 from tsmla_kernels.sm90.warp import advance
 
-NO_TILE = 2**31 - 1  # TILES_END for rows past the plan's last row: greater than every tile number
+NO_TILE = 2**31 - 1  # TILES_END for rows past the plan's last row: greater than every tile's index
 # A CTA claims its next tile when this many blocks of its present tile are left, with the one that it copies then (or at
 # once, if the tile has fewer). If it claimed earlier, the next tile would wait for a long tile's end while other CTAs
 # have no more work. If it claimed later, the copies would wait for the next tile's descriptor.

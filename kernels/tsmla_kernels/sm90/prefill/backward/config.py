@@ -98,8 +98,8 @@ def backward_workspaces(
     plan: a row for each request, and two for the keys that belong to no request.
     progress: one word per CTA, because the launch takes the grid's size from its length.
     rope_sum, rope_turns: only if rope_dim > 0. Float32 sums of the gradient of k's shared columns; and, if
-      deterministic, how many heads have been added to each half of the rows of a key tile (if wide: how many warps of
-      heads to all its rows, in the first counter).
+      deterministic, how many heads have been added to each half of a key tile's rows. If wide, the first of a tile's
+      two counters says how many warps have added to all its rows.
     """
     tiles = total_q_len // Q_ROWS + batch
     blocks = total_q_len // BLOCK_ROWS + batch

@@ -1,8 +1,9 @@
-"""The gradient of expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
+"""The gradient of expanded MLA prefill over ragged batches, bf16 and f16, for Hopper.
 
 There are three launches. The first makes the plan and the terms of query rows, and zeroes the sums. The second computes
-dk, dv and the float32 sums of dq (and of dk_rope), the third dq (and dk_rope) from these sums. A CTA of the second
-launch takes tiles of 128 keys of one head, and for each tile the queries that see it, 64 at a time:
+dk, dv and the float32 sums of dq (and of dk_rope), the third dq (and dk_rope) from these sums. If keys and values have
+256 columns, WIDE.md says how the second divides its work. Otherwise a CTA of it takes tiles of 128 keys of one head,
+and for each tile the queries that see it, 64 at a time:
 
   warpgroups 0 and 1   each has half of a tile's keys, with their dK and dV in registers (products.py)
   the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ to the

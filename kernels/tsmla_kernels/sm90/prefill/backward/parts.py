@@ -52,7 +52,7 @@ class Parts:
         )
 
     def stage(self, count: Int32) -> Stage:
-        """The stage of step number `count`, and the stage's parity. Steps are counted from 0 over all tiles.
+        """The stage of step `count`, and the stage's parity. Steps are counted from 0 over all tiles.
 
         Steps take the two stages in turn. A wait for step -1 returns at once."""
         return Stage(count & 1, (count >> 1) & 1)
@@ -111,7 +111,7 @@ class Parts:
 
     @cute.jit
     def terms(self, shared: Shared, stage: Stage, term: Term, g: cutlass.Constexpr[int], t: ThreadIndex):
-        """Load `term` of the two queries that this lane has among the g-th 8 queries."""
+        """Load `term` of the two queries that this lane has in group `g` of 8 queries."""
         address = shared.row_terms.iterator.toint()
         address += ((stage.index * len(Term) + term) * Q_ROWS + g * 8 + (t.lane % 4) * 2) * 4
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)

@@ -1,6 +1,6 @@
 """The warpgroups that compute prefill's gradient. Scores are transposed, so that their rows are keys:
 
-    S = K Q^T, P = exp2(S scale - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
+    S = K Q^T, P = exp(scale S - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
 
 Each warpgroup has half of a tile's keys. P and dS stay in its registers, as operands of dV and dK. dQ sums over all
 keys, so dS is also stored to shared memory, and each warpgroup computes half of dQ's columns one step later.

@@ -170,7 +170,7 @@ class RowKernels:
                     cute.autovec_copy(rounded, global_tensor(dq, at, SUM_VECTOR))
 
     def row_of_sums(self, vector: Int32, row_vectors: int) -> Int32:
-        """The row in a tile that has a vector of 16 sums, of which a row has `row_vectors`."""
+        """The row, in a tile, of the vector of 16 sums with index `vector`. A row has `row_vectors` vectors."""
         if self.traits.wide:
             return vector // (BLOCK_ROWS * row_vectors) * BLOCK_ROWS + vector % BLOCK_ROWS
         return vector // row_vectors
@@ -183,7 +183,7 @@ class RowKernels:
 
     @cute.jit
     def store_rope(self, sums: Sums, factor: Float32, dk_rope: cute.Tensor, cta: Int32, ctas: Int32):
-        """Store the share of the shared rope columns' gradient that CTA number `cta` of `ctas` has. A thread takes 16
+        """Store the share of the shared rope columns' gradient that CTA `cta` of `ctas` CTAs has. A thread takes 16
         columns at once."""
         tidx = cute.arch.thread_idx()[0]
         partials, total_kv = sums.rope_sum.shape[0], sums.rope_sum.shape[1]
@@ -205,8 +205,8 @@ class RowKernels:
 
     @cute.jit
     def zero_dq(self, requests: Requests, dq: cute.Tensor, section: Int32, sections: Int32):
-        """Zero dq of the rows that belong to no request, before the first request and after the last. CTA number
-        `section` of `sections` zeroes every `sections`-th of these rows."""
+        """Zero dq of the rows that belong to no request, before the first request and after the last. CTA `section` of
+        `sections` CTAs zeroes every `sections`-th of these rows."""
         tidx = cute.arch.thread_idx()[0]
         vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # vectors in a row of all heads
         first, last = self.clamped(requests, Int32(0)), self.clamped(requests, requests.cu_seqlens_q.shape[0] - 1)

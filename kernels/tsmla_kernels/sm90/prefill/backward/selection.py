@@ -1,5 +1,5 @@
-"""Key selection by bits, for the gradient. Scores are transposed there, a key a row: a lane has 2 keys' scores for 16
-queries.
+"""Key selection by bits, for the gradient. There scores are transposed, so that a row has one key's scores: a lane has
+the scores of 2 keys and 16 queries.
 
 All keys of a warp are in one word of a query. A lane loads the words of two of a step's 64 queries, and the lanes
 exchange them when they mask.

@@ -28,8 +28,8 @@ def sum_position(row: int, column: int, columns: int) -> int:
 
 
 def wide_sum_position(row: int, column: int) -> int:
-    """The same for a block of BLOCK_ROWS rows whose sums compute warps add from registers: of each 16 columns the rows
-    lie one after another, so that a warp adds 512 bytes side by side."""
+    """The index that the sum of (row, column) has in a block of BLOCK_ROWS rows if compute warps add it from registers:
+    of each 16 columns the rows lie one after another, so that a warp adds 512 bytes side by side."""
     return column // 16 * (16 * BLOCK_ROWS) + row * 16 + sum_position(0, column % 16, 16)
 
 
@@ -132,9 +132,9 @@ class Reducer:
         """Add `size` bytes of the buffer to the sums at `target`.
 
         If deterministic, first wait until `order` other tiles have added to these sums. This wait ends, however few
-        CTAs run at a time: the other tiles have lower numbers, and CTAs claim tiles by ascending number. So running
-        CTAs have claimed all of them already, and the unfinished tile with the lowest number waits for no other tile. A
-        count above `order` also ends the wait: if wrong offsets let requests overlap, the requests share counters.
+        CTAs run at a time: the other tiles have lower indices, and CTAs claim tiles in ascending order. So running CTAs
+        have claimed all of them already, and the unfinished tile with the lowest index waits for no other tile. A count
+        above `order` also ends the wait: if wrong offsets let requests overlap, the requests share counters.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
         cute.arch.mbarrier_wait(shared.sums.full + group, count & 1)

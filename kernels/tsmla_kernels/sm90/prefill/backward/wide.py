@@ -1,12 +1,12 @@
 """The warpgroups that compute the gradient of prefill with 256 columns of keys and of values. The registers of a
 warpgroup have no room for dK and dV, so each warpgroup has one of them, for all 64 keys of a tile:
 
-    warpgroup 0   S = K Q^T, P = exp2(S scale - lse), dV += P dO, half of dQ's columns
+    warpgroup 0   S = K Q^T, P = exp(scale S - lse), dV += P dO, half of dQ's columns
     warpgroup 1   dP = V dO^T, dS = P (dP - delta), dK += dS Q, the other half
 
 Warpgroup 0 passes P to warpgroup 1 in float32, each thread to the thread that has the same place in the accumulator.
-Warpgroup 1 stores dS for dQ. Both begin the next step's scores before they add the present step's, so that the tensor
-cores have work while one computes P or dS. dQ is added to the sums in global memory straight from registers.
+Warpgroup 1 stores dS for dQ. Each issues the next step's S or dP before the present step's dV or dK, so that the tensor
+cores have work while it computes P or dS. dQ is added to the sums in global memory straight from registers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SIXTEEN = 16  # neighbouring columns of an accumulator, of which a lane has four
 
 class Registers(NamedTuple):
     """A warpgroup's registers that live from step to step: `operand` is P or dS, as an operand of WGMMA; `total` is dV
-    or dK; `words` has a step's words of a selection. A step's scores have an accumulator of their own: one that lived
-    as long would be spilled."""
+    or dK; `words` has a step's words of a selection. A step's scores have an accumulator of their own, which would be
+    spilled if it lived as long."""
 
     operand: cute.Tensor
     total: cute.Tensor
@@ -193,7 +193,7 @@ class WideConsumer:
         count: Int32,
         t: ThreadIndex,
     ):
-        """Replace S by P, and pass it to the other warpgroup. `count` is the step's number over all tiles."""
+        """Replace S by P, and pass it to the other warpgroup. `count` is the step's index over all tiles."""
         traits, stage, slot = self.traits, at.stage, at.slot
         s = self.parts.rows_of(scores, Q_ROWS)
         diagonal = uniform(shared.tiles[Tile.DIAGONAL, slot]) - at.queries * Q_ROWS
@@ -332,7 +332,8 @@ class WideConsumer:
         *,
         pending: cutlass.Constexpr[int],
     ):
-        """Wait for dP, with `pending` products after it, release dO, and replace dP by dS."""
+        """Wait for dP, but not for the `pending` products that were issued after it. Release dO, and replace dP by
+        dS."""
         stage = at.stage
         cute.arch.mbarrier_wait(shared.p.full, count & 1)
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)  # the rows' terms arrive with Q
