@@ -1,1 +1,1 @@
-"""Products of activations with e4m3 weights that have a scale for each block, for Hopper."""
+"""Products of activations with block-scaled weights, for Hopper."""

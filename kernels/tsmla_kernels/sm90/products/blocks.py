@@ -87,8 +87,8 @@ class Quantized:
 
 class WeightBlocks:
     """Device functions for products whose M are weight rows, so that few tokens cost little. wave_scales: bytes from a
-    wave's scales to the next wave's. halves: how many scales a token has: two if gated, one for each half of the
-    weight; a lane's first row is then of the first half, and its second row of the second half."""
+    wave's scales to the next wave's. halves: how many scales a token has: one, or if gated one for each half of the
+    weight. If gated, a lane's first row is of the first half, and its second row of the second half."""
 
     wave_scales = 0
 
@@ -142,7 +142,8 @@ class WeightBlocks:
         return found
 
     def add_some(self, sums: cute.Tensor, acc: cute.Tensor, factors: list[cute.Tensor], first: int) -> None:
-        """Add products times their factors to as many values of the sums as have factors, from value `first` on."""
+        """Multiply products by their factors, and add them to the sums: the values for which there are factors, of
+        which value `first` is the first."""
         for i in range(2 * cute.size(factors[0])):
             half = i // 2 % 2 % self.halves
             sums[first + i] = sums[first + i] + acc[first + i] * factors[half][2 * (i // 4) + i % 2]

@@ -54,8 +54,8 @@ class ProductConfig:
         most this; None for no limit.
       tokens: how many rows of x a tile has, a multiple of 8.
       tail: with weights first, a tile whose group has at most this many rows left is multiplied as a tile of this many
-        tokens. With tokens_first it is GROUP_ROWS: a math warpgroup whose tokens all lie past the group multiplies
-        nothing. 0 if all tiles are multiplied whole.
+        tokens. With tokens_first it is GROUP_ROWS or 0: if it is GROUP_ROWS, a math warpgroup whose tokens all lie past
+        the group multiplies nothing. 0 if all tiles are multiplied whole.
       groups: how many math warpgroups a CTA has.
       waves: how many products of a block of terms each math warpgroup computes, one after the other.
       tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows; otherwise M are 64 of

@@ -1,4 +1,4 @@
-"""Products of activations (e4m3 or 16 bits) with block-scaled e4m3 weights in one launch, dense or grouped, for Hopper.
+"""Products of activations (e4m3 or 16 bits) with block-scaled weights in one launch, dense or grouped, for Hopper.
 
 DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, where M of the WGMMAs are weight rows, or,
 with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:
@@ -27,10 +27,7 @@ from tsmla_kernels.sm90.warp import quotient, remainder
 class BlockScaledMatmul:
     """block_scaled_matmul, or grouped_block_scaled_matmul: `config` is static, all sizes are dynamic.
 
-    Operands of the launcher: x [R, K], or [T, K] if config.picked, in config.x_dtype; weight [N, K], or [E, N, K] if
-    config.grouped, e4m3; x_scales [R or T, K / 128] f32, if x is e4m3; weight_scales [N / 128, K / 128] or
-    [E, N / 128, K / 128] f32; cu_rows [E + 1] i32, if config.grouped; rows [R] i32, if config.picked; out [R, N], or
-    [R, N / 2] if config.gated; out_scales [R, N / 256] f32, if out is e4m3. K / 128 and N / 128 are rounded up.
+    Operands of the launcher: the arrays of memory.Arrays that the config has, in that order.
     """
 
     def __init__(self, config: ProductConfig) -> None:
@@ -89,7 +86,7 @@ class BlockScaledMatmul:
             else:
                 self.copies.run_scales(arrays, shared, place, warp - self.copy_warp - 1)
             if const_expr(config.splits > 1):
-                for _ in cutlass.range_constexpr(2):  # the math warps meet twice, and all must
+                for _ in cutlass.range_constexpr(2):  # the math warps meet twice, and all threads must
                     meet_cluster()
         else:
             cute.arch.setmaxregister_increase(config.registers[0])

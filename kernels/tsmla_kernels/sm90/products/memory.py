@@ -81,7 +81,7 @@ class Tile(NamedTuple):
 
     Attributes:
       group: the group whose rows of x and weight the tile multiplies. -1: there are no more tiles.
-      row: the tile's first row of x. rows: how many rows the group has from that row on.
+      row: the tile's first row of the result. rows: how many rows the group has from that row on.
       column: the tile's index along the weight's rows.
       begin, end: blocks of terms that this CTA sums.
     """

@@ -19,7 +19,8 @@ from tsmla_kernels.sm90.products.config import (
 
 
 def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
-    """The operands. All sizes are read at the launch; K is a multiple of 16, N of 8 or, if gated, of 256."""
+    """The operands. All sizes are read at the launch. K is a multiple of 16 (packed: 128), N of 8 or, if gated, of
+    256."""
     stack = (None,) if config.grouped else ()
     x_scales = () if config.wide else (Operand("x_scales", "float32", (None, None), align=4),)
     offsets = (Operand("cu_rows", "int32", (None,), align=4),) if config.grouped else ()

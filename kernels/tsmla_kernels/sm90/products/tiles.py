@@ -23,7 +23,7 @@ class Found(NamedTuple):
     Attributes:
       group: the group's index. -1: there are no more tiles.
       index: the tile's index within the group.
-      row: the group's first row of x. rows: how many rows the group has.
+      row: the group's first row of the result. rows: how many rows the group has.
     """
 
     group: Int32
