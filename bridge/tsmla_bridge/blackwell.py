@@ -1,7 +1,7 @@
-"""On Blackwell: the package tokenspeed_mla, whose kernels are written for it, behind the contract's meaning.
+"""Adapter of the package tokenspeed_mla, whose kernels are written for Blackwell GPUs.
 
-The package leaves requests without keys and query tokens that see none undefined, and gives lse in base 2; this module
-makes them what the contract says. It has not been run on a Blackwell GPU.
+The package leaves the results of requests without keys and of query tokens that see none undefined, and gives lse in
+base 2; this module makes both what the contract says. It has not been run on a Blackwell GPU.
 """
 
 from __future__ import annotations

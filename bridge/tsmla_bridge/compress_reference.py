@@ -47,8 +47,8 @@ def compress_write_kv_cache(spec: CompressWriteSpec, arrays: Arrays, kv_scale: S
 
 
 def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(request, number in its compressed sequence, whether it is complete) of places for all entries. The first place
-    of request r is cu_seqlens_q[r] // ratio + r: the next request's comes behind its last entry."""
+    """(request, index in its compressed sequence, whether it is complete) of each place's entry. The first place of
+    request r is cu_seqlens_q[r] // ratio + r, so there is a place for every entry that a call can complete."""
     compress, offsets = spec.compress, arrays.cu_seqlens_q.long()
     places = torch.arange(compress.num_tokens // compress.ratio + compress.num_requests, device=offsets.device)
     first = offsets[:-1] // compress.ratio + torch.arange(compress.num_requests, device=offsets.device)

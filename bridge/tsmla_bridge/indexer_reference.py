@@ -1,7 +1,8 @@
-"""What trains an indexer in torch operations: the logits of selected keys, the loss, and their gradients.
+"""Training of an indexer in torch operations: the logits of selected keys, the loss, and their gradients.
 
-Blocks of tokens, and for each of them blocks of columns, as tsmla_jax's "xla" has them: neither a number for each pair
-of a token and a key nor the gathered keys of all tokens exist. No value is read on the host.
+The functions take blocks of tokens, and for each of these blocks of columns, as tsmla_jax's "xla" does. So there is
+never an array with an element for each pair of a token and a key, nor one of the gathered keys of all tokens. No value
+is read on the host.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ SCALE_SCHEMA = "Tensor? kv_scale_tensor, float? kv_scale"
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
-_transformation = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is under way
+_transformation = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's transformations under way
 _VMAP = torch._C._functorch.TransformType.Vmap
 _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 

@@ -12,14 +12,14 @@ import torch
 
 
 class Absorbed(NamedTuple):
-    """What stands for lse and its cotangent [T, H] in the gradient of a call with sinks."""
+    """The substitutes of lse and its cotangent [T, H] in the gradient of a call with sinks."""
 
     lse: torch.Tensor
     dlse: torch.Tensor
 
     @classmethod
     def of(cls, lse: torch.Tensor, dlse: torch.Tensor, sinks: torch.Tensor) -> Absorbed:
-        """From the results of the call: its lse is without the sinks."""
+        """The substitutes for lse and dlse of a call whose lse is without the sinks."""
         unseen = lse == -torch.inf
         whole = torch.logaddexp(lse, sinks.to(lse.dtype)).masked_fill(unseen, -torch.inf)
         # exp(whole - lse) is infinite where the sink has nearly all weight; a cotangent of 0 stays 0.

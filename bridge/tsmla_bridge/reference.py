@@ -343,8 +343,8 @@ def indexer_logits(
 
 
 def seen_keys(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of num_tokens packed query tokens: its request, and how many keys it sees: token i of S sees the first
-    seq_len - (S - 1) + i. A row behind the last request's sees none."""
+    """The request of each of num_tokens packed query tokens, and how many keys the token sees: token i of a request of
+    S tokens sees its first seq_len - (S - 1) + i keys. Rows behind the last request's tokens see none."""
     ends = cu_seqlens_q[1:]
     rows_through = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)  # and with each row
     request = torch.bucketize(rows_through, ends, out_int32=True)

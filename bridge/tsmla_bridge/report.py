@@ -56,7 +56,7 @@ def lines_of(report: Torch) -> list[str]:
 
 
 def _runs(arch: str) -> str:
-    """What runs operations on tensors of a GPU."""
+    """A sentence's end that names the kernels which run on a GPU of this architecture."""
     if arch == "sm_90":
         return "kernels, for all of them"
     if f"{arch}a" in sm100.ARCHS:

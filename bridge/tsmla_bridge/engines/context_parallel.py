@@ -8,7 +8,8 @@ import torch
 
 
 class Deal(NamedTuple):
-    """How keys are dealt out: `world` ranks take turns of `interleave` keys. rank: this one's number."""
+    """How keys are dealt out: `world` ranks take turns of `interleave` keys. rank: the index
+    of this rank."""
 
     world: int
     rank: int

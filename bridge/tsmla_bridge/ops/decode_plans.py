@@ -22,8 +22,8 @@ from tsmla_kernels.sm90.decode import config as sm90_decode
 
 
 class DecodeInputs(NamedTuple):
-    """The tensors of a call, as mla_decode takes them. q is one tensor, or its latent columns where the rope columns,
-    q_rope, are a tensor of their own."""
+    """The tensors of a call, as mla_decode takes them. q has all columns of the queries or, if q_rope has the rope
+    columns, the latent columns alone."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -34,7 +34,7 @@ class DecodeInputs(NamedTuple):
     q_rope: torch.Tensor | None = None
 
     def joined(self) -> DecodeInputs:
-        """With q as one tensor; a copy where it is two."""
+        """The same tensors with q as one tensor, which is a copy if there is q_rope."""
         return self if self.q_rope is None else self._replace(q=torch.cat((self.q, self.q_rope), -1), q_rope=None)
 
 

@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name; cu_seqlens_q where it is given."""
+        """The call's tensors by name; without cu_seqlens_q if it is None."""
         named: dict[str, Any] = dict(zip(self._fields[:6], self[:6], strict=True))
         if self.cu_seqlens_q is None:
             del named["cu_seqlens_q"]
@@ -196,8 +196,8 @@ def _select(call: Call, memory: Memory) -> Results:
 
 
 class Scratch(NamedTuple):
-    """Results of a chunk's first launch that the second reads: the logits, and where requests have several tokens, the
-    keys that each row of the call sees and its request."""
+    """Results of a chunk's first launch that the second reads: the logits and, if requests have several tokens, each
+    row's count of keys that it sees and the index of its request."""
 
     logits: torch.Tensor
     row_lens: torch.Tensor | None = None
@@ -207,7 +207,7 @@ class Scratch(NamedTuple):
 def _scratch(
     spec: IndexerTopkSpec, plan: Chunks, device: torch.device, stream: int, workspace: Workspace | None
 ) -> Scratch:
-    """In the workspace, or in new memory, which lives until the launches are queued."""
+    """Scratch of a call, in the workspace or in new memory, which lives until the launches are queued."""
     size = plan.rows * spec.num_columns * LOGIT_BYTES
     of_rows = ROW_BYTES * spec.logits.num_tokens if spec.logits.ragged else 0
     if workspace is None:

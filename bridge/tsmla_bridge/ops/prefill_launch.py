@@ -1,4 +1,4 @@
-"""What mla_prefill and mla_prefill_kv share on torch tensors: their arguments, and launching their kernels."""
+"""Common parts of mla_prefill and mla_prefill_kv on torch tensors: arguments, and the launches of kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 
 class Gradients(NamedTuple):
-    """Those of q, k and v, or of q, kv and k_rope, and of the sinks if there are any."""
+    """The gradients of q, k and v, or of q, kv and k_rope, and of the sinks if there are any."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -31,7 +31,7 @@ class Gradients(NamedTuple):
 
 
 TensorOrShape = torch.Tensor | tuple[tuple[int, ...], str]
-"""An operand, or shape and dtype of one that lives until the kernel has run."""
+"""An operand, or the shape and dtype of a workspace that lives until the kernel has run."""
 
 
 class PrefillInputs(NamedTuple):
@@ -74,7 +74,7 @@ class PrefillOptions(NamedTuple):
     implementation: str | None
 
     def of_gradient(self) -> PrefillOptions:
-        """The same, deterministic where torch asks for that everywhere."""
+        """The options of the call's gradient: deterministic also if torch asks for that everywhere."""
         return self._replace(deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled())
 
 
@@ -93,7 +93,7 @@ class Saved(NamedTuple):
     dlse: torch.Tensor
 
     def checked(self, spec: PrefillSpec, q: torch.Tensor) -> Saved:
-        """The same with dense cotangents. ValueError / TypeError unless all have the results' shapes and dtypes."""
+        """A copy with dense cotangents. ValueError / TypeError unless all have the results' shapes and dtypes."""
         layout = result_layout(spec, q)
         saved = self._replace(dout=self.dout.contiguous(), dlse=self.dlse.contiguous())
         for name, tensor in (("out", saved.out), ("dout", saved.dout)):

@@ -1,4 +1,4 @@
-"""What mla_prefill and mla_prefill_kv share as functions: which calls go to the torch operator, and the operators."""
+"""Operators of mla_prefill and mla_prefill_kv, and the choice of the calls that go to them."""
 
 from __future__ import annotations
 

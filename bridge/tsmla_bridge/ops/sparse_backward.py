@@ -30,7 +30,7 @@ class Saved(NamedTuple):
     d_lse: torch.Tensor
 
     def checked(self, spec: SparseMLASpec, q: torch.Tensor) -> Saved:
-        """The same with dense cotangents. ValueError / TypeError unless all have the results' shapes and dtypes."""
+        """A copy of dense tensors. ValueError / TypeError unless all have the results' shapes and dtypes."""
         layout = ResultLayout.of(q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
         saved = Saved(*(tensor.contiguous() for tensor in self))
         for name, tensor in (("out", saved.out), ("d_out", saved.d_out)):

@@ -1,4 +1,4 @@
-"""What surrounds a paged cache, on torch tensors: making one, and the slots that positions have in it."""
+"""Helpers for a paged cache of torch tensors: a new cache, and the slots of positions in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where attention's results go: the caller's tensors, once they are checked, or new ones."""
+"""Memory of attention's results: the caller's tensors, after a check, or new ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_kernels import contract
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
-"""out, and lse where it was asked for."""
+"""out, and lse or, if the call did not ask for it, None."""
 
 Computed = tuple[torch.Tensor, torch.Tensor]
 """out and lse."""
@@ -32,7 +32,7 @@ class ResultLayout:
 
     @classmethod
     def of(cls, q: torch.Tensor, width: int, out_dtype: str, lse_dtype: str) -> ResultLayout:
-        """For a query [*rows, D], and the contract's dtypes."""
+        """The layout of the results of queries [*rows, D], of these dtypes of the contract."""
         rows = tuple(q.shape[:-1])
         shape = (*rows, width)
         dtypes = DTYPES[out_dtype], DTYPES[lse_dtype]

@@ -187,8 +187,9 @@ def sparse_mla(
         bring their own scales and take no other.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
       batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
-      form: how the Hopper kernel gathers: "direct", each token for itself; or "union", neighbouring tokens with 64 (or
-        32) heads together gather the union of their slots once, where the device finds that they share enough of them.
+      form: how the Hopper kernel gathers: "direct", each token for itself; or "union", in groups of neighbouring
+        tokens, whose heads add up to 64, or to 32 over plain rows of 576 columns of 16 bits: a group gathers the union
+        of its slots once if the device finds that its tokens share enough of them.
         "auto" chooses by the call's sizes; `explain` tells what and why. The other implementations take no notice.
       tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
         of one token a request, whose tokens share little. None: not known, or a prompt.

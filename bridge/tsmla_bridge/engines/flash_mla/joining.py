@@ -36,7 +36,7 @@ def joined(near: Columns, far: Columns, multiple: int) -> Columns:
 
 
 def per_token(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Lengths of each request [B] as lengths of each token [T]; the same tensor where a request has one."""
+    """Lengths of each request [B] as lengths of each token [T]; the same tensor if every request has one token."""
     each = tokens // max(1, len(lengths))
     return lengths if each <= 1 else lengths.repeat_interleave(each)
 

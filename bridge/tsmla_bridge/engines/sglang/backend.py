@@ -227,9 +227,9 @@ class TsmlaBackend(AttentionBackend):
                 raise NotImplementedError(f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in {said}")
 
     def _take_rope_apart(self, config: Any) -> None:
-        """Have the models hand over latent and rope columns as they are, without a concatenation: by name, which the
-        models' code looks up. Not in a process with a model that scales its queries by position, a draft or its target:
-        it does that to concatenated ones alone."""
+        """Enter this backend's name in the list of those to which models hand latent and rope columns as they are, not
+        concatenated. In a process with a model that scales its queries by position, a draft or its target, the name is
+        taken out: such a model scales concatenated queries alone."""
         if _scales_queries(config):
             TsmlaBackend.has_scaled_queries = True
         names = FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
@@ -312,7 +312,7 @@ class TsmlaBackend(AttentionBackend):
 
     @property
     def _page_span(self) -> int:
-        """Tokens of a request whose keys lie in one page, or in the pages of one number on all ranks."""
+        """How many tokens of a request have their keys in one page or, over ranks, in the pages of one index on all."""
         return self.page_size * self.deal.world
 
     def _pages(self, num_tokens: int) -> int:
@@ -386,8 +386,8 @@ class TsmlaBackend(AttentionBackend):
                 f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in a model whose queries are not gathered over the"
                 f" ranks: they have {heads} heads, not {self.num_heads * self.deal.world}"
             )
-        # Of fp8, too, without a scale: the pool converts what it is given, and the checkpoint's scale of the layer has
-        # no part in that.
+        # An fp8 cache has no scale, either: the pool converts the keys that it is given and does not divide them by
+        # the layer's scale of the checkpoint.
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if metadata.q_len is None:
             # A capture before the first request may have more tokens than a context has.

@@ -82,7 +82,7 @@ def _decode(
     *others: Any,
     **named: Any,
 ) -> Any:
-    """dsa's decode, which pads to this number of heads if the layer has another."""
+    """dsa's decode, which pads queries to flashmla_kv_num_q_heads heads: here to as many as the layer has."""
     backend.flashmla_kv_num_q_heads = layer.tp_q_head_num
     return original(backend, q_all, kv_cache, v_head_dim, sm_scale, layer, *others, **named)
 
@@ -98,7 +98,8 @@ def _prompt(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dsa's sparse attention of prompts; as there, lengths of other rows than the queries' are left out."""
+    """dsa's sparse attention of prompts. As in dsa's own method, topk_length is left out if it has other rows than
+    the queries."""
     package = importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
     has_lengths = topk_length is not None and len(topk_length) == len(q_all)
     out: torch.Tensor = package.flash_mla_sparse_fwd(

@@ -186,8 +186,8 @@ def _attend_masked(
     return_lse: bool,
     out: torch.Tensor | None,
 ) -> Results:
-    """Each query token sees its request's keys from starts (or 0) to stops, both [B, S]. A token is a request of its
-    own here, whose keys end where it sees no more."""
+    """Attention in which each query token sees its request's keys from starts (or 0) to stops, both [B, S]. To the
+    kernel a token is a request of its own, with as many keys as its stop says."""
     batch, q_len, heads, head_dim = query.shape
     tokens, latent_dim = batch * q_len, shared.options.latent_dim
     query, stops = query.reshape(tokens, 1, heads, head_dim), stops.reshape(tokens)
@@ -208,10 +208,11 @@ def _attend_masked(
 def _attend_window(
     query: torch.Tensor, block_tables: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, shared: _Shared
 ) -> Computed:
-    """Each query token, a request of its own, sees its keys from starts to stops, both [B].
+    """Attention in which each query token, a request of its own, sees its keys from starts to stops, both [B].
 
-    The kernel begins at the start of a page. So it attends to the pages behind the one that a window begins in, through
-    tables that begin with them, torch operations attend to that page's part of the window, and the two are merged."""
+    The kernel begins at the start of a page. So it attends to the first page that lies whole in the window and to those
+    behind it, through tables that begin with that page. Torch operations attend to the keys of the window before that
+    page, and the two results are merged."""
     cache = tensors.without_head_axis(shared.kv_cache)
     num_pages, page_size, _ = cache.shape
     if not block_tables.shape[1] or not num_pages:  # no key, and no page to read the window's first part from

@@ -41,8 +41,8 @@ def layers_of(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 class Asked(NamedTuple):
-    """Properties of a layer's calls that its model's configuration may say otherwise: layers may skip the cache's
-    dtype, and a draft model's may have heads and a dtype of their own."""
+    """Properties of a layer's calls. They can differ from the model's configuration: vLLM lets layers keep the model's
+    dtype in their cache, and a draft model's layers can have another number of heads and another dtype."""
 
     num_heads: int
     dtype: torch.dtype
@@ -82,8 +82,8 @@ class HopperBackend(MLACommonBackend):
     @classmethod
     @functools.wraps(MLACommonBackend.validate_configuration.__func__)
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """vLLM's reasons against this backend. In a version that asks otherwise, the error is one: vLLM's own choice
-        among backends would stop at it, in an engine that was given no flag."""
+        """vLLM's reasons against this backend. If a version asks in another way, the error becomes a reason: otherwise
+        it would end vLLM's own choice among backends, even in an engine that was given no flag."""
         try:
             reasons: list[str] = super().validate_configuration(*arguments, **named)
         except Exception as error:
@@ -120,7 +120,8 @@ class HopperImpl:
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True
-    # There vLLM's models merge the ranks' results by an lse of decode rows alone, and gather the keys of prompts.
+    # In prefill context parallelism vLLM's models merge the ranks' results by an lse of decode rows alone, and gather
+    # the keys of prompts.
     supports_pcp: bool = False
     supports_quant_query_input: bool = False
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True

@@ -52,8 +52,9 @@ versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
 
 def takes_fp8_queries(kv_cache_dtype: str | None, dtype: torch.dtype) -> bool:
-    """Whether queries are quantised, as the cache is. In a model of bfloat16 alone: a call of fp8 queries returns that,
-    and vLLM multiplies the result by weights of the model's dtype. TSMLA_VLLM_FP8_QUERIES=0 leaves all in 16 bits."""
+    """Whether queries are quantised, as the cache is. Only models of bfloat16 have it: a call with fp8 queries returns
+    bfloat16, which vLLM multiplies by weights of the model's dtype. TSMLA_VLLM_FP8_QUERIES=0 leaves all queries in 16
+    bits."""
     wanted = os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
     return wanted and kv_cache_dtype in FP8_CACHES and dtype == torch.bfloat16
 

@@ -265,7 +265,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
             kv_scale=layer._k_scale if is_fp8 else None,
             return_lse=return_lse,
             batch_invariant=self.batch_invariant,
-            # Of prompts and drafts several; which number it is does not choose the form.
+            # Prompts and drafts have several; the kernel is the same for 2 and for more.
             tokens_per_request=min(max(attn_metadata.max_query_len, 1), SEVERAL),
         )
         return results if return_lse else (results, None)

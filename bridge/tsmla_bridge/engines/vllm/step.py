@@ -43,9 +43,9 @@ def _capture_on(device: torch.device) -> int | None:
 class LayerScales:
     """The factors that the kernels of an fp8 cache's layers read, multiplied from vLLM's tensors on the device.
 
-    vLLM fills those tensors anew when it reloads weights, and graphs that were captured before must see that. A graph
-    that read the layers' numbers would keep the old ones; a product in every layer would be a kernel more in each. So
-    one product serves all layers of a step, in memory that stays.
+    vLLM fills those tensors anew when it reloads weights, and graphs that were captured before must see that. If the
+    scales were read on the host, a graph would keep the old ones; a product in each layer would be one more kernel in
+    each. So one product serves all layers of a step, in memory that stays.
 
     Args:
       layers: the layers by name; those whose cache isn't plain fp8 are left out.
