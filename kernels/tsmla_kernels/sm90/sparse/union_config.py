@@ -27,7 +27,7 @@ from tsmla_kernels.sm90.sparse.config import (
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
-HEADS = (8, 16, 32)  # eight rows of P are always of one token, and a byte has a bit for each token of a group
+HEADS = (8, 16, 32)  # multiples of 8, so that eight rows of P are of one token; at most 8 tokens make 64 heads
 MOST_COLUMNS = 2048  # columns of the indices; each thread of the kernel that makes unions has two of each token
 TABLE = 1 << 14  # slots that the union's hash table has room for: as many as eight tokens select
 FEWEST_TOKENS = 2048  # with fewer tokens, looking for unions costs too much if the tokens share little
