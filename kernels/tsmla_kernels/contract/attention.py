@@ -80,8 +80,8 @@ class DecodeSpec(ResultDtypes):
         return self.latent_dim + self.rope_dim
 
     def without_sizes(self) -> "DecodeSpec":
-        """The spec without sizes: calls on a part of the requests or heads have the same, and so has one call on the
-        requests or heads of several calls."""
+        """The spec with its sizes set to 0: it is the same for a call on a part of the requests or heads, and for one
+        call in place of several."""
         max_q_len = self.max_q_len if self.ragged else 0
         return replace(
             self, batch=0, total_q_len=0, max_q_len=max_q_len, num_heads=0, num_pages=0, max_pages=0
@@ -127,8 +127,8 @@ class PrefillSpec(ResultDtypes):
     max_logits: bool = False
 
     def without_sizes(self) -> "PrefillSpec":
-        """The spec without sizes: calls on a part of the heads have the same, and so has one call on the heads of
-        several calls."""
+        """The spec with its sizes set to 0: it is the same for a call on a part of the heads, and for one call in place
+        of several."""
         return replace(self, batch=0, total_q_len=0, total_kv_len=0, num_heads=0)
 
     def with_sizes_of(self, q: tuple[Dim, ...], k: tuple[Dim, ...], cu_seqlens_q: tuple[Dim, ...]) -> "PrefillSpec":

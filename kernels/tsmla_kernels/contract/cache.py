@@ -73,8 +73,8 @@ class CacheGatherSpec:
 
 @dataclass(frozen=True)
 class RopeWriteSpec:
-    """One call of rope_write_kv_cache: `write` describes the cache's write, the other fields the query. All four inputs
-    have write.in_dtype."""
+    """One call of rope_write_kv_cache: `write` describes the write into the cache, the other fields the query. q_nope,
+    q_rope, latent and k_rope have write.in_dtype."""
 
     write: CacheWriteSpec
     num_heads: Dim

@@ -1,7 +1,7 @@
 """In which form a step computes attention over selected keys: one rule, from sizes that the host knows.
 
-All forms compute the attention over the selected keys, and differ by rounding alone. None computes the dense attention
-in its place. Imports neither jax nor torch.
+All forms compute the attention over the selected keys, and differ by rounding alone. No form attends to other keys.
+Imports neither jax nor torch.
 
   direct   sparse_mla: the absorbed form on the selected rows of the cache
   mask     mla_prefill on keys and values that are expanded from the cache, with the selection as bits

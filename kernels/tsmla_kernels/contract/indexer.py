@@ -63,7 +63,7 @@ def indexer_selected_logits_spec(
 class IndexerLossSpec:
     """The static facts of one indexer_loss call; its result is [T].
 
-    index: the logits' part. Its num_selected says how many keys a token can have: K, or M * Z if all keys of a text
+    index: the logits' part. Its num_selected says how many keys a token can have: K, or M * Z if all keys of a request
     count. cache: the attention's keys. paged: whether block tables say which keys there are. ragged: whether the block
     tables have one row per request. num_requests: rows of the block tables.
     """

@@ -44,7 +44,8 @@ class V32Layout:
 
 @dataclass(frozen=True)
 class V4Layout:
-    """The V4 packed page: rows of 448 e4m3 | 64 bf16, then 8 bytes of UE8M0 scales per row; padded to whole rows.
+    """The V4 packed page: 448 e4m3 and 64 bf16 channels of each row, then 8 bytes of UE8M0 scales of each row, then
+    padding to a multiple of a row's data_row_bytes.
 
     Seven of the eight scale bytes are used (one a group of 64 channels); the last is zero.
     """
@@ -73,7 +74,7 @@ class V4Layout:
         return self.data_row_bytes + self.scale_row_bytes
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page of `page_size` rows, padded up to a multiple of the data row so that pages tile rows."""
+        """Bytes of a page of `page_size` rows, rounded up to a multiple of data_row_bytes."""
         need = page_size * self.row_bytes
         return -(-need // self.data_row_bytes) * self.data_row_bytes
 

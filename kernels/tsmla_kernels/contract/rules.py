@@ -44,7 +44,7 @@ Scale = Array | float | None
 
 Spec = TypeVar("Spec")
 Describe = Callable[[str, Any], Any]
-"""Of an argument's name and value: its Array, or TypeError if it is none."""
+"""Makes the Array of an argument from its name and value; TypeError if the value is no array."""
 
 
 def spec_of(
@@ -215,7 +215,7 @@ def check_at_least_one(name: str, shape: tuple[Dim, ...], axis: int, letter: str
 
 
 def check_scales(**scales: Scale) -> None:
-    """Apply `check_scale` to each. The softmax's must be given; the others may be None, which means 1."""
+    """Apply `check_scale` to each. softmax_scale must be given; the others may be None, which means 1."""
     for name, scale in scales.items():
         check_scale(name, scale, optional=name != "softmax_scale")
 

@@ -48,9 +48,9 @@ TOPK_ORDERS = ("value", "position")
 
 @dataclass(frozen=True)
 class SparseMLASpec(ResultDtypes):
-    """The static facts of one sparse_mla call. `window` columns of the indices select from `cache`, the others from
-    `compressed`; without a compressed cache all of them select from `cache`. tokens_per_request: how many neighbouring
-    tokens are of one request; 0 if that is not known. max_logits: whether the call returns the greatest logits."""
+    """The static facts of one sparse_mla call. The first `window` columns of the indices select from `cache`, the
+    others from `compressed`, if there is such a cache. tokens_per_request: how many neighbouring tokens are of one
+    request; 0 if that is not known. max_logits: whether the call returns the greatest logits."""
 
     num_tokens: int
     num_heads: int
@@ -73,8 +73,8 @@ class SparseMLASpec(ResultDtypes):
         return (self.cache,) if self.compressed is None else (self.cache, self.compressed)
 
     def without_sizes(self) -> SparseMLASpec:
-        """The spec without sizes: calls on a part of the tokens or heads have the same, and so has one call on the
-        tokens or heads of several calls."""
+        """The spec with its sizes set to 0: it is the same for a call on a part of the tokens or heads, and for one
+        call in place of several."""
         cache, *others = (replace(cache, num_pages=0) for cache in self.caches)
         window = self.window if others else 0
         compressed = others[0] if others else None
@@ -217,8 +217,8 @@ def check_sparse_scales(
 
 
 def sparse_gradient_reasons(spec: SparseMLASpec, kv_scales: Sequence[object] = ()) -> list[str]:
-    """Why a call of sparse_mla has no gradient beside that of the definition; empty if it has one. `kv_scales` are
-    kv_scale and compressed_kv_scale."""
+    """Why only the reference implementation has a gradient of this call of sparse_mla; empty if another may have one.
+    `kv_scales` are kv_scale and compressed_kv_scale."""
     reasons = [f"q: got {spec.q_dtype}; a gradient needs 16 bits or more"] if spec.q_dtype == FP8 else []
     names = ("kv_cache", "compressed_kv_cache")
     for name, cache, scale in zip(names, spec.caches, (*kv_scales, None, None), strict=False):
@@ -421,8 +421,8 @@ def indexer_topk_spec(
 
 @dataclass(frozen=True)
 class CompressSpec:
-    """The static facts of one compress_kv call. `overlap` is how many windows one pooled entry spans: 2 when the rows
-    hold both series (ratio 4), else 1."""
+    """The static facts of one compress_kv call. `overlap`: how many times `ratio` tokens are pooled into one entry: 2
+    if each token has two series of kv and score, else 1."""
 
     num_tokens: int
     num_requests: int

@@ -1,4 +1,4 @@
-"""The checks that TSMLA_CHECK=1 asks for: of the values, as numpy arrays, which no shape or dtype shows.
+"""The checks that TSMLA_CHECK=1 asks for: of arrays' values, which no shape or dtype shows, as numpy arrays.
 
 Reading the values costs a synchronisation with the device, hence the switch. Without the checks the implementations
 still read and write only inside the cache. Both front ends call these functions, so a wrong value reads the same from
@@ -32,7 +32,8 @@ def decode(
     cu_seqlens_q: np.ndarray | None = None,
     visible_lens: np.ndarray | None = None,
 ) -> None:
-    """Lengths fit the table, used pages exist, cu_seqlens_q is sound and no token sees more keys than there are."""
+    """Check that lengths fit the table, used pages exist, cu_seqlens_q is sound and no token sees more keys than there
+    are."""
     capacity = block_tables.shape[1] * spec.page_size
     for request, length in enumerate(seq_lens.tolist()):
         if not 0 <= length <= capacity:
@@ -56,7 +57,7 @@ def decode(
 
 
 def prefill_selection(num_rows: int, selection_rows: np.ndarray) -> None:
-    """selection_rows: each is -1 or the index of one of selection's rows."""
+    """Check that each of selection_rows is -1 or the index of one of selection's rows."""
     wrong = np.flatnonzero((selection_rows < -1) | (selection_rows >= num_rows))
     if wrong.size:
         token = int(wrong[0])
@@ -67,18 +68,18 @@ def prefill_selection(num_rows: int, selection_rows: np.ndarray) -> None:
 
 
 def prefill(spec: PrefillSpec, cu_seqlens_q: np.ndarray, cu_seqlens_kv: np.ndarray) -> None:
-    """Both arrays of offsets are sound."""
+    """Check that both arrays of offsets are sound."""
     _check_offsets("cu_seqlens_q", cu_seqlens_q, spec.total_q_len, "max_q_len", spec.max_q_len)
     _check_offsets("cu_seqlens_kv", cu_seqlens_kv, spec.total_kv_len, "max_kv_len", spec.max_kv_len)
 
 
 def cache_write(spec: CacheWriteSpec, slots: np.ndarray) -> None:
-    """Every slot is -1 or in the cache, and none is written twice."""
+    """Check that every slot is -1 or in the cache, and that none is written twice."""
     slot_mapping(spec.num_pages * spec.page_size, slots)
 
 
 def cache_gather(spec: CacheGatherSpec, lens: np.ndarray, starts: np.ndarray, block_tables: np.ndarray) -> None:
-    """Each range lies in its request's table, used pages exist and the rows fit."""
+    """Check that each range lies in its request's table, used pages exist and the result has room for all rows."""
     capacity = block_tables.shape[1] * spec.page_size
     for request, (start, length) in enumerate(zip(starts.tolist(), lens.tolist(), strict=True)):
         if start < 0 or length < 0 or start + length > capacity:
@@ -95,7 +96,7 @@ def cache_gather(spec: CacheGatherSpec, lens: np.ndarray, starts: np.ndarray, bl
 
 
 def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
-    """Every slot is -1 or in the cache, and none is written twice."""
+    """Check that every slot is -1 or in the cache, and that none is written twice."""
     writer: dict[int, int] = {}
     for token, slot in enumerate(slots.tolist()):
         if slot == -1:
@@ -113,7 +114,7 @@ def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
 
 
 def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | None = None) -> None:
-    """The active indices are slots of their cache."""
+    """Check that the active indices are slots of their cache."""
     if lengths is not None:
         _check_counts("lengths: token {} has {} active indices", lengths, spec.num_selected, f"K = {spec.num_selected}")
     limit = np.full(spec.num_selected, spec.cache.num_slots)
@@ -142,7 +143,7 @@ def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | N
 def indexer_logits(
     spec: IndexerLogitsSpec, seq_lens: np.ndarray, block_tables: np.ndarray, cu_seqlens_q: np.ndarray | None = None
 ) -> None:
-    """Lengths fit the table, used pages exist and cu_seqlens_q is sound."""
+    """Check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
     page_size = spec.cache.page_size
     capacity = spec.max_pages * page_size
     for row, length in enumerate(seq_lens.tolist()):
@@ -155,7 +156,7 @@ def indexer_logits(
 
 
 def selected(columns: int, num_slots: int, indices: np.ndarray, lengths: np.ndarray | None = None) -> None:
-    """The active indices are -1 or slots of the cache, and lengths are 0 to the number of columns."""
+    """Check that the active indices are -1 or slots of the cache, and that lengths are 0 to the number of columns."""
     active = np.ones(indices.shape, bool)
     if lengths is not None:
         _check_counts("lengths: token {} has {} active indices", lengths, columns, f"K = {columns}")
@@ -170,12 +171,12 @@ def selected(columns: int, num_slots: int, indices: np.ndarray, lengths: np.ndar
 
 
 def topk_lens(capacity: int, seq_lens: np.ndarray) -> None:
-    """The lengths of rows of logits are 0 to `capacity`, the number of columns."""
+    """Check that the lengths of rows of logits are 0 to `capacity`, the number of columns."""
     _check_counts("seq_lens: token {} has {} logits", seq_lens, capacity)
 
 
 def topk_rows(capacity: int, seq_lens: np.ndarray, row_starts: np.ndarray) -> None:
-    """Rows of logits that begin at columns of their own: a row's start and its end are in the columns."""
+    """Check that each row of logits, from its start to start + length, lies within the `capacity` columns."""
     for token, (start, length) in enumerate(zip(row_starts.tolist(), seq_lens.tolist(), strict=True)):
         if start < 0 or length < 0 or start + length > capacity:
             raise ValueError(
@@ -191,7 +192,7 @@ def compress(
     state_slots: np.ndarray,
     ring_positions: np.ndarray,
 ) -> None:
-    """Each request continues where its state left off."""
+    """Check that each request continues where its state left off."""
     lens = np.diff(cu_seqlens_q)
     cu_seqlens(spec.num_tokens, cu_seqlens_q)
     owner: dict[int, int] = {}
@@ -238,7 +239,7 @@ def compress_write(
     ring_positions: np.ndarray,
     block_tables: np.ndarray,
 ) -> None:
-    """Check as `compress` does; also, no two entries that the new tokens complete may go to one slot."""
+    """Check what `compress` checks, and that no two entries that the new tokens complete go to one slot."""
     compress(spec.compress, seq_lens, cu_seqlens_q, state_slots, ring_positions)
     writer: dict[int, tuple[int, int]] = {}
     for request, (end, length) in enumerate(zip(seq_lens.tolist(), np.diff(cu_seqlens_q).tolist(), strict=True)):
@@ -258,7 +259,7 @@ def compress_write(
 
 
 def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
-    """Where each request's new tokens start, and their end: in order, and within the `num_tokens` rows."""
+    """Check that the offsets begin at 0, never decrease, and end within the `num_tokens` rows."""
     if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > num_tokens:
         raise ValueError(
             f"cu_seqlens_q: got {offsets.tolist()}; legal: from 0, never decreasing, to at most {num_tokens}"
@@ -266,8 +267,8 @@ def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
 
 
 def grouped_product(spec: ProductSpec, cu_rows: np.ndarray, rows: np.ndarray | None = None) -> None:
-    """cu_rows never decreases from 0, and ends within the result's rows; each entry of `rows` in a group is a row of
-    x."""
+    """Check that cu_rows begins at 0, never decreases and ends within the result's rows, and that each entry of `rows`
+    in a group is a row of x."""
     whose = "x's rows" if rows is None else "the size of rows"
     if cu_rows[0] != 0 or (np.diff(cu_rows) < 0).any() or cu_rows[-1] > spec.num_rows:
         raise ValueError(
@@ -282,7 +283,8 @@ def grouped_product(spec: ProductSpec, cu_rows: np.ndarray, rows: np.ndarray | N
 
 
 def segment_ids(max_segments: int, ids: np.ndarray) -> None:
-    """Each row of ids [B, S] has at most `max_segments` runs of an id other than 0, and no id in two of them."""
+    """Check that each row of ids [B, S] has at most `max_segments` runs of an id other than 0, and no id in two
+    runs."""
     for row, line in enumerate(ids):
         starts = np.flatnonzero((line != 0) & (np.diff(line, prepend=0) != 0))
         if len(starts) > max_segments:
@@ -296,7 +298,7 @@ def segment_ids(max_segments: int, ids: np.ndarray) -> None:
 
 
 def decode_lens(total_tokens: int, lens: np.ndarray) -> None:
-    """Query tokens a request: not negative, and at most `total_tokens` in all."""
+    """Check the numbers of query tokens of the requests: none is negative, and their sum is at most `total_tokens`."""
     for request, length in enumerate(lens.tolist()):
         if length < 0:
             raise ValueError(f"decode_lens: request {request} has {length} query tokens; legal: 0 or more")
@@ -306,7 +308,7 @@ def decode_lens(total_tokens: int, lens: np.ndarray) -> None:
 
 
 def positions(capacity: int, array: np.ndarray) -> None:
-    """Positions within a sequence: each in its block table, or negative."""
+    """Check that each position is in its block table, or negative."""
     bad = np.argwhere(array >= capacity)
     if bad.size:
         row, column = bad[0].tolist()
@@ -317,7 +319,7 @@ def positions(capacity: int, array: np.ndarray) -> None:
 
 
 def rope_positions(num_positions: int, array: np.ndarray) -> None:
-    """Positions of rows to rotate: in the table of cos and sin, or negative."""
+    """Check that the positions of rows to rotate are in the table of cos and sin, or negative."""
     bad = np.flatnonzero(array >= num_positions)
     if bad.size:
         raise ValueError(
@@ -327,7 +329,8 @@ def rope_positions(num_positions: int, array: np.ndarray) -> None:
 
 
 def rows_of_slots(name: str, slots: np.ndarray, lengths: np.ndarray | None = None) -> None:
-    """Slots come first in a row and -1 behind them; with lengths, no -1 in the first lengths[t] of row t."""
+    """Check that slots come first in each row and -1 behind them; if there are lengths, that the first lengths[t]
+    entries of row t are not -1."""
     ends = (slots >= 0).sum(axis=1) if lengths is None else lengths
     holes = np.argwhere((slots < 0) & (np.arange(slots.shape[1]) < ends[:, None]))
     if holes.size:
@@ -347,14 +350,14 @@ def counts(name: str, capacity: int, array: np.ndarray) -> None:
 
 
 def _check_counts(text: str, array: np.ndarray, most: int, legal: str = "") -> None:
-    """Each is 0 to `most`; `text` names the argument and has places for the token and its count."""
+    """Check that each count is 0 to `most`; `text` names the argument and has places for the token and its count."""
     for token, count in enumerate(array.tolist()):
         if not 0 <= count <= most:
             raise ValueError(f"{text.format(token, count)}; legal: 0 to {legal or most}")
 
 
 def _check_pages(owner: str, table: np.ndarray, first: int, last: int, num_pages: int) -> None:
-    """Entries [first, last) of the owner's row of the block table name pages that exist."""
+    """Check that entries [first, last) of the owner's row of the block table name pages that exist."""
     used = table[first:last]
     bad = np.flatnonzero((used < 0) | (used >= num_pages))
     if bad.size:

@@ -1,1 +1,1 @@
-"""Kernels for Blackwell (sm_100a, sm_103a, sm_107a): adapters of the kernels in the package tokenspeed-mla."""
+"""Adapters of other packages' kernels for Blackwell: of tokenspeed-mla, flashinfer-python and nvidia-cudnn-frontend."""

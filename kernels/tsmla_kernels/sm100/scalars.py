@@ -1,4 +1,5 @@
-"""Float32 arguments of TokenSpeed's kernels that the host doesn't know as numbers. Imports cutlass."""
+"""Float32 arguments of other packages' kernels: loaded from device memory, or found from the sizes of arrays. Imports
+cutlass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention over selected rows on Blackwell by the kernel of the package nvidia-cudnn-frontend: rows of 16 bits.
 
 The device code is the package's, in its form for 64 heads. A call with more heads has several rows of queries for each
-token. The empty row's lse is +inf, as the package leaves it.
+token. A row without keys gets the lse +inf from the package's kernel.
 """
 
 from __future__ import annotations

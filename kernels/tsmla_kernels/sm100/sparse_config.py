@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
 ARCHS = ("sm_100a", "sm_103a")
-HEADS = 64  # query heads of one row of the kernel's
+HEADS = 64  # query heads of one row of q, as the kernel takes it
 INDEX_BLOCK = 64  # indices are padded to whole blocks
 LATENT_DIM = 512
 HEAD_DIMS = (512, 576)

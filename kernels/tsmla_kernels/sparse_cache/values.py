@@ -37,7 +37,7 @@ def greatest_bits(values, count):
 
 @cute.jit
 def scale_exponent(bits: Uint32, floor: cutlass.Constexpr[float]):
-    """ceil(log2(max(amax, floor) / 448)) from the bits of amax, as tsmla_jax.sparse computes it."""
+    """ceil(log2(max(amax, floor) / 448)) from the bits of amax, as tsmla_jax.ops.selected.numerics does."""
     bits = Int32(cutlass.max(bits, Uint32(float_bits(floor))))
     exponent = (bits >> MANTISSA_BITS) - (BIAS + FP8_MAX_EXPONENT)
     if (bits & MANTISSA_MASK) > FP8_MAX_MANTISSA:

@@ -45,7 +45,7 @@ class BitWriter:
 
     @cute.jit
     def put(self, shared: Shared, place: Place, output: Output):
-        """Store the words, after a barrier behind the last `add`."""
+        """Store the words. A barrier must lie between the last `add` and this call."""
         width = output.indices.shape[1]
         row = output.indices.iterator + Int64(place.row) * Int64(width)
         for i in cutlass.range(place.thread, quotient(width, 4), self.config.threads, unroll=1):

@@ -87,7 +87,8 @@ class TopkConfig:
 
     @property
     def sorted_entries(self) -> int:
-        """How many entries order="value" sorts: the least power of two that is at least k and 64; else 1."""
+        """How many entries are sorted if order is "value": the least power of two that is at least k and 64. With
+        another order the array of entries has 1, which nothing reads."""
         return 1 << max(6, (self.k - 1).bit_length()) if self.order == "value" else 1
 
     @property
