@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 ROWS = 64  # most query rows (tokens x heads) of one CTA's part of a row tile; also M of a WGMMA
 OVERHEAD = 5  # the cost of a piece besides its blocks (Q, the first keys' latency, the epilogue), in key blocks
-FEW_ROWS = 32  # up to this many query rows, partial results are fp32
+FEW_ROWS = 32  # if no row tile has more query rows than this, partial results are fp32
 MOST_BLOCKS = 1 << 30  # longest line of a launch, in blocks: the schedule's int32 numbers may reach twice its length
-INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
-INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
-INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
+INVARIANT_MAX_PIECES = 32  # most pieces of a request if batch_invariant
+INVARIANT_MIN_KEYS = 512  # fewest keys of a piece if batch_invariant
+INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch if batch_invariant
 
 
 @dataclasses.dataclass(frozen=True)

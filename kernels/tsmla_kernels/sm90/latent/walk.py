@@ -247,7 +247,7 @@ class PieceWalk:
 
     @cute.jit
     def packed_piece(self, i: Int32, blocks: Int32, track: Track, schedule: Schedule):
-        """Key blocks (begin, end) of a cluster's i-th piece when requests are dealt out by length. Its request has
+        """Key blocks (begin, end) of a cluster's i-th piece if requests are dealt out by length. Its request has
         `blocks` blocks. If begin == end, this piece is empty, but the next one may have blocks."""
         requests = self.batch.cluster_requests(schedule.state)
         begin, end = Int32(0), blocks
