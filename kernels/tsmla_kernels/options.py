@@ -114,7 +114,8 @@ _FEW_TOKENS = {
     "num_experts": "256",
     "nope_dim": "128",
 }
-"""Of the kernels of few tokens. `dtype` is that of weights or, in few_token_queries, of the absorbed queries."""
+"""The options of the kernels of few tokens. `dtype` is the dtype of the weights or, in few_token_queries, of the
+absorbed queries."""
 _BITS = {**_TOPK, "lengths": "false", "starts": "false"}
 _SPARSE = {
     **_TOPK,
@@ -264,7 +265,8 @@ def indexer_logits_spec(options: Mapping[str, str]) -> IndexerLogitsSpec:
 
 def indexer_topk_spec(options: Mapping[str, str]) -> IndexerTopkSpec:
     """The spec of indexer_topk as V3.2's layer calls it: num_tokens query tokens of num_requests requests, whose block
-    tables' rows are num_columns keys long. index_n_heads are the indexer's heads, without it num_heads."""
+    tables' rows are num_columns keys long. The indexer has index_n_heads heads, or num_heads if index_n_heads isn't
+    given."""
     values = _filled_in(options, _INDEXER_TOPK)
     values["num_heads"] = values["index_n_heads"] or values["num_heads"]
     columns, page_size = (_parsed(values, name, int) for name in ("num_columns", "page_size"))
@@ -283,13 +285,14 @@ def _logits_spec(values: Mapping[str, str]) -> IndexerLogitsSpec:
 
 def product_spec(options: Mapping[str, str]) -> ProductSpec:
     """The spec of block_scaled_matmul: num_tokens rows times a weight [out_features, in_features]. `dtype` is that of
-    the rows, and of the result; the result is bfloat16 if `dtype` is fp8, or e4m3 with `quantized`. gated and limit are
-    the call's own; with `picked` an index picks the rows."""
+    the rows, and of the result; the result is bfloat16 if `dtype` is fp8, or e4m3 if `quantized`. gated and limit are
+    arguments of the call; if `picked`, an index picks the rows."""
     return _product_spec(options, grouped=False)
 
 
 def grouped_product_spec(options: Mapping[str, str]) -> ProductSpec:
-    """The spec of grouped_block_scaled_matmul, with those options: num_tokens rows in all, of num_groups groups."""
+    """The spec of grouped_block_scaled_matmul, with block_scaled_matmul's options: num_tokens rows in all, of
+    num_groups groups."""
     return _product_spec(options, grouped=True)
 
 
@@ -320,8 +323,8 @@ def quantize_blocks_spec(options: Mapping[str, str]) -> QuantizeBlocksSpec:
 
 
 def few_token_matmul_spec(options: Mapping[str, str]) -> MatmulSpec:
-    """The spec of few_token_matmul: num_tokens tokens times a weight [out_features, in_features] of `dtype`. eps is the
-    norm's before it, if `normed`."""
+    """The spec of few_token_matmul: num_tokens tokens times a weight [out_features, in_features] of `dtype`. If
+    `normed`, a norm with eps comes first."""
     values = _filled_in(options, _FEW_TOKENS)
     return MatmulSpec(
         _parsed(values, "num_tokens", int),
@@ -336,8 +339,8 @@ def few_token_matmul_spec(options: Mapping[str, str]) -> MatmulSpec:
 
 
 def few_token_experts_up_spec(options: Mapping[str, str]) -> ExpertsSpec:
-    """The spec of few_token_experts_up: num_tokens tokens of in_features columns with `choices` experts each, of
-    out_features rows of `dtype`, their gate's and up's."""
+    """The spec of few_token_experts_up: num_tokens tokens of in_features columns with `choices` experts each, whose
+    gate and up together have out_features rows of `dtype`."""
     values = _filled_in(options, _FEW_TOKENS)
     return ExpertsSpec(
         _parsed(values, "num_tokens", int),
@@ -351,12 +354,13 @@ def few_token_experts_up_spec(options: Mapping[str, str]) -> ExpertsSpec:
 
 
 def few_token_experts_down_spec(options: Mapping[str, str]) -> ExpertsSpec:
-    """The spec of few_token_experts_down, of the same experts."""
+    """The spec of few_token_experts_down, with the options of few_token_experts_up for the same experts."""
     return dataclasses.replace(few_token_experts_up_spec(options), eps=None, limit=None)
 
 
 def few_token_choose_up_spec(options: Mapping[str, str]) -> ChoiceSpec:
-    """The spec of few_token_choose_up, of the same experts: `choices` of num_experts, of which none is shared."""
+    """The spec of few_token_choose_up, with few_token_experts_up's options: `choices` of num_experts experts are
+    chosen, and none is shared."""
     values, experts = _filled_in(options, _FEW_TOKENS), few_token_experts_up_spec(options)
     return ChoiceSpec(
         experts.hidden,

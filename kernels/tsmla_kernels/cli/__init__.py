@@ -1,8 +1,5 @@
-"""The `tsmla` command: generate, doctor, explain, compile and cache.
-
-It stands above all packages: a subcommand imports the front end that it needs, and says what to install where that is
-missing.
-"""
+"""The `tsmla` command. A subcommand imports the front end that it needs, and says what to install if that is
+missing."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class _SubParser(Parser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the whole command line, `argv[0]` included; exits with status 2 and one line when it is wrong, and with the
-    help when it is empty."""
+    """Parse the whole command line, `argv[0]` included. If the command line is wrong, exit with status 2 and one line;
+    if it has no argument, print the help and exit with status 0."""
     parser = Parser(prog="tsmla", description="DeepSeek's multi-head latent attention for JAX and PyTorch.")
     parser.add_argument("--version", action="version", version=f"tsmla {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_SubParser)

@@ -113,7 +113,7 @@ def advise(
 
 
 def _advise_jax(installed: Mapping[str, str | None], driver: str | None, jax: Devices) -> list[str]:
-    """Reasons why jax uses no GPU."""
+    """The steps to take if jax uses no GPU."""
     advice = [f"jax starts no backend: {jax.failure}"] if jax.failure else []
     if driver is not None and not jax.on_gpu:
         major = driver.partition(".")[0]
@@ -127,7 +127,7 @@ def _advise_jax(installed: Mapping[str, str | None], driver: str | None, jax: De
 
 
 def _advise_torch(driver: str | None, torch: Torch) -> list[str]:
-    """Reasons why torch uses no GPU."""
+    """The steps to take if torch uses no GPU."""
     if torch.failure:
         return [f"torch can't be imported: {torch.failure}"]
     if driver is None or torch.gpus:
@@ -137,8 +137,8 @@ def _advise_torch(driver: str | None, torch: Torch) -> list[str]:
 
 
 def examine() -> Report:
-    """Look at this machine. Starts the backend of jax, or of torch where jax isn't installed; allocates nothing on a
-    GPU."""
+    """Look at this machine. Starts the backend of jax, and that of torch if jax isn't installed or uses no GPU;
+    allocates nothing on a GPU."""
     from tsmla_bridge.engines import versions
 
     installed = {package.distribution: packages.version_of(package.distribution) for package in PACKAGES}
@@ -226,14 +226,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; 0, also where something is missing."""
+    """Print the report. Returns 0 even if something is missing."""
     report = examine()
     print(json.dumps(_plain(report), indent=2) if arguments.json else render(report))
     return 0
 
 
 def _plain(report: Report) -> dict[str, Any]:
-    """The report as JSON has it."""
+    """The report as JSON can hold it."""
     found = dataclasses.asdict(report)
     found["jax"] = None if report.jax is None else report.jax._asdict()
     found["torch"] = None
