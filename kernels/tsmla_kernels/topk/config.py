@@ -142,7 +142,8 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     rows, columns = spec.num_tokens, spec.num_columns
     if not isinstance(rows, int) or spec.bits:
         rows = MANY_ROWS  # bits are of prompts, which have many rows
-    # (cluster, warps, held, most_chunks). One CTA takes a whole row if that leaves no multiprocessor idle.
+    # # (cluster, warps, held, most_chunks). Several CTAs share a long row if there are few rows, or if it has more than
+    # # 131,072 columns.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
     elif columns <= 1 << 15:

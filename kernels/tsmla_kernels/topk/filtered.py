@@ -384,9 +384,9 @@ def marks(shared: Shared, word: Int32) -> Int32:
 
 
 def keep(kept: Kept, value: Float32, number: Int32, offset: Int32, at: Int32) -> Int32:
-    """If `value` is at least kept.low: store one word at address `at`, with the column's bin in the upper half and
-    `number`, the column's index in the thread, in the lower half; and count the column in the bin at
-    `offset`. Returns the address for the next column."""
+    """If `value` is at least kept.low: store one word at address `at`, with `offset`, the byte offset of the column's
+    bin, in the upper half and `number`, the column's index in the thread, in the lower half; and count the column in
+    this bin. Returns the address for the next column."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 t, v; setp.ge.f32 p, {$r0}, {$r1}; mad.lo.s32 v, {$r5}, 65536, {$r3};"
         " @p st.shared.b32 [{$r2}], v; add.s32 t, {$r4}, {$r5}; @p red.relaxed.cta.shared::cta.add.u32 [t], 1;"

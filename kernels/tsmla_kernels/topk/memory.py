@@ -18,8 +18,8 @@ GROUP_BINS = BINS // GROUPS
 class Result(enum.IntEnum):
     """Words of shared memory that one thread of a CTA writes for all of the CTA's threads.
 
-    BIN: the bin that holds the k-th greatest key. NEEDED: how many keys of that bin are selected. INSIDE: how many keys
-    it holds. KEY: the k-th greatest key. LIMIT: the last position at which a key equal to KEY is selected.
+    BIN: the bin that BinSearch.find has found. NEEDED: how many keys of that bin are needed. INSIDE: how many keys it
+    holds. KEY: the k-th greatest key. LIMIT: the last position at which a key equal to KEY is selected.
     """
 
     BIN = 0

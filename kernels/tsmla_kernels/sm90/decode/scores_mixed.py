@@ -251,7 +251,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
-        """Add up the row sums over all keys. Write 1 / sum for the epilogue, and the rows' log-sum-exps."""
+        """Add up the row sums over all keys. Write the rows' factors for the epilogue, and their log-sum-exps."""
         t = held.place.thread
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:

@@ -145,7 +145,7 @@ class Softmax:
 
     @cute.jit
     def finish(self, running: Running, place: Place, piece: Described, number: Int32, results: Results):
-        """Add up the sums of the four lanes of a row. Write 1 / sum for the epilogue, and the row's log-sum-exp."""
+        """Add up the sums of the four lanes of a row. Write the row's factor for the epilogue, and its log-sum-exp."""
         for i in cutlass.range_constexpr(2):
             total = running.l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)

@@ -142,8 +142,8 @@ class Values16bit:
         arrays: Arrays,
         rank: Int32,
     ):
-        """Store O / row sum to `out` or to the piece's slot of partial_out. inverses: 1 / row sum of the lane's two
-        rows."""
+        """Store O times the rows' factors to `out` or to the piece's slot of partial_out. inverses: the factors of the
+        lane's two rows."""
         half, lane = place.half, place.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
         quad = lane % 4

@@ -157,7 +157,7 @@ class ChoiceConfig:
 
     @property
     def choices(self) -> int:
-        """Experts of the token, the shared ones among them."""
+        """How many experts the token has, the shared ones among them."""
         return self.top_k + self.num_shared
 
     @property

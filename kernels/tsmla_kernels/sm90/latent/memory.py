@@ -196,7 +196,7 @@ class Shared(NamedTuple):
       rescale: [ROWS, stages], the factors by which O's rows are multiplied before a stage's P V.
       moved: [4, stages], whether O's rows 0 to 15, 16 to 31, ... must be multiplied; only then are their factors
         written and read.
-      inverse: [ROWS, inverses_kept], 1 / row sum of each row; a piece has one column.
+      inverse: [ROWS, inverses_kept], the factor of each row of O: see RowResults.finish_row. A piece has one column.
       pieces: the ring of descriptions, [Piece, place].
     """
 
@@ -269,8 +269,8 @@ class Scored(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The arrays for a row's 1 / sum and log-sum-exp. out_scale: the factor of the output. rank: this CTA's index in
-    its cluster. sinks: [H], or None."""
+    """The arrays for a row's factor and log-sum-exp: see RowResults.finish_row. out_scale: the output's scale. rank:
+    this CTA's index in its cluster. sinks: [H], or None."""
 
     inverse: cute.Tensor
     lse: cute.Tensor

@@ -55,7 +55,7 @@ class Scores(Protocol[Held]):
         """Zero the keys past the request's end in stage `last`, unless other warps zero them."""
 
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared) -> None:
-        """Write 1 / row sum for the epilogue, and the rows' log-sum-exps."""
+        """Write the rows' factors for the epilogue, and their log-sum-exps."""
 
 
 class ScoreWalk(Generic[Held]):

@@ -20,7 +20,7 @@ OVERHEAD = 5  # the cost of a piece besides its blocks (Q, the first keys' laten
 FEW_ROWS = 32  # if no row tile has more query rows than this, partial results are fp32
 MOST_BLOCKS = 1 << 30  # longest line of a launch, in blocks: the schedule's int32 numbers may reach twice its length
 INVARIANT_MAX_PIECES = 32  # most pieces of a request if batch_invariant
-INVARIANT_MIN_KEYS = 512  # fewest keys of a piece if batch_invariant
+INVARIANT_MIN_KEYS = 512  # fewest keys of a piece but a tile's last one if batch_invariant
 INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch if batch_invariant
 
 

@@ -72,8 +72,9 @@ class RowResults:
         results: Results,
         sink: Float32 | None = None,
     ):
-        """Write 1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum); `sink` is
-        its head's sink, or None if heads have no sinks."""
+        """Write a row's log-sum-exp, and the factor by which the epilogue multiplies its row of O: 1 / sum, times the
+        output's scale and the share that a sink leaves, unless `combine` multiplies by these. `sums` are the row's
+        (sum, maximum); `sink` is its head's sink, or None if heads have no sinks."""
         total, m = sums
         inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
         slot = piece[Piece.SLOT]

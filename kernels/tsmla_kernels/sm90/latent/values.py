@@ -44,8 +44,8 @@ class Held(NamedTuple):
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8. Both are None if V^T is not read into registers.
       offset: the offset of the lane's first values in a stage.
       thread, lane: the thread's index in its warpgroup and in its warp.
-      factors: 1 / row sum of the lane's rows, if the kernel reads these before it releases a piece's last stage;
-        otherwise None.
+      factors: the factors of the lane's rows (see Shared.inverse), if the kernel reads these before it releases a
+        piece's last stage; otherwise None.
     """
 
     mma_pv: cute.TiledMma
@@ -74,8 +74,8 @@ class OutRows(NamedTuple):
     """A lane's rows of out.
 
     Attributes:
-      inverse, kept: the rows' factors (1 / row sum) are column `kept` of `inverse`. factors: the same factors in
-        registers, or None.
+      inverse, kept: the rows' factors are column `kept` of Shared.inverse. factors: the same factors in registers, or
+        None.
       first_latent, lane: the lane's first latent, and the lane's index in the warp.
     """
 
@@ -309,7 +309,7 @@ class WideValues:
     def store(
         self, o: cute.Tensor, rows: OutRows, piece: Described, arrays: OutArrays, rank: Int32, store_rows: StoreRows
     ):  # fmt: skip
-        """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out, by `store_rows`."""
+        """Store O times the rows' factors to `out` or to the piece's slot of partial_out, by `store_rows`."""
         lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
         # The neighbouring latents of eight lanes fill whole sectors of memory.

@@ -1,7 +1,7 @@
 """How CTAs share the work of indexer_logits: each finds its own range of a line of key blocks.
 
 A request's query tokens are cut into tiles from its last token on. So all tiles but one are full, and a tile that is
-`i` tiles before the last one sees exactly `i * tile_tokens` keys less. The line has the blocks of all tiles of all
+`i` tiles before the last one sees exactly `i * tile_tokens` keys fewer. The line has the blocks of all tiles of all
 requests one after another. Each CTA takes a range of neighbouring blocks; the ranges' lengths differ by at most one.
 """
 

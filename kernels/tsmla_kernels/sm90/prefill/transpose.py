@@ -42,7 +42,7 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
 
 
 class ValueTransposer:
-    """Device code of the two transpose warps, which have V's column tiles in turn.
+    """Device code of the two transpose warps, which take V's column tiles in turn.
 
     ldmatrix transposes pairs of columns; prmt then joins bytes of two registers into four keys of a column. Of each 16
     keys, lane q of a row gets keys 2q, 2q + 1, 2q + 8 and 2q + 9. V keeps this order of keys, because the accumulator

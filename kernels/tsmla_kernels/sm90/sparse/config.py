@@ -143,7 +143,7 @@ class SparseConfig:
 
     @property
     def bf16_columns(self) -> bool:
-        """Whether packed rows' bf16 columns are multiplied by bf16 queries, so that neither becomes f16."""
+        """Whether packed rows' bf16 columns are multiplied by bf16 columns of Q, so that neither becomes f16."""
         return self.layout != "plain" and self.dtype in ("bfloat16", FP8)
 
     @property

@@ -353,7 +353,7 @@ class SparseScores:
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
-        """Add up the row sums over all keys. Write 1 / sum for the epilogue, and the rows' log-sum-exps."""
+        """Add up the row sums over all keys. Write the rows' factors for the epilogue, and their log-sum-exps."""
         t = kept(held.place.thread)  # so that rows' addresses are computed again for each piece, and need no registers
         sinks = self.sinks_of(piece, t, held)  # before the sums, because loads take time
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)

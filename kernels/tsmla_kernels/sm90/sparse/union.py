@@ -32,10 +32,10 @@ EMPTY = -1  # a place of the table without a slot
 NO_SLOT = (1 << 31) - 1  # a cache has fewer slots; with the second cache's bit it would be EMPTY
 SECOND_CACHE = -(1 << 31)  # the bit of the second cache's slots
 GOLDEN = 0x9E3779B1 - (1 << 32)  # 2^32 divided by the golden ratio, odd: multiplied by it, slots spread over the table
-MARKS = THREADS * 32  # bits of the bitmap, a word for each thread, which lies where the table's bits lie later
-HASHES = MARKS * 4  # slots with hashes below MARKS are marked
+MARKS = THREADS * 32  # bits of the bitmap: a word for each thread. It lies where the table's bits lie later
+HASHES = MARKS * 4  # how many hashes there are: slots with a hash below MARKS are marked
 FEWEST_MARKED = 512  # fewer marked slots say too little of the others
-DOUBT = 3  # the error, in PARTS of the selected slots, that is allowed for in the number of slots found from the marks
+DOUBT = 3  # an error, in PARTS-ths of the selected slots, that the number of slots found from the marks may have
 
 
 class Total(IntEnum):
@@ -69,7 +69,7 @@ class UnionArrays(NamedTuple):
 
 class Table(NamedTuple):
     """The hash table in shared memory: `slots`; `bits`, a byte for each slot, four in a word; the words of Total; and
-    counts[w, n], how many slots of the union warp w has in the n-th columns of its threads."""
+    counts[w, n], how many slots of the union the warps before warp w have in the n-th columns of their threads."""
 
     slots: cute.Tensor
     bits: cute.Tensor

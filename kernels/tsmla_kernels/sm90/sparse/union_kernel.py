@@ -1,4 +1,4 @@
-"""sparse_mla for Hopper whose tokens may share gathers: three launches, each by one class.
+"""sparse_mla for Hopper whose tokens may share gathers, in three launches:
 
   union.py      makes the unions of groups of tokens, and says which groups share
   kernel.py     computes the groups that share; a row tile has the query rows of a group
