@@ -339,8 +339,8 @@ class Attention:
 
     @cute.jit
     def store(self, wg: Warpgroup, cursor: Cursor) -> None:
-        """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exps and, if the call returns
-        them, greatest logits. Rows without keys get 0, -inf and -inf."""
+        """Store the cursor's tile: out, the rows' log-sum-exps and, if the call returns them, greatest logits. Rows
+        without keys get 0, -inf and -inf."""
         traits, thread, rows, out, lse = self.traits, wg.thread, wg.rows, wg.results.out, wg.results.lse
         tiles, slot = wg.shared.tiles, cursor.tile % TILE_SLOTS
         first_row = tiles[Tile.FIRST_ROW, slot] + thread.group * GROUP_ROWS

@@ -1,7 +1,8 @@
-"""The products of a stage's block of terms, in three forms.
+"""The products of a stage's block of terms, in four forms.
 
 WeightBlocks and TokenBlocks multiply e4m3 by e4m3: M of the WGMMA are weight rows in WeightBlocks and tokens in
-TokenBlocks. WideBlocks multiplies activations of 16 bits by weights that are widened in registers, which is exact.
+TokenBlocks. WideBlocks multiplies activations of 16 bits by weights of e4m3 that are widened in registers, which is
+exact, and PackedBlocks by packed weights.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class WeightBlocks:
     @cute.jit
     def add(self, sums: cute.Tensor, acc: cute.Tensor, scales: Int32, empty: cute.Pointer | None) -> None:
         """Wait for the product, multiply it by the lane's scales, which lie at the address `scales`, and add it to a
-        wave's `sums`. Then arrive on `empty`, unless it is None: the warp does not read the stage any more."""
+        wave's `sums`. Then, if `empty` is not None, arrive on it: the warp has finished reading the stage."""
         config = self.config
         # If there are many tokens, only the first ones' scales are read now: registers are scarce while a product runs.
         early = min(config.tokens, EARLY_TOKENS)

@@ -210,9 +210,8 @@ class Copies:
 
     @cute.jit
     def load_scales(self, arrays: Arrays, tile: Tile, b: Int32, values: cute.Tensor, rows: cute.Tensor) -> None:
-        """Load a lane's scales of block `b` into `values`: first the scales of every 32nd token, then a scale for each
-        block of 128 weight rows of the tile. Rows of x that belong to other groups get 0. rows: as
-        `PickedRows.numbers` finds them."""
+        """Load a lane's scales of block `b` into `values`: first the scales of every 32nd token, then those of the
+        weights. Rows of x that belong to other groups get 0. rows: as `PickedRows.numbers` finds them."""
         config = self.config
         lane = cute.arch.lane_idx()
         for i in cutlass.range_constexpr(self.scales_of_lane):

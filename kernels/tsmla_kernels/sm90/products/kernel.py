@@ -3,7 +3,7 @@
 DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, where M of the WGMMAs are weight rows, or,
 with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:
 
-  0 to groups - 1   math: products (blocks.py), their float32 sums every 128 terms, and the results (sums.py)
+  0 to groups - 1   math: products (blocks.py), their float32 sums, and the results (sums.py)
   the last          first warp: TMA copies of weights and x; other warps: scales, picked rows of x (copies.py)
 """
 

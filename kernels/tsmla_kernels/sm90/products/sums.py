@@ -1,4 +1,4 @@
-"""The math warpgroups: they add their products (blocks.py) to float32 sums every 128 terms, and store the sums
+"""The math warpgroups: they sum the products of the blocks of terms (blocks.py) in float32, and store the sums
 (results.py)."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class SelectedQueries:
     @cute.jit
     def load(self, selection: Selection, tiles: cute.Tensor, at: Step, t: ThreadIndex) -> cute.Tensor:
         """Load the words that have the warp's keys: those of queries `lane` and `lane` + 32 of the step. A query that
-        selects all keys, or that is past the request's end, gets words with all bits set."""
+        selects all keys, or that is past the request's end, gets a word with all bits set."""
         words = cute.make_rmem_tensor((Q_ROWS // WARP_QUERIES,), Int32)
         slot, first_query = at.slot, at.queries * Q_ROWS
         first_key = tiles[Tile.ORDER, slot] * self.traits.key_rows + t.group * GROUP_KEYS + (t.thread // 32) * 16

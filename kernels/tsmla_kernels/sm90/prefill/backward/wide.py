@@ -252,7 +252,7 @@ class WideConsumer:
 
     @cute.jit
     def finish_values(self, shared: Shared, at: Step):
-        """Wait for dV, release dO, and wait for the step's dS."""
+        """Wait for dV and for the step's dS, and release dO."""
         cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
         warpgroup.wait_group(0)
         release(shared.dout.empty + at.stage.index)
@@ -363,7 +363,7 @@ class WideConsumer:
 
     @cute.jit
     def finish_keys(self, shared: Shared, at: Step):
-        """Wait for dK, and release Q. All lanes arrive: see `Consumer.compute`."""
+        """Wait for dK and for the step's dS, and release Q. All lanes arrive: see `Consumer.compute`."""
         cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
         warpgroup.wait_group(0)
         cute.arch.mbarrier_arrive(shared.q.empty + at.stage.index)
