@@ -106,9 +106,9 @@ class DecodeSpec(ResultDtypes):
 
 @dataclass(frozen=True)
 class PrefillSpec(ResultDtypes):
-    """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. `deterministic` is about
-    the gradients. selection: whether the call selects keys by bits; sinks: whether it has sinks; max_logits: whether it
-    returns the greatest logits."""
+    """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. deterministic: whether
+    its gradients are. selection: whether the call selects keys by bits; sinks: whether it has sinks; max_logits:
+    whether it returns the greatest logits."""
 
     batch: Dim
     total_q_len: Dim

@@ -89,7 +89,7 @@ class IndexerLossSpec:
 
     @property
     def all_logits(self) -> IndexerLogitsSpec:
-        """The indexer_logits call whose keys count, if block tables say which keys there are."""
+        """The spec of the indexer_logits call whose keys count, if block tables say which keys there are."""
         index = self.index
         return IndexerLogitsSpec(
             num_tokens=index.num_tokens,

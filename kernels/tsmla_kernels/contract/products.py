@@ -48,7 +48,7 @@ class ProductSpec:
       num_groups: None without groups.
       num_picked: how many rows x has, if `rows` picks the result's rows from them; else None.
       packed: whether the weight has two numbers of e2m1 in a byte.
-      gated, limit: as the public functions document them.
+      gated, limit: as in block_scaled_matmul.
     """
 
     num_rows: Dim

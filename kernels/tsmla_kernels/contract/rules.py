@@ -1,7 +1,7 @@
 """The rules that every operation's spec is checked with, and the texts of their errors.
 
 Imports neither jax nor torch. An argument is described as `Array(shape, dtype)` with the dtype's name ("bfloat16"). A
-shape holds ints or the symbolic dimensions of `jax.export`; only the last axis and the page size must be ints.
+shape holds ints or the symbolic dimensions of `jax.export`.
 
 Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is
 not legal. A legal call that one implementation can't run gets that implementation's NotImplementedError, not one from
@@ -221,8 +221,8 @@ def check_scales(**scales: Scale) -> None:
 
 
 def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
-    """ValueError / TypeError unless a number from LEAST_SCALE to GREATEST_SCALE or a float32 scalar array (float64
-    under x64), or None if `optional`. The value of an array is not known here."""
+    """ValueError / TypeError unless `scale` is a number from LEAST_SCALE to GREATEST_SCALE, a float32 scalar array
+    (float64 under x64), or None if `optional`. The value of an array is not known here."""
     legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
     if scale is None and optional:
         return

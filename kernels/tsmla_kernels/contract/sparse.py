@@ -322,7 +322,7 @@ class TopKSpec:
 
     @property
     def selection(self) -> SelectionBitsSpec:
-        """The selection_bits that makes the words of the positions."""
+        """The spec of the selection_bits call that makes the words of the positions."""
         return SelectionBitsSpec(self.num_tokens, self.k, selection_words(self.num_columns), False, False)
 
 
@@ -382,8 +382,8 @@ class IndexerTopkSpec:
 
     @property
     def topk(self) -> TopKSpec:
-        """The select_topk that follows indexer_logits in the definition. It writes slots only if no scores are
-        returned, because scores are read at the positions that it writes."""
+        """The spec of the select_topk call that follows indexer_logits in the operation's definition. It writes slots
+        only if no scores are returned, because scores are read at the positions that it writes."""
         page_size = self.logits.cache.page_size if self.return_slots and not self.return_scores else 0
         tokens, columns, bits = self.logits.num_tokens, self.num_columns, self.return_bits
         return TopKSpec(tokens, columns, self.k, "position", page_size=page_size, bits=bits)

@@ -1,7 +1,7 @@
 """The checks that TSMLA_CHECK=1 asks for: of arrays' values, which no shape or dtype shows, as numpy arrays.
 
 Reading the values costs a synchronisation with the device, hence the switch. Without the checks the implementations
-still read and write only inside the cache. Both front ends call these functions, so a wrong value reads the same from
+still read and write only inside the cache. The front ends share these functions, so a wrong value reads the same from
 jax and from torch. Each raises ValueError naming the argument, and takes its static arguments before the arrays.
 """
 
@@ -114,7 +114,8 @@ def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
 
 
 def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | None = None) -> None:
-    """Check that the active indices are slots of their cache."""
+    """Check that lengths are 0 to K, and that the active indices are slots of their cache. -1 is legal without lengths
+    and at the end of a window."""
     if lengths is not None:
         _check_counts("lengths: token {} has {} active indices", lengths, spec.num_selected, f"K = {spec.num_selected}")
     limit = np.full(spec.num_selected, spec.cache.num_slots)
@@ -192,7 +193,7 @@ def compress(
     state_slots: np.ndarray,
     ring_positions: np.ndarray,
 ) -> None:
-    """Check that each request continues where its state left off."""
+    """Check that offsets and states are sound, and that each request continues where its state left off."""
     lens = np.diff(cu_seqlens_q)
     cu_seqlens(spec.num_tokens, cu_seqlens_q)
     owner: dict[int, int] = {}
