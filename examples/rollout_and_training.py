@@ -31,7 +31,7 @@ from jax import lax
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig, Step, V32Config, functional, init_params, v32
-from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.mla.rope import rope_cos_sin
 
 PAGE = 64
 

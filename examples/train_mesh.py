@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig, context_parallel, functional, init_params
-from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.mla.rope import rope_cos_sin
 
 FSDP, CONTEXT = "fsdp", "context"
 VOCABULARY, PATTERN = 32, 2

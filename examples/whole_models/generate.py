@@ -70,7 +70,7 @@ from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
 from tsmla_jax.generate.model import fold
 from tsmla_jax.generate.session import StepKind
 from tsmla_jax.nn import MLAConfig, V32Config
-from tsmla_jax.nn.block_scaled import with_products
+from tsmla_jax.nn.products.block_scaled import with_products
 
 CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
 CONTEXT = flags.DEFINE_integer("context", 512, "tokens of context of decode and prefill rows", lower_bound=1)

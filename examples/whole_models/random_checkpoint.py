@@ -17,8 +17,8 @@ import numpy as np
 
 from tsmla_jax.generate import ModelConfig
 from tsmla_jax.nn import hf_attention_shapes
-from tsmla_jax.nn.block_scaled import BLOCK
-from tsmla_jax.nn.checkpoint_writer import save_checkpoint
+from tsmla_jax.nn.checkpoints.checkpoint_writer import save_checkpoint
+from tsmla_jax.nn.products.block_scaled import BLOCK
 
 SEED = 0
 GREATEST_E4M3 = 400.0  # of the values before their scales

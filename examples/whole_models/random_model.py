@@ -18,7 +18,7 @@ from tsmla_jax.generate import ModelConfig
 from tsmla_jax.generate.config import LayerAttention
 from tsmla_jax.generate.loading import ATTENTION_WEIGHTS
 from tsmla_jax.generate.mesh import CONTEXT, EXPERT, param_specs
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
+from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, stack_size
 from tsmla_jax.nn.v4 import V4Config
 
 

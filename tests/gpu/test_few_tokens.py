@@ -13,9 +13,9 @@ from tsmla_jax.generate import few_tokens as few_token_mlp
 from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params
-from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.ops.selected import layouts
 from tsmla_kernels.contract.layouts import V4_PACKED
 

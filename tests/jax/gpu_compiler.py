@@ -58,8 +58,8 @@ def products() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
     from tsmla_jax.generate.config import MoEConfig
     from tsmla_jax.generate.moe import mixture_of_experts
-    from tsmla_jax.nn.block_scaled import BlockScaled
-    from tsmla_jax.nn.linear import linear
+    from tsmla_jax.nn.products.block_scaled import BlockScaled
+    from tsmla_jax.nn.products.linear import linear
 
     def array(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)

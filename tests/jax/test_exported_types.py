@@ -11,7 +11,7 @@ from jax import export
 
 from tsmla_jax import nn, sparse
 from tsmla_jax.nn import v4, v32
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.v4.step import V4Step
 
 X = jnp.arange(3)

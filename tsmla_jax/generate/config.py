@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tsmla_jax.nn import MLAConfig, V4Config, V32Config
-from tsmla_jax.nn.hf_config import hf_field, read_hf_config, read_optional_config
-from tsmla_jax.nn.known_fields import SHARING_TYPES, V32_TYPES, Legal, check_aliases, check_values, refuse_named
+from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, read_optional_config
+from tsmla_jax.nn.checkpoints.known_fields import (
+    SHARING_TYPES,
+    V32_TYPES,
+    Legal,
+    check_aliases,
+    check_values,
+    refuse_named,
+)
 from tsmla_jax.nn.v32.config import layers_with_indexer
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tsmla_jax.generate.config import MoEConfig
-from tsmla_jax.nn.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.triton import plgpu, why_no_triton
 
 NO_BIAS = "correction_bias = None; legal with routing 'noaux_tc': an array [E]"
 _LEAST = -jnp.inf

@@ -18,8 +18,8 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.model import Params
 from tsmla_jax.generate.moe import why_not_grouped
 from tsmla_jax.nn import MLAConfig
-from tsmla_jax.nn.block_scaled import BlockScaled, products_of, why_not_by_kernel
-from tsmla_jax.nn.mxfp4 import MXFP4, why_not_mxfp4
+from tsmla_jax.nn.products.block_scaled import BlockScaled, products_of, why_not_by_kernel
+from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
 from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes

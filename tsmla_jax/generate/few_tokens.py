@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.moe import choose_experts
 from tsmla_jax.nn import few_tokens
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.row_blocks import Blocks, sort_rows
-from tsmla_jax.nn.tiles import expert_tiles
+from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
+from tsmla_jax.nn.products.row_blocks import Blocks, sort_rows
+from tsmla_jax.nn.products.tiles import expert_tiles
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec
 

@@ -38,15 +38,15 @@ from tsmla_jax.generate.mesh import (
 )
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size, with_products
-from tsmla_jax.nn.checkpoint import int4_parts
+from tsmla_jax.nn.checkpoints.checkpoint import int4_parts
+from tsmla_jax.nn.checkpoints.quantised import refuse_config, refuse_tensors
+from tsmla_jax.nn.checkpoints.weights import LayerWeights, is_chooser
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
-from tsmla_jax.nn.mxfp4 import MXFP4, can_be_kept
-from tsmla_jax.nn.quantised import refuse_config, refuse_tensors
+from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, stack_size, with_products
+from tsmla_jax.nn.products.mxfp4 import MXFP4, can_be_kept
 from tsmla_jax.nn.v4.names import stored_names
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
 from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
-from tsmla_jax.nn.weights import LayerWeights, is_chooser
 
 Array = np.ndarray[Any, Any]
 
@@ -256,7 +256,7 @@ def load_model(
         V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. On one device
-        experts in MXFP4, as DeepSeek-V4's, stay so, too (`nn.mxfp4.MXFP4`). False widens all here, to two to four
+        experts in MXFP4, as DeepSeek-V4's, stay so, too (`MXFP4`). False widens all here, to two to four
         times the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps these, and widens the weights in the

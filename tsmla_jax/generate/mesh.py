@@ -22,8 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig
-from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
-from tsmla_jax.nn.mxfp4 import MXFP4
+from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size
+from tsmla_jax.nn.products.mxfp4 import MXFP4
 
 DATA, EXPERT, CONTEXT = AXES = ("data", "expert", "context")
 REPLICAS = (DATA, EXPERT)

@@ -40,7 +40,7 @@ Phase = Literal["fresh", "prefill", "decode"]
 # {"embed": [V, C], "layers": [layer, ...], "norm": [C], "lm_head": [V, C] unless tied}; a layer is
 # {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in `param_shapes` of
 # tsmla_jax.nn, nn.v32 or nn.v4, or as `fold` leaves it; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense
-# layer, else as moe.mixture_of_experts takes it. Matrices may be `nn.block_scaled.BlockScaled`. In V4 a layer also has
+# layer, else as moe.mixture_of_experts takes it. Matrices may be `BlockScaled`. In V4 a layer also has
 # "attention_streams" and "mlp_streams" (streams.read_streams), and the model "streams" (streams.close_streams).
 Params = Mapping[str, Any]
 

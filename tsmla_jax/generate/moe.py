@@ -19,13 +19,13 @@ from jax import lax
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
 from tsmla_jax.generate.router import project, router_logits
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
-from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
-from tsmla_jax.nn.linear import by_scaled_products, linear, scaled_product
-from tsmla_jax.nn.mxfp4 import MXFP4, why_not_mxfp4
-from tsmla_jax.nn.row_blocks import make_blocks, sort_rows
-from tsmla_jax.nn.scaled_rows import ScaledRows, scaled, scaled_rows
-from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
+from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
+from tsmla_jax.nn.products.grouped_matmul import grouped_matmul, why_not_kernel
+from tsmla_jax.nn.products.linear import by_scaled_products, linear, scaled_product
+from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
+from tsmla_jax.nn.products.row_blocks import make_blocks, sort_rows
+from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
+from tsmla_jax.nn.products.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 
 _MAX_BLOCK_ROWS = 128

@@ -72,7 +72,7 @@ class Tokenizer:
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer:
     """The checkpoint's tokenizer; ValueError or ImportError where there is none to be read."""
-    from tsmla_jax.nn.hf_config import read_optional_config
+    from tsmla_jax.nn.checkpoints.hf_config import read_optional_config
 
     path = checkpoint / "tokenizer.json"
     if not path.is_file():

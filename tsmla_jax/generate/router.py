@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tsmla_jax.nn.block_scaled import BLOCK
-from tsmla_jax.nn.exact_dot import add_products
-from tsmla_jax.nn.scaled_rows import ScaledRows, scaled
-from tsmla_jax.nn.tiles import MULTIPROCESSORS, split_count
-from tsmla_jax.nn.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.block_scaled import BLOCK
+from tsmla_jax.nn.products.exact_dot import add_products
+from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled
+from tsmla_jax.nn.products.tiles import MULTIPROCESSORS, split_count
+from tsmla_jax.nn.products.triton import plgpu, why_no_triton
 
 _HALF = BLOCK // 2
 _LEAST_STEPS = 2  # of a program

@@ -19,11 +19,11 @@ from tsmla_jax.generate.config import ModelConfig, MoEConfig
 from tsmla_jax.generate.loading import ATTENTION_WEIGHTS, expected_names, mlp_names, spelled_names
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint
-from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
-from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
-from tsmla_jax.nn.mxfp4 import MXFP4
+from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
+from tsmla_jax.nn.checkpoints.weights import check_dtype, open_checkpoint
+from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size
+from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name
-from tsmla_jax.nn.weights import check_dtype, open_checkpoint
 
 # What `load_model` keeps in f32 (or i32) whatever its dtype is.
 _F32 = re.compile(r"\.mlp\.gate\.(weight|e_score_correction_bias|tid2eid)$")

@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tsmla_jax.generate.config import StreamsConfig
-from tsmla_jax.nn.exact_dot import add_products
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.tiles import split_count
-from tsmla_jax.nn.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.exact_dot import add_products
+from tsmla_jax.nn.products.tiles import split_count
+from tsmla_jax.nn.products.triton import plgpu, why_no_triton
 
 _DEPTH = 128  # terms of a sum that are loaded at once
 _PROGRAMS = 512  # about four on each multiprocessor, which wait for memory most of the time

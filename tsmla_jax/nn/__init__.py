@@ -10,7 +10,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tsmla_jax.nn import context_parallel, v4, v32
-from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.dot_product import dot_product_attention
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
@@ -19,7 +20,6 @@ from tsmla_jax.nn.segments import Segments, segment_attention, segment_attention
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v4 import V4Config
 from tsmla_jax.nn.v32 import V32Config
-from tsmla_jax.nn.weights import Params
 from tsmla_jax.nn.yarn import YarnConfig
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.nn.block_scaled import BlockScaled, widened
-from tsmla_jax.nn.linear import linear
 from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.nn.products.block_scaled import BlockScaled, widened
+from tsmla_jax.nn.products.linear import linear
 from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import scale_operand
 from tsmla_jax.ops.kernel_call import kernel_call

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tsmla_jax.nn.checkpoint import Checkpoint
-from tsmla_jax.nn.weights import LayerWeights, Params, check_params, open_checkpoint
+from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint
+from tsmla_jax.nn.checkpoints.weights import LayerWeights, Params, check_params, open_checkpoint
 
 
 class AttentionLayer(nnx.Module):

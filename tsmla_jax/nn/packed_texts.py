@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.weights import Params
+from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.ops.inputs import describe_as
 from tsmla_kernels.contract import FLOATS
 

@@ -1,4 +1,4 @@
-"""Yarn context extension: its fields, and the magnitudes that follow from them."""
+"""Yarn context extension: its fields, and the magnitudes and rope frequencies that follow from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import jax
+import numpy as np
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -60,3 +61,26 @@ class YarnConfig:
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+
+
+def _yarn_boundary(rotations: float, dim: int, theta: float, original_len: int) -> float:
+    """The (fractional) pair index whose angle turns `rotations` times over the original context."""
+    return dim * math.log(original_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def inverse_frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
+    """Angle per position of each of rope_dim / 2 rope pairs: f32 [R / 2], highest frequency first.
+
+    With yarn, pairs below the low boundary keep theta^(-2i/R), those above the high one are divided by `factor`, and a
+    linear ramp blends the two in between.
+    """
+    base = 1.0 / theta ** (np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
+    if yarn is None:
+        return base.astype(np.float32)
+    args = (rope_dim, theta, yarn.original_max_position_embeddings)
+    low = max(math.floor(_yarn_boundary(yarn.beta_fast, *args)), 0)
+    high = min(math.ceil(_yarn_boundary(yarn.beta_slow, *args)), rope_dim - 1)
+    # Equal boundaries make the ramp a step; the small width only avoids 0 / 0.
+    width = high - low if high != low else 1e-3
+    ramp = np.clip((np.arange(rope_dim // 2) - low) / width, 0.0, 1.0)
+    return (base * (1.0 - ramp) + base / yarn.factor * ramp).astype(np.float32)

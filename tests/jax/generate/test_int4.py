@@ -11,7 +11,7 @@ import pytest
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.generate import ModelConfig, load_model, save_model
 from tsmla_jax.nn import Checkpoint, CheckpointError
-from tsmla_jax.nn.dequantise import dequantise_int4
+from tsmla_jax.nn.checkpoints.dequantise import dequantise_int4
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
 

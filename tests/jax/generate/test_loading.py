@@ -17,7 +17,7 @@ from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.loading import ProgressBar
 from tsmla_jax.generate.mesh import MeshShape, make_mesh, put_params
 from tsmla_jax.nn import Checkpoint
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.v4.names import module_name
 
 V2_LITE = {

@@ -10,8 +10,8 @@ import pytest
 from tsmla_jax.generate import ModelConfig, model, moe
 from tsmla_jax.generate.config import MoEConfig, Routing
 from tsmla_jax.generate.explaining import Choice, explain_experts
-from tsmla_jax.nn import row_blocks
-from tsmla_jax.nn.block_scaled import BlockScaled, with_products
+from tsmla_jax.nn.products import row_blocks
+from tsmla_jax.nn.products.block_scaled import BlockScaled, with_products
 from tsmla_jax.ops import device
 
 WIDTH, EXPERTS = 12, 8

@@ -13,11 +13,13 @@ from tsmla_jax.generate.caches import CacheLayout, default_page_size, init_cache
 from tsmla_jax.generate.config import StreamsConfig
 from tsmla_jax.generate.expert_choice import choose_by_kernel
 from tsmla_jax.generate.model import Batch, Scales, StepOptions
-from tsmla_jax.nn import Step, context_parallel, grouped_matmul, norm_rope, row_blocks, tiles
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.linear import contract, linear, linear_by_kernel
+from tsmla_jax.nn import Step, context_parallel
 from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
-from tsmla_jax.nn.scaled_rows import scaled_rows
+from tsmla_jax.nn.products import grouped_matmul, row_blocks, tiles
+from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_jax.nn.products.linear import contract, linear, linear_by_kernel
+from tsmla_jax.nn.products.scaled_rows import scaled_rows
+from tsmla_jax.nn.v4 import norm_rope
 
 
 def narrow(*shape: int) -> BlockScaled:

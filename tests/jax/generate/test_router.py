@@ -9,8 +9,8 @@ import pytest
 
 from tsmla_jax.generate import moe, router
 from tsmla_jax.generate.config import MoEConfig
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.scaled_rows import ScaledRows, scaled_rows
+from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled_rows
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("router_dtype", ["float32", "bfloat16"])

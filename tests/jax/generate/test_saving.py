@@ -17,7 +17,7 @@ from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.generate import ModelConfig, load_model, model, save_model, saving
 from tsmla_jax.generate.model import fold
 from tsmla_jax.nn import Checkpoint, CheckpointError
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 
 def assert_same(got: Any, want: Any) -> None:

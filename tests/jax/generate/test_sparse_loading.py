@@ -18,7 +18,7 @@ from tsmla_jax.generate import ModelConfig, load_model, moe, save_model
 from tsmla_jax.generate.explaining import explain_experts
 from tsmla_jax.generate.mesh import put_params
 from tsmla_jax.nn import Checkpoint, CheckpointError, v4
-from tsmla_jax.nn.mxfp4 import MXFP4
+from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import module_name
 
 Tensors = dict[str, np.ndarray]

@@ -13,7 +13,7 @@ from tsmla_jax.nn import (
     MLAConfig,
     hf_attention_shapes,
 )
-from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME
+from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
 

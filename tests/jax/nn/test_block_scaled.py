@@ -10,13 +10,14 @@ import pytest
 
 from tests.emulator import operations
 from tsmla_jax.generate import moe
-from tsmla_jax.nn import MLAConfig, Step, functional, init_params, triton
-from tsmla_jax.nn.block_scaled import BlockScaled, stack_size, with_products
-from tsmla_jax.nn.grouped_matmul import grouped_matmul
-from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel, split_rows
-from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks, sort_rows
-from tsmla_jax.nn.scaled_rows import scaled_rows
-from tsmla_jax.nn.tiles import Tile, linear_tile
+from tsmla_jax.nn import MLAConfig, Step, functional, init_params
+from tsmla_jax.nn.products import triton
+from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size, with_products
+from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
+from tsmla_jax.nn.products.linear import contract, joined_rows, linear, linear_by_kernel, split_rows
+from tsmla_jax.nn.products.row_blocks import blocks_by_kernel, make_blocks, sort_rows
+from tsmla_jax.nn.products.scaled_rows import scaled_rows
+from tsmla_jax.nn.products.tiles import Tile, linear_tile
 from tsmla_jax.ops import device
 
 

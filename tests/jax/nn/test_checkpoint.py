@@ -23,8 +23,8 @@ from tsmla_jax.nn import (
     param_shapes,
     v32,
 )
-from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME
-from tsmla_jax.nn.dequantise import dequantise_blocks
+from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME
+from tsmla_jax.nn.checkpoints.dequantise import dequantise_blocks
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.jax.nn.hf_fields import V3
 from tsmla_jax.nn import MLAConfig, YarnConfig
-from tsmla_jax.nn.rope import apply_rope, inverse_frequencies, rope_cos_sin
-from tsmla_jax.nn.yarn import yarn_mscale
+from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.yarn import inverse_frequencies, yarn_mscale
 
 V2_SCALING = {**V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707}
 V2 = {**V3, "hidden_size": 5120, "rope_scaling": V2_SCALING}

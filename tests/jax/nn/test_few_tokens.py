@@ -15,9 +15,9 @@ from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import LayerConfig, MoEConfig
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, decoder_layer
 from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params, v32
-from tsmla_jax.nn.block_scaled import BlockScaled, with_products
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.nn.products.block_scaled import BlockScaled, with_products
 from tsmla_jax.nn.v32 import V32Config
 from tsmla_jax.nn.v32 import few_tokens as v32_few_tokens
 from tsmla_jax.ops.kernel_call import kernel_call_p

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, init_params, param_shapes, param_specs
-from tsmla_jax.nn.weights import check_params
+from tsmla_jax.nn.checkpoints.weights import check_params
 
 CONFIG = MLAConfig(
     hidden_size=48,

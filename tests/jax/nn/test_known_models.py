@@ -16,7 +16,7 @@ from tests.jax.nn.conftest import TINY, YARN
 from tests.jax.nn.hf_fields import V3
 from tests.jax.nn.hf_layers import V4_FIELDS, V4_YARN, V32_FIELDS
 from tsmla_jax.nn import MLAConfig, V4Config, V32Config, functional, load_hf_attention, params_from_hf, v32
-from tsmla_jax.nn.known_fields import MLA_TYPES, V4_TYPES, V32_TYPES
+from tsmla_jax.nn.checkpoints.known_fields import MLA_TYPES, V4_TYPES, V32_TYPES
 
 V32: dict[str, Any] = {
     **V3,

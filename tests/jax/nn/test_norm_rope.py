@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.nn import norm_rope as module
-from tsmla_jax.nn.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.norms import Norm
+from tsmla_jax.nn.v4 import norm_rope as module
+from tsmla_jax.nn.v4.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.ops.selected import v4
 
 TABLE = v4.rope_table(jnp.asarray(10.0 ** -(np.arange(32) / 8), jnp.float32), 100)

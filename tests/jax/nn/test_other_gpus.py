@@ -13,9 +13,9 @@ import pytest
 
 from tests.jax.gpu_compiler import CARDS
 from tsmla_jax.generate import explaining, moe
-from tsmla_jax.nn import grouped_matmul, linear, triton
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.tiles import expert_tiles, fitting_stages, linear_tile
+from tsmla_jax.nn.products import grouped_matmul, linear, triton
+from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_jax.nn.products.tiles import expert_tiles, fitting_stages, linear_tile
 from tsmla_jax.ops import device
 
 

@@ -25,9 +25,9 @@ from tsmla_jax.nn import (
     v4,
     v32,
 )
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME
-from tsmla_jax.nn.checkpoint_writer import save_checkpoint
+from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME
+from tsmla_jax.nn.checkpoints.checkpoint_writer import save_checkpoint
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.v4.names import module_name, stored_name
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'tsmla-jax[hf]'")

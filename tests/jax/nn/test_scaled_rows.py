@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import moe
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.linear import linear_by_kernel
-from tsmla_jax.nn.scaled_rows import ScaledRows, scaled_rows
+from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_jax.nn.products.linear import linear_by_kernel
+from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled_rows
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 SIZES = [1e-30, 1e-7, 1e-5, 3e-5, 1e-4, 1.0, 1e4, 1e7, 1e30]

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 import tsmla_jax
 from tests.jax.nn import hf_layers
-from tsmla_jax.nn import Step, V4Attention, V32Attention, norm_rope, v4, v32
+from tsmla_jax.nn import Step, V4Attention, V32Attention, v4, v32
+from tsmla_jax.nn.v4 import norm_rope
 
 LENGTH = 40
 ARGUMENTS = (jnp.arange(5, dtype=jnp.int32)[None], jnp.asarray([LENGTH]), jnp.asarray([0, LENGTH]), LENGTH)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 import tsmla_jax
 from tests.jax.nn import hf_layers
 from tsmla_jax.nn import MLAConfig, Segments, functional, v32
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,7 +13,7 @@ import pytest
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig
-from tsmla_jax.nn.rope import apply_rope
+from tsmla_jax.nn.mla.rope import apply_rope
 
 IMPLEMENTATIONS = ("reference", "xla")
 T, H, L, R, PAGE = 6, 3, 24, 8, 16

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import jax
 
-from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.known_fields import check_mla, check_values
+from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.checkpoints.known_fields import check_mla, check_values
 from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 import tsmla_jax
 from tsmla_jax.nn import few_tokens
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.mla.rope import rope_cos_sin
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.rope import rope_cos_sin
 from tsmla_jax.nn.step import Step
-from tsmla_jax.nn.weights import Params
 
 
 def why_not(

@@ -21,13 +21,13 @@ import numpy as np
 
 import tsmla_jax
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.linear import contract, joined_rows, linear, product, rows_of, split_rows, weight_of
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.norms import rms_norm
-from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.products.linear import contract, joined_rows, linear, product, rows_of, split_rows, weight_of
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
-from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q

@@ -4,9 +4,9 @@ Each weight has an axis for heads of its own, so that tensor parallelism is a ma
 the two parts that are used apart, W_UK and W_UV.
 """
 
+from tsmla_jax.nn.checkpoints.weights import LayerWeights
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.weights import LayerWeights
 
 
 def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from tsmla_jax.nn.hf_config import hf_field, read_hf_config
-from tsmla_jax.nn.known_fields import SHARING_TYPES, check_v32
+from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config
+from tsmla_jax.nn.checkpoints.known_fields import SHARING_TYPES, check_v32
 from tsmla_jax.nn.mla.config import MLAConfig
 
 

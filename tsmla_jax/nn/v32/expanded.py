@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import tsmla_jax
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.step import Step, needed_when_ragged, slots_of
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.operation import Preference

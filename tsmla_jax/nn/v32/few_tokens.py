@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.nn import few_tokens
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.functional import rotated_q
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.functional import Attended, Options, V32Cache, attend_projected
 from tsmla_jax.nn.v32.projections import Angles, Projected, finished_queries, normed_keys
-from tsmla_jax.nn.weights import Params
 
 
 def why_not(params: Params, config: V32Config, x: jax.Array, norm: Norm, options: Options) -> list[str]:

@@ -20,15 +20,15 @@ from jax.typing import DTypeLike
 import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.linear import rows_of, weight_of
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla import functional
-from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.products.linear import rows_of, weight_of
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.expanded import Selected, attend_by_mask
 from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
 from tsmla_jax.nn.v32.projections import Angles, Projected, project
-from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.operation import Preference

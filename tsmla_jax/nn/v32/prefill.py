@@ -15,13 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla import functional
-from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.mla.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.mask import head_dims, mask_reasons
 from tsmla_jax.nn.v32.projections import Angles, index_rotation, indexer_keys, indexer_queries
-from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.operation import Preference

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax import sparse
-from tsmla_jax.nn.linear import product
+from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla import functional
+from tsmla_jax.nn.products.linear import product
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.selected import indexer
 from tsmla_kernels.contract.packed import Rotation
 

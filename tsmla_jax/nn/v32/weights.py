@@ -5,10 +5,10 @@ The indexer is replicated when heads are split, as its cache is: every device mu
 
 from typing import cast
 
+from tsmla_jax.nn.checkpoints.weights import LayerWeights
 from tsmla_jax.nn.mla import weights as mla
 from tsmla_jax.nn.v32 import functional
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.weights import LayerWeights
 
 
 def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:

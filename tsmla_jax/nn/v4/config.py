@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 import jax
 
-from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.known_fields import check_v4
+from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.checkpoints.known_fields import check_v4
 from tsmla_jax.nn.yarn import YarnConfig
 
 Kind = Literal["sliding", "csa", "hca"]

@@ -7,7 +7,7 @@ for DeepSeek's `attn.kv_norm`. This project names a tensor as the modules do.
 
 from __future__ import annotations
 
-from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 _WHOLE = {
     "embed.weight": "model.embed_tokens.weight",

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.rope import inverse_frequencies
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import Kind, V4Config
+from tsmla_jax.nn.yarn import inverse_frequencies
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.selected import v4 as sparse_v4
 from tsmla_jax.ops.selected.v4 import MixedIndices

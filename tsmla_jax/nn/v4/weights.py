@@ -3,10 +3,10 @@
 Axes: E hidden width, H heads, D head width, G output groups, Hi and Di heads and width of the indexer.
 """
 
+from tsmla_jax.nn.checkpoints.weights import LayerWeights
 from tsmla_jax.nn.v4 import functional
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.names import stored_name, stored_names
-from tsmla_jax.nn.weights import LayerWeights
 
 _HF_PREFIX = {"compressor": "compressor.", "indexer": "compressor.indexer."}
 

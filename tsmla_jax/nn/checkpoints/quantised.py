@@ -11,10 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
-from tsmla_jax.nn.dequantise import INT4_GROUP
-from tsmla_jax.nn.hf_config import read_optional_config
-from tsmla_jax.nn.known_fields import Legal, check_values
+from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.checkpoints.dequantise import INT4_GROUP
+from tsmla_jax.nn.checkpoints.hf_config import read_optional_config
+from tsmla_jax.nn.checkpoints.known_fields import Legal, check_values
 
 # Fields of config.json that hold a quantisation, and what names one that doesn't say quant_method.
 _GROUPS = ("quantization_config", "compression_config", "quantization")

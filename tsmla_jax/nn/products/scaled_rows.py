@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tsmla_jax.nn.block_scaled import BLOCK
-from tsmla_jax.nn.triton import plgpu
+from tsmla_jax.nn.products.block_scaled import BLOCK
+from tsmla_jax.nn.products.triton import plgpu
 
 _PARTS = 32  # of a row that a program scales
 _EXPONENT, _LEAST, _GREATEST = 0x7F800000, 0x00800000, 0x7E800000  # an f32's exponent, 2^-126, 2^126

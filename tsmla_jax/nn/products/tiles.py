@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tsmla_jax.nn.block_scaled import BLOCK
+from tsmla_jax.nn.products.block_scaled import BLOCK
 
 BLOCKS_BY_KERNEL = 2048
 """Pairs of a row and a group up to which `make_blocks` is one kernel or two, and not more of XLA."""

@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.checkpoint import Checkpoint
-from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
-from tsmla_jax.nn.quantised import refuse_tensors
+from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint
+from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
+from tsmla_jax.nn.checkpoints.quantised import refuse_tensors
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 Params = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.nn.mxfp4 import MXFP4
+from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.ops.block_scaled_matmul.api import OPERATION as BLOCK_SCALED_MATMUL
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize_blocks.api import quantize_blocks

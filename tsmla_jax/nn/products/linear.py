@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
-from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
-from tsmla_jax.nn.row_blocks import Blocks
-from tsmla_jax.nn.scaled_rows import scaled_rows
-from tsmla_jax.nn.tiles import MANY_ROWS, MANY_WIDENED_ROWS, linear_tile
+from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
+from tsmla_jax.nn.products.grouped_matmul import grouped_matmul, why_not_kernel
+from tsmla_jax.nn.products.row_blocks import Blocks
+from tsmla_jax.nn.products.scaled_rows import scaled_rows
+from tsmla_jax.nn.products.tiles import MANY_ROWS, MANY_WIDENED_ROWS, linear_tile
 from tsmla_jax.ops.block_scaled_matmul.api import block_scaled_matmul
 
 _MOST_SUMMED = 1 << 23

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from tsmla_jax.nn.triton import plgpu
+from tsmla_jax.nn.products.triton import plgpu
 
 
 def add_products(total: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:

@@ -15,8 +15,8 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one file, as Hugging Face's libraries write them."""

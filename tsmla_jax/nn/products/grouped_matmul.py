@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
-from tsmla_jax.nn.row_blocks import Blocks
-from tsmla_jax.nn.scaled_rows import ScaledRows, scaled
-from tsmla_jax.nn.tiles import Tile, fitting_stages
-from tsmla_jax.nn.triton import compute_capability, plgpu, shared_memory, why_no_triton
+from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled
+from tsmla_jax.nn.products.row_blocks import Blocks
+from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled
+from tsmla_jax.nn.products.tiles import Tile, fitting_stages
+from tsmla_jax.nn.products.triton import compute_capability, plgpu, shared_memory, why_no_triton
 
 
 def _moved(right: int, kept: str, multiply: str) -> str:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tsmla_jax.nn.tiles import BLOCKS_BY_KERNEL
-from tsmla_jax.nn.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.tiles import BLOCKS_BY_KERNEL
+from tsmla_jax.nn.products.triton import plgpu, why_no_triton
 
 _AT_ONCE = 128  # pairs that one program places, and that are counted together
 _OWN, _OTHERS = 64, 256  # pairs of one of several programs, and those that it compares them with at once

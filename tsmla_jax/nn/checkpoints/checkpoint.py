@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsmla_jax.nn.dequantise import (
+from tsmla_jax.nn.checkpoints.dequantise import (
     DEFAULT_BLOCK,
     FP4_BLOCK,
     INT4_GROUP,
@@ -25,7 +25,7 @@ from tsmla_jax.nn.dequantise import (
     dequantise_fp4,
     dequantise_int4,
 )
-from tsmla_jax.nn.hf_config import read_json, why_no_file
+from tsmla_jax.nn.checkpoints.hf_config import read_json, why_no_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.triton import plgpu, why_no_triton
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected import v4 as sparse_v4
 
