@@ -288,6 +288,8 @@ def test_registration_by_sglangs_loader(monkeypatch: pytest.MonkeyPatch) -> None
     plugin.register()  # again
     assert ATTENTION_BACKENDS[plugin.NAME] is plugin.create_backend
     assert choices.ATTENTION_BACKEND_CHOICES.count(plugin.NAME) == 1
+    # SGLang itself refuses deterministic inference with a backend that is missing here.
+    assert plugin.NAME not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     assert plugin.NAME in choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
     assert AttentionBackendRegistry.get_handler(plugin.NAME) is forward_method
     assert sglang_model.PAGE == 64

@@ -373,6 +373,7 @@ def test_served(changed: dict[str, Any]) -> None:
         ({"dtype": torch.float16, "kv_cache_dtype": "bfloat16"}, "kv_cache.dtype is bfloat16"),
         ({"device_capability": SimpleNamespace(major=10, minor=0)}, "compute capability not supported"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"use_pcp": True, "use_dcp": False}, "PCP not supported"),
         ({"use_pcp": True}, "PCP not supported"),
     ],
@@ -395,9 +396,16 @@ def test_prefill_refusals() -> None:
     assert reasons(torch.bfloat16, 128, 128, major=10) != []
 
 
-def test_the_layer_takes_no_sliding_window(layer: Layer) -> None:
-    with pytest.raises(NotImplementedError, match="sliding_window: tsmla"), set_current_vllm_config(layer.config):
+@pytest.mark.parametrize(
+    "feature", [{"alibi_slopes": [0.5] * HEADS}, {"sliding_window": 128}, {"logits_soft_cap": 30.0}], ids=str
+)
+def test_the_layer_takes_no_attention_of_another_kind(layer: Layer, feature: dict[str, Any]) -> None:
+    usual = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None}
+    with (
+        pytest.raises(NotImplementedError, match=f"{next(iter(feature))}: tsmla's decode backend has none"),
+        set_current_vllm_config(layer.config),
+    ):
         TsmlaMLABackend.get_impl_cls()(
-            HEADS, 576, 1.0, 1, None, 128, "auto", None, "decoder", None, q_lora_rank=None, kv_lora_rank=512,
+            HEADS, 576, 1.0, 1, *(usual | feature).values(), "decoder", None, q_lora_rank=None, kv_lora_rank=512,
             qk_nope_head_dim=128, qk_rope_head_dim=64, qk_head_dim=192, v_head_dim=V_DIM, kv_b_proj=layer.kv_b,
         )  # fmt: skip

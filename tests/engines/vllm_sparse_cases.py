@@ -393,6 +393,13 @@ def test_refused(changed: dict[str, Any], said: str) -> None:
     assert said in "; ".join(refusals(**changed))
 
 
+def test_a_cache_on_the_host_is_refused(layer: SparseLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiSparse, which vLLM has from 0.30 on."""
+    monkeypatch.setattr(layer.config.attention_config, "hisparse_config", SimpleNamespace(), raising=False)
+    with set_current_vllm_config(layer.config):
+        assert "HiSparse keeps the cache on the host" in "; ".join(refusals())
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 def test_many_heads_are_served(layer: SparseLayer, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layer.config.model_config
