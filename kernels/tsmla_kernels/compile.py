@@ -59,7 +59,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     """Compile `kernel` for `config` and `arch`. This takes seconds on one core, and needs no GPU.
 
     Raises:
-      ValueError: the kernel isn't written for `arch`.
+      ValueError: the kernel isn't written for `arch`, or this machine's processor is neither x86-64 nor aarch64.
       ModuleNotFoundError: the CuTe DSL (nvidia-cutlass-dsl), or a package that the kernel is made of, isn't installed.
       RuntimeError: the kernel doesn't compile; the message carries the compiler's output.
     """

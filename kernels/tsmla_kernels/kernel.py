@@ -29,7 +29,7 @@ GREATEST_SIZE = 2**31 - 1
 """The greatest size of an operand's axis."""
 
 V32_MODEL = "deepseek-v3.2"
-"""The name of the preset of the kernels that a layer of DeepSeek-V3.2 launches over packed caches."""
+"""The name of DeepSeek-V3.2's presets."""
 
 MODELS = (
     ("deepseek-v2", (("num_heads", "128"),)),

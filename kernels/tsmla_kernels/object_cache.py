@@ -1,11 +1,10 @@
 """Compiled objects on disk: the first process that asks for one compiles it, and all later ones load it.
 
-An entry is one file, named by everything that its bytes depend on: the package's version, the kernel's sources, the
-architecture, the host, the config, the DSL's version. It carries a description of itself and a checksum; a damaged
-entry is reported and compiled again, never loaded; nor is one that another user can have written, for it is native
-code. Files are written under another name and then renamed, so a reader sees all of an entry or nothing. With a warm
-cache nothing of the DSL is imported, and a machine that has only the DSL's runtime can use entries that were compiled
-elsewhere.
+An entry is one file, named by a hash of what its bytes depend on (`_identity`) and by the DSL's version. It carries a
+description of itself and a checksum; a damaged entry is reported and compiled again, never loaded; nor is one that
+another user can have written, for it is native code. Files are written under another name and then renamed, so a reader
+sees all of an entry or nothing. With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's
+runtime can use entries that were compiled elsewhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The kernels of the paged cache. They write rows into its slots, with or without a rotation first, or gather rows.
 DESIGN.md in this folder gives the reasons.
 
-Each kernel moves every row once, in one launch. A thread owns one chunk of columns (16 bytes of results) and walks down
-the rows, with a few of them in flight. The slot of a row is loaded together with the row, not before it. Addresses are
-computed in 64 bits, in bytes.
+Each kernel moves every row once, in one launch. A thread owns one chunk of columns (16 bytes of results) of one to four
+rows. The writes load a row's slot together with the row, not before it. Addresses are computed in 64 bits, in bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ NOWHERE = -1  # the slot of a row that has no place in the cache, and the reques
 
 
 def values_at(dtype, address, count):
-    """The `count` values at an address of global memory, as a tensor that is read or written by one instruction."""
+    """The `count` values at an address of global memory, as a tensor that is read or written by instructions of up to
+    16 bytes."""
     align = min(16, count * dtype.width // 8)
     pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_layout(count))

@@ -50,8 +50,8 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """The operations of decode steps of DeepSeek-V2, V2-Lite, V3, V3.2, V4 and Kimi-K2, for every number of devices, of
-    new tokens, and every dtype above; and most of the kernels of few tokens."""
+    """The operations of decode steps of DeepSeek-V2, V2-Lite, V3, V3.2, V4 and Kimi-K2, and most of the kernels of few
+    tokens."""
     for dtype in DTYPES:
         for model, devices, new in itertools.product(MODELS, PARALLEL, NEW_TOKENS):
             for ragged in ("false", "true")[: 1 + (new > 1)]:

@@ -18,7 +18,7 @@ DTYPES = {
 
 def quotient(value: Int32, divisor: int) -> Int32:
     """value // divisor, if divisor is a power of 2, by a shift, which also rounds down. The compiler does not know the
-    value's sign and would take six instructions. In code that runs only once, each must first be fetched."""
+    value's sign and would take six instructions."""
     return value >> (divisor.bit_length() - 1)
 
 

@@ -54,7 +54,7 @@ _SHAPES: dict[str, tuple[int | None, ...]] = {
     "union_slots": (None, None),
     "union_bits": (None, None),
 }
-"""Those of workspaces that have more than one axis."""
+"""The shapes of workspaces with two axes, except kv_sum and row_terms."""
 
 
 SPARSE_MLA_BACKWARD = Kernel(

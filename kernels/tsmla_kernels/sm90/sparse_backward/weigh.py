@@ -1,4 +1,4 @@
-"""The deterministic mode's first pass over the keys: bounds on what each token adds to them (bounds.py)."""
+"""The deterministic mode's first pass over the keys: bounds on what each tile of heads adds to them (bounds.py)."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Weigher:
         self.storage = weigh_storage(traits, self.keys)
 
     def shared_memory(self, storage: cute.struct) -> tuple[Shared, cute.Tensor]:
-        """Views of the allocated `storage`, and the partial sums [key, warp, warpgroup, parity of its blocks]. For an
-        array that this pass does not have another one stands, which nothing reads in its place."""
+        """Views of the allocated `storage`, and the partial sums [key, warp, warpgroup, parity of its blocks]. The
+        other fields of Shared, which this pass does not use, are any of these arrays."""
         shapes = {
             "rows": (WEIGH_BLOCK, SLOTS_KEPT),
             "valid": (WEIGH_GATHER_WARPS, self.traits.config.tokens, SLOTS_KEPT),
