@@ -43,12 +43,13 @@ def local_lens(seq_lens: jax.Array, context_axis: str, page_size: int) -> jax.Ar
 
 
 class HeldContext(NamedTuple):
-    """The keys of texts' contexts that a device has, as passes over them need it.
+    """How many keys of each text's context a device has, for passes over them.
 
     Attributes:
-        lens: [B] i32, of this device.
-        most_lens: [B] i32, of the device that has most of each text, so that all take the same number of passes.
-        chunk: static, how many of a text's a pass takes.
+        lens: [B] i32, the keys on this device.
+        most_lens: [B] i32, the keys on the device that has most of the text. All devices take as many passes as these
+            need.
+        chunk: static, how many keys of each text a pass takes.
     """
 
     lens: jax.Array
@@ -57,8 +58,8 @@ class HeldContext(NamedTuple):
 
 
 def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
-    """A device's part of contexts. A pass takes `chunk` tokens of a text, shared over the devices in whole pages;
-    without a context_axis, one device has them all."""
+    """This device's part of the contexts. A pass takes `chunk` tokens of each text, split over the devices in whole
+    pages; without a context_axis one device has them all."""
     if context_axis is None:
         return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)
@@ -171,10 +172,11 @@ def project_merged(
     Args:
         out, lse: [T, H, V] and [T, H], without sinks.
         context_axis: the mesh axis.
-        project: from rows [t, H, V] and those of `rows` to [t, E]; each device may be given a part of the rows.
+        project: a function from rows [t, H, V] and the same t rows of each of `rows` to [t, E]. It is called with all
+            T rows, or with this device's part of them.
         rows: [T, ...] each, the same on every device.
-        heads: a linear map of each head's result, from [t, H, V] to [t, H, W], whose results `project` is given in
-            their place. Of few tokens each device maps its own results, so that fewer bytes are exchanged if W is less.
+        heads: a linear map of each head's result, from [t, H, V] to [t, H, W]; `project` then gets the mapped results.
+            With few tokens each device maps before the exchange, which moves fewer bytes if W is less than V.
         sinks: [H], as in `tsmla_jax.sparse_mla`: they take weight from the keys of all devices once, after the merge.
             out then comes to `project` in float32.
     """
@@ -201,9 +203,10 @@ def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
 def merge_own_rows(
     out: jax.Array, lse: jax.Array, context_axis: str, *parts: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """out and lse over all keys of this device's rows (`own_rows`), from all rows over each device's keys.
+    """out and lse of this device's rows (`own_rows`) over all keys, from the results of all rows over each device's
+    keys.
 
-    parts: further results (out, lse) of this device's rows, over yet other keys.
+    parts: results (out, lse) of this device's rows over further keys, to be merged, too.
     """
     packed = _split_rows(_packed(out, lse), context_axis)
     outs, lses = _unpacked(lax.all_to_all(packed, context_axis, split_axis=0, concat_axis=0), out, lse)
@@ -212,20 +215,20 @@ def merge_own_rows(
 
 
 def own_rows(x: jax.Array, context_axis: str) -> jax.Array:
-    """This device's part of rows [T, ...]: the first, second, ... of N equal ones, padded with zeros."""
+    """This device's part of rows [T, ...], which are padded with zeros and cut into N equal parts, one a device."""
     return _split_rows(x, context_axis)[lax.axis_index(context_axis)]
 
 
 def gather_rows(own: jax.Array, num_rows: int, context_axis: str) -> jax.Array:
-    """The num_rows rows whose parts are `own` on each device."""
+    """All num_rows rows, of which each device has the part `own` (`own_rows`)."""
     return lax.all_gather(own, context_axis, tiled=True)[:num_rows]
 
 
 def add_rows(x: jax.Array, context_axis: str) -> jax.Array:
     """The sums over the devices of their rows [T, ...], in x's dtype and the same bits on every device.
 
-    Rows are exchanged, and not sums, so that those of 16 bits are added in float32 and rounded once. Of many rows each
-    device adds a part, and a second exchange tells the others.
+    The devices exchange rows, not sums, so that rows of 16 bits are added in float32 and rounded once. Of many
+    rows each device adds up a part, and a second exchange gives all devices the sums.
     """
 
     def added(parts: jax.Array) -> jax.Array:
@@ -280,7 +283,7 @@ def indexer_topk(
     context_axis: str,
     implementation: Preference = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """This device's slots among the keys of all devices with the k best scores of the indexer for every query token.
+    """For every query token, the slots on this device of those keys that are among the indexer's k best of all devices.
 
     Args:
         q, weights: [T, Hi, Di] and [T, Hi], all queries.
@@ -311,7 +314,7 @@ def indexer_positions(
     context_axis: str,
     implementation: Preference = None,
 ) -> jax.Array:
-    """The keys of all devices that have the indexer's k best scores for each query token, as positions in their texts:
+    """For each query token, the indexer's k best keys of all devices, as positions in their texts:
     [T, min(k, N M Z)] i32, -1 behind the last, the same on every device.
 
     Args:
