@@ -96,7 +96,7 @@ def _matmul_spec(x: Any, weight: Weight, norm: Norm | None, gated: bool, limit: 
 
 
 def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: bool = False) -> list[str]:
-    """Why `matmul` of these is not one kernel; empty if it is."""
+    """Why `matmul` of these arguments can't be one kernel; empty if it can."""
     if reasons := why_not_dtypes(x, weight, norm=norm):
         return reasons
     if isinstance(weight, BlockScaled):
@@ -118,9 +118,9 @@ def matmul(
     Args:
       x: [T, K], or wider rows that begin with these columns.
       weight: [N, K], bf16 or block-scaled.
-      norm: None for none.
+      norm: None for no norm.
       gated: the weight's first half and its second make silu(x first) * (x second), of N / 2 columns.
-      limit: if gated, x first is at most that, x second between its negative and it.
+      limit: if gated, x first is clipped to at most limit, x second to at least -limit and at most limit.
       residual: [T, N] or None.
 
     Returns:
@@ -150,7 +150,7 @@ def _gated(both: jax.Array, limit: float | None) -> jax.Array:
 
 
 def why_not_experts(x: Any, gate_up: Weight, down: Weight, choices: int, norm: Norm | None = None) -> list[str]:
-    """Why `experts_up` and `experts_down` of these are not two kernels; empty if they are."""
+    """Why `experts_up` and `experts_down` of these arguments can't be two kernels; empty if they can."""
     if reasons := why_not_dtypes(x, gate_up, down, norm=norm):
         return reasons
     _, hidden, width = down.shape
@@ -166,11 +166,11 @@ def experts_up(
     Args:
       x: [T, C].
       gate_up: [E, 2 I, C].
-      experts: [T, P] i32; one past the last expert for none.
+      experts: [T, P] i32; an index past the last expert stands for no expert.
       norm, limit: as in `matmul`.
 
     Returns:
-      [T P, I] in x's dtype; rows of no expert hold anything.
+      [T P, I] in x's dtype; rows without an expert hold any values.
     """
     tokens, choices = experts.shape
     count, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
@@ -187,7 +187,7 @@ def experts_up(
 
 
 def _chosen(stack: Weight, experts: jax.Array, count: int) -> Weight:
-    """The matrices of each token's experts, [T, P, ...]; any expert's matrix in the place of no expert."""
+    """The matrices of each token's experts, [T, P, ...]; some expert's matrix where a token has no expert."""
     chosen: Weight = jax.tree.map(lambda weight: weight[jnp.clip(experts, 0, count - 1)], stack)
     return chosen
 
@@ -198,9 +198,9 @@ def experts_down(
     """The weighted sum of each token's experts' second products, plus the residual.
 
     Args:
-      inner: [T P, I], of `experts_up`.
+      inner: [T P, I], as `experts_up` returns it.
       down: [E, C, I].
-      experts: [T, P] i32, as there.
+      experts: [T, P] i32, as in `experts_up`.
       weights: f32 [T, P].
       residual: [T, C] or None.
 
@@ -285,7 +285,7 @@ def _queries_spec(x: Any, w_uk: Any, rope: Rope, norm: Norm, kv_cache: Any, quan
 
 
 def why_not_queries(x: Any, w_uk: Any, rope: Rope, norm: Norm, kv_cache: Any, *, quantises: bool = False) -> list[str]:
-    """Why `queries` of these are not one kernel; empty if they are. quantises: whether there is a q_scale."""
+    """Why `queries` of these arguments can't be one kernel; empty if it can. quantises: whether there is a q_scale."""
     if reasons := why_not_dtypes(x, w_uk, norm=norm):
         return reasons
     return record.FEW_TOKEN_QUERIES.reasons(_queries_spec(x, w_uk, rope, norm, kv_cache, quantises))

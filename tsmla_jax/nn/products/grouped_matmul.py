@@ -1,8 +1,8 @@
 """Rows times the weights of their groups, as a kernel: the products of a mixture of experts.
 
 Written in Pallas for GPUs (Triton). Rows are sorted by group and padded to blocks of one group each; a program of the
-kernel makes a tile of one block. So every weight in use is read about once, however few the rows of its group, and no
-weight of another group. Weights may be block-scaled: they are read in one byte and widened on the way.
+kernel makes a tile of one block. So the weights of a group are read about once if the group has rows, be they few or
+many, and else not at all. Weights may be block-scaled: they are read as bytes and widened in registers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ lop3.b32 d, b, 0x80008000, d, 0xea;
 }}"""
 
 
-# To bf16 the power is 2^-120. An A100 has no product of two bf16, but one that adds something: -0.
+# For bf16 the power is 2^-120. An A100 multiplies two bf16 only in an instruction that also adds: it adds -0.
 _WIDEN = _moved(
     4,
     "0x07f007f0",
@@ -50,7 +50,7 @@ fma.rn.bf16x2 $0, c, a, b;
 fma.rn.bf16x2 $1, d, a, b;""",
 )
 
-# The same in f16, which the hardware knows: two instructions for four values instead of ten.
+# The hardware converts e4m3 to f16: two instructions for four values instead of ten.
 _WIDEN_TO_F16 = """{
 .reg .b16 low, high;
 mov.b32 {low, high}, $2;
@@ -58,7 +58,7 @@ cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 }"""
 
-# For GPUs that don't know it, such as the A100: the power is 2^-8.
+# For GPUs without that conversion, such as the A100: the power is 2^-8.
 _MOVE_TO_F16 = _moved(
     1,
     "0x3f803f80",

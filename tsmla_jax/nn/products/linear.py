@@ -48,9 +48,11 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 
 
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
-    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype. More than MANY_WIDENED_ROWS rows are
-    multiplied with a block-scaled weight that is widened to x's dtype first, without the kernel of block_scaled_matmul
-    more than MANY_ROWS."""
+    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
+
+    A block-scaled weight is widened to x's dtype before the product if x has more than MANY_WIDENED_ROWS rows, or more
+    than MANY_ROWS where block_scaled_matmul has no kernel.
+    """
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
@@ -85,7 +87,7 @@ def scaled_product(
 
 
 def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
-    """`linear` of x [T, K] and a block-scaled weight [N, K] as a grouped product of one group: so on a GPU."""
+    """`linear` of x [T, K] and a block-scaled weight [N, K] by the kernel of `grouped_matmul`, as its only group."""
     rows = x.shape[0]
     if not rows:
         return jnp.zeros((0, weight.shape[0]), x.dtype)

@@ -1,6 +1,6 @@
 """Rows sorted by group and cut into blocks of one group each: what `grouped_matmul` works through.
 
-By XLA it is a handful of small kernels, which a step of few tokens mostly waits for; by kernels it is one or two.
+By XLA it is a handful of small kernels, which a step of few tokens mostly waits for; here it is one or two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _most_blocks(pairs: int, num_groups: int, block: int) -> int:
 
 
 def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
-    """Sorts the pairs (row, group) of groups [T, K] i32 by group, each group's made whole blocks of `block` places.
+    """Sorts the pairs (row, group) of groups [T, K] i32 by group; pads each group to whole blocks of `block` places.
 
     A pair whose group is num_groups has no place."""
     num_rows, most = groups.shape
@@ -94,7 +94,7 @@ class SortedRows(NamedTuple):
 
 
 def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
-    """Sorts the pairs (row, group) of groups [T, K] i32 by group. A pair whose group is num_groups is of none.
+    """Sorts the pairs (row, group) of groups [T, K] i32 by group. A pair whose group is num_groups belongs to no group.
 
     Pairs are counted, not sorted: a sort of XLA's is some ten kernels."""
     num_rows, most = groups.shape

@@ -26,10 +26,11 @@ MANY_WIDENED_ROWS = 1024
 """Rows up to which the kernel of block_scaled_matmul that widens weights is at least as fast as widening them first."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. Programs of few rows wait most of the time: two on each of these read a matrix faster."""
+"""The multiprocessors of an H100 or H200. Programs of few rows mostly wait for memory, so two on each of them read a
+matrix faster."""
 
 LEAST_STEPS = 4
-"""Loads of a program: with fewer, most of its time is that of the first."""
+"""The fewest loads of a program: with fewer, it spends most of its time on the first."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def fitting_stages(tile: Tile, block: int, itemsize: int, *, gated: bool, most: 
 
     block: rows of x. itemsize: of the weights. gated: two tiles of them are loaded."""
     loads = tile.depth * (2 * block + itemsize * tile.columns * (2 if gated else 1))
-    # One load is in registers. What they are exchanged through takes some, which the compiler shares with loads.
+    # One of the loads is in registers. Their exchange between threads takes _EXCHANGED bytes of shared memory.
     return max(1, min(tile.stages, 1 + (most - _EXCHANGED) // loads))
 
 

@@ -11,7 +11,7 @@ from tsmla_jax.ops import device
 try:
     from jax.experimental.pallas import triton as plgpu
 except ImportError:
-    # jax says that a release to come will have it no more.
+    # jax announces that a coming release removes it.
     plgpu = None  # type: ignore[assignment]
 
 _LEAST = 8, 0
@@ -34,7 +34,7 @@ def shared_memory() -> int:
 
 
 def why_no_triton() -> list[str]:
-    """Why a kernel written in it can't run on jax's default device; empty if it can."""
+    """Why a kernel in Pallas for Triton can't run on jax's default device; empty if it can."""
     if plgpu is None:
         return [f"jax {jax.__version__} has no Pallas for Triton"]
     if jax.default_backend() != "gpu":
