@@ -46,6 +46,7 @@ _DEFAULT_ROUTING: dict[str, Routing] = {
     "glm4_moe_lite": "noaux_tc",
     "glm_moe_dsa": "noaux_tc",
     "kimi_k2": "noaux_tc",
+    "mistral4": "greedy",
     "youtu": "greedy",
 }
 # What transformers' configuration of each model type takes for a field that `config.json` leaves out. Kimi-K2 has no
@@ -96,6 +97,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "glm_moe_dsa": _GLM_DEFAULTS,
     "kimi_k2": {},
+    "mistral4": {
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 1048576,
+        "eos_token_id": 2,
+    },
     # Without experts.
     "youtu": {
         "n_routed_experts": None,
@@ -132,6 +143,8 @@ _MODEL: Legal = {
     "router_bias": (False,),
     "use_post_norm": (False,),
 }
+# transformers routes within groups in a way of its own there.
+_ONE_GROUP: Legal = {"n_group": (1,), "topk_group": (1,)}
 _MLP_KINDS: dict[str, MLPKind] = {"dense": "dense", "sparse": "moe", "moe": "moe", "hash_moe": "hash_moe"}
 
 
@@ -236,7 +249,8 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of their kind: Kimi-K2, GLM-4.7-Flash, GLM-5, Youtu.
+    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of their kind: Kimi-K2, GLM-4.7-Flash, GLM-5, Youtu,
+    Mistral Small 4.
 
     Attributes:
       attention: of every layer (all but V4), or one config a layer (V4).
@@ -286,7 +300,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
-        """Reads a `config.json` of DeepSeek-V2, V2-Lite, V3, R1, V3.2, V4, Kimi-K2, GLM-4.7-Flash, GLM-5 or Youtu.
+        """Reads a `config.json` of a model that docs/guides/generate.md lists.
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
@@ -299,7 +313,7 @@ class ModelConfig:
         fields, where = read_hf_config(source)
         of_layers: Mapping[str, Any] | str | Path = source
         model_type = hf_field(fields, "model_type", str, where)
-        if model_type == _TEXT_AND_IMAGES:
+        if model_type in _TEXT_AND_IMAGES:
             fields = of_layers = _text_fields(fields, where)
             model_type, where = fields["model_type"], f"{where}: text_config"
         if model_type not in _DEFAULT_ROUTING:
@@ -365,16 +379,17 @@ def _default(model_type: str, name: str, otherwise: Any = None) -> dict[str, Any
     return {} if default is None else {"default": default}
 
 
-_TEXT_AND_IMAGES = "kimi_k25"
-_TEXT_TYPES = ("deepseek_v3", "kimi_k2")
+_TEXT_AND_IMAGES = {"kimi_k25": ("deepseek_v3", "kimi_k2"), "mistral3": ("mistral4",)}
+"""Model types of text and images, Kimi-K2.5's and Mistral Small 4's, and the legal types of their text models."""
 
 
 def _text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of Kimi-K2.5's text model, which transformers reads as a DeepSeek-V3 model."""
-    text = hf_field(fields, "text_config", dict, where)
-    check_values(text, f"{where}: text_config", {"model_type": _TEXT_TYPES})
+    """The fields of a text model among _TEXT_AND_IMAGES; Kimi-K2.5's may have no model type, and transformers reads it
+    as a DeepSeek-V3 model."""
+    text, legal = hf_field(fields, "text_config", dict, where), _TEXT_AND_IMAGES[fields["model_type"]]
+    check_values(text, f"{where}: text_config", {"model_type": legal})
     outside = {name: fields[name] for name in ("torch_dtype", "dtype") if fields.get(name) and not text.get(name)}
-    return {**outside, **text, "model_type": text.get("model_type") or "deepseek_v3"}
+    return {**outside, **text, "model_type": text.get("model_type") or legal[0]}
 
 
 def _eos_token_ids(
@@ -403,6 +418,8 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
     if num_experts is None:
         return None
     routing = hf_field(fields, "topk_method", str, where, default=_DEFAULT_ROUTING[model_type])
+    if model_type == "mistral4":
+        check_values(fields, where, _ONE_GROUP)
     scoring = fields.get("scoring_func")
     if is_v4:
         scoring = hf_field(fields, "scoring_func", str, where, default="sqrtsoftplus")

@@ -14,7 +14,7 @@ from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint, CheckpointError
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.dot_product import dot_product_attention
 from tsmla_jax.nn.mla import functional
-from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.mla.config import MLAConfig, QueryScale
 from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
 from tsmla_jax.nn.segments import Segments, segment_attention, segment_attention_kv
 from tsmla_jax.nn.step import Step
@@ -33,6 +33,7 @@ __all__ = [
     "MLAConfig",
     "MLAttention",
     "Params",
+    "QueryScale",
     "Segments",
     "Step",
     "V4Attention",

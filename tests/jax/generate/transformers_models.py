@@ -63,6 +63,18 @@ GLM = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 
+MISTRAL = {
+    "q_lora_rank": 24,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    # The factor of queries rises at positions 48 and 96: texts cross both in prompts, chunks and decode.
+    "rope_parameters": {
+        **YARN, "mscale_all_dim": 1.0, "original_max_position_embeddings": 48, "llama_4_scaling_beta": 0.5,
+    },
+}  # fmt: skip
+
 V4 = {
     "head_dim": 32,
     "qk_rope_head_dim": 8,
@@ -100,6 +112,7 @@ MODELS = {
         1,
     ),
     "glm-4.7-flash": ("Glm4MoeLite", {**GLM, "mlp_layer_types": ["dense", "sparse", "sparse"]}, 1),
+    "mistral-small-4": ("Mistral4", MISTRAL, 2),
     "youtu": ("Youtu", {"q_lora_rank": 24, "rope_parameters": YARN, "tie_word_embeddings": True}, 1),
     "v4": ("DeepseekV4", {**V4, **INDEXER, "index_topk": 7}, 1),
 }  # fmt: skip

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.jax.nn.hf_fields import V3
-from tsmla_jax.nn import MLAConfig, YarnConfig
-from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn import MLAConfig, QueryScale, V32Config, YarnConfig
+from tsmla_jax.nn.mla.rope import apply_rope, inverse_frequencies, rope_cos_sin
 from tsmla_jax.nn.yarn import inverse_frequencies, yarn_mscale
 
 V2_SCALING = {**V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707}
@@ -148,6 +148,13 @@ def test_bad_direct_values() -> None:
         MLAConfig(hidden_size=8, num_attention_heads=1, rope_layout="pairs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"rope_theta: got 0\.5; legal: above 1"):
         MLAConfig(hidden_size=8, num_attention_heads=1, rope_theta=0.5)
+    with pytest.raises(ValueError, match=r"beta: got -0\.5; legal: a finite number, at least 0"):
+        QueryScale(-0.5, 8192)
+    with pytest.raises(ValueError, match="period: got 0; legal: a positive integer"):
+        QueryScale(0.1, 0)
+    scaled = MLAConfig(hidden_size=8, num_attention_heads=1, q_lora_rank=4, query_scale=QueryScale(0.1, 8192))
+    with pytest.raises(ValueError, match=r"mla\.query_scale: got QueryScale\(.*\); legal: None"):
+        V32Config(scaled)
 
 
 def test_yarn_frequencies_of_v3() -> None:

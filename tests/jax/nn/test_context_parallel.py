@@ -14,14 +14,20 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, Step, context_parallel, functional, init_params, v4, v32
+from tsmla_jax.nn import MLAConfig, QueryScale, Step, context_parallel, functional, init_params, v4, v32
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
 from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
 
 DEVICES, PAGE, COLUMNS = 3, 4, 3  # entries of a block table on each device
 LENS = np.asarray([30, 1, 0, 17], np.int32)
 CONFIG = MLAConfig(
-    hidden_size=24, num_attention_heads=3, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10
+    hidden_size=24,
+    num_attention_heads=3,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    query_scale=QueryScale(0.5, 5),
 )
 WIDTH = CONFIG.cache_dim
 TABLES = np.arange(len(LENS) * COLUMNS, dtype=np.int32).reshape(len(LENS), COLUMNS)
@@ -228,7 +234,7 @@ def test_rows_of_16_bits_are_rounded_once(mesh: Mesh, few_tokens: int, monkeypat
 
 
 INDEXER: dict[str, Any] = {"index_n_heads": 4, "index_head_dim": 12, "index_topk": 64}
-V32 = v32.V32Config(mla=replace(CONFIG, q_lora_rank=12), **INDEXER)
+V32 = v32.V32Config(mla=replace(CONFIG, q_lora_rank=12, query_scale=None), **INDEXER)
 V4 = v4.V4Config(
     kind="csa",
     ratio=4,

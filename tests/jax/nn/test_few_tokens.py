@@ -14,7 +14,7 @@ from tsmla_jax.generate import few_tokens as few_token_mlp
 from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import LayerConfig, MoEConfig
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, decoder_layer
-from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params, v32
+from tsmla_jax.nn import MLAConfig, QueryScale, Step, few_tokens, functional, init_params, v32
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.products.block_scaled import BlockScaled, with_products
@@ -65,7 +65,10 @@ def close(got: jax.Array, want: jax.Array, tolerance: float = 1e-2) -> None:
     assert np.linalg.norm(found - right) <= tolerance * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("config", [CONFIG, LOW_RANK], ids=["one matrix", "low rank"])
+SCALED = dataclasses.replace(LOW_RANK, query_scale=QueryScale(0.5, 2))
+
+
+@pytest.mark.parametrize("config", [CONFIG, SCALED], ids=["one matrix", "low rank, scaled queries"])
 def test_attention_is_that_of_decode(config: MLAConfig) -> None:
     params, texts = attention(config), 3
     x, cache = random(1, texts, 256), random(2, 2 * texts, PAGE, config.cache_dim)

@@ -15,7 +15,7 @@ import pytest
 from tests.jax.nn.conftest import TINY, YARN
 from tests.jax.nn.hf_fields import V3
 from tests.jax.nn.hf_layers import V4_FIELDS, V4_YARN, V32_FIELDS
-from tsmla_jax.nn import MLAConfig, V4Config, V32Config, functional, load_hf_attention, params_from_hf, v32
+from tsmla_jax.nn import MLAConfig, QueryScale, V4Config, V32Config, functional, load_hf_attention, params_from_hf, v32
 from tsmla_jax.nn.checkpoints.known_fields import MLA_TYPES, V4_TYPES, V32_TYPES
 
 V32: dict[str, Any] = {
@@ -33,6 +33,7 @@ SAME_LAYERS = {
     "deepseek_v2": ("deepseek_v2", "DeepseekV2"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite"),
+    "mistral4": ("mistral4", "Mistral4"),
     "sarvam_mla": ("deepseek_v3", "DeepseekV3"),
     "youtu": ("youtu", "Youtu"),
 }
@@ -58,12 +59,17 @@ def prefill() -> Any:
 
 @pytest.mark.parametrize("model_type", SAME_LAYERS)
 def test_the_same_layer(model_type: str) -> None:
-    """One program serves all: their configs are equal."""
+    """One program serves all but mistral4: their configs are equal. Its texts cross the steps of its queries' factor
+    twice."""
     package, name = SAME_LAYERS[model_type]
     modeling = module(package, "modeling")
     import torch
 
-    fields = {**TINY, "q_lora_rank": 48, "rope_scaling": dict(YARN), "attn_implementation": "eager"}
+    rope: dict[str, Any] = {"rope_scaling": dict(YARN)}
+    if model_type == "mistral4":
+        more = {"rope_theta": 1e4, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+        rope = {"rope_parameters": {**YARN, **more}}
+    fields = {**TINY, "q_lora_rank": 48, "attn_implementation": "eager", **rope}
     theirs = hf_config(model_type, **fields)
     torch.manual_seed(4)
     layer = getattr(modeling, f"{name}Attention")(theirs, 0)
@@ -74,7 +80,8 @@ def test_the_same_layer(model_type: str) -> None:
     mask = torch.full((40, 40), torch.finfo(torch.float32).min).triu(1)[None, None]
     embeddings = getattr(modeling, f"{name}RotaryEmbedding")(theirs)(x, positions)
     with torch.no_grad():
-        y = layer(hidden_states=x, position_embeddings=embeddings, attention_mask=mask)[0][0].numpy()
+        given = {"position_ids": positions} if model_type == "mistral4" else {}
+        y = layer(hidden_states=x, position_embeddings=embeddings, attention_mask=mask, **given)[0][0].numpy()
 
     saved = json.loads(theirs.to_json_string())
     assert saved["model_type"] == model_type
@@ -112,7 +119,7 @@ def test_other_models_are_refused_by_name() -> None:
         for read in (MLAConfig.from_hf, V32Config.from_hf, lambda fields: V4Config.from_hf(fields, 0)):
             with pytest.raises(ValueError, match=f"^config: model_type: got '{model_type}'; legal: .*deepseek_v"):
                 read(fields)
-    assert refused >= {"longcat_flash", "kimi_linear", "minicpm3", "mistral4"}
+    assert refused >= {"longcat_flash", "kimi_linear", "minicpm3"}
     assert known <= {*MLA_TYPES, *V4_TYPES}
 
 
@@ -135,6 +142,45 @@ def test_a_config_without_a_model_type_is_taken_by_its_fields() -> None:
     for fields, read in ((V3, MLAConfig.from_hf), (V32, V32Config.from_hf), (V32, MLAConfig.from_hf)):
         assert read({key: value for key, value in fields.items() if key != "model_type"}) == read(fields)
     assert V32_TYPES == ("deepseek_v32", "glm_moe_dsa")
+
+
+MISTRAL: dict[str, Any] = {
+    **{name: value for name, value in V3.items() if name not in ("rope_scaling", "rope_theta")},
+    "model_type": "mistral4",
+    "qk_nope_head_dim": 64,
+    "kv_lora_rank": 256,
+    "rope_parameters": {
+        "type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "max_position_embeddings": 1048576,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+def test_the_query_scale_of_mistral() -> None:
+    """Fields as transformers' defaults, which are those of Mistral Small 4."""
+    assert MLAConfig.from_hf(MISTRAL).query_scale == QueryScale(0.1, 8192)
+    rope = MISTRAL["rope_parameters"]
+    for change, text in (
+        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor: got 0\.25; legal: 1, 0\.5, None"),
+        ({"llama_4_scaling_beta": "0.1"}, "field 'llama_4_scaling_beta' must be float"),
+        ({"attn_factor": 2}, "attn_factor: got 2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            MLAConfig.from_hf({**MISTRAL, "rope_parameters": {**rope, **change}})
+    without = {**MISTRAL, "rope_parameters": {**rope, "llama_4_scaling_beta": 0}}
+    assert MLAConfig.from_hf(without).query_scale is None
+    fewer = {key: rope[key] for key in rope if key not in ("max_position_embeddings", "partial_rotary_factor")}
+    with pytest.raises(ValueError, match=r"llama_4_scaling_beta: got 0\.1; legal: 0, None"):
+        MLAConfig.from_hf({**MISTRAL, "model_type": "deepseek_v3", "rope_parameters": fewer})
 
 
 OTHER_LAYERS: list[tuple[str, dict[str, Any]]] = [

@@ -4,9 +4,9 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tsmla_jax.nn.yarn import YarnConfig
 
@@ -138,11 +138,24 @@ _YARN_NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all
 _ROPE_KEYS = ("finetuned", "rope_theta", "rope_type", "factor", "original_max_position_embeddings", *_YARN_NUMBERS)
 
 
-def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfig | None]:
+class RopeFields(NamedTuple):
+    """A config's rope: base of the angles, yarn or None, and all keys by their names in the new spelling."""
+
+    theta: float
+    yarn: YarnConfig | None
+    keys: Mapping[str, Any]
+
+
+def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str] = ()) -> RopeFields:
     """rope_theta and yarn, from the old spelling (rope_theta, rope_scaling), the new one (rope_parameters), or both.
 
     transformers 5 writes rope_parameters, sometimes next to the old fields. Where both are present they must agree: a
     silent choice between two angles is a model that is subtly wrong. So is a key that is passed over.
+
+    Args:
+        fields: the config's.
+        where: the config's name in an error.
+        known: keys beside yarn's own that the caller reads, and whose values it checks.
 
     Raises:
         ValueError: a field is missing, two disagree, a rope type is neither default nor yarn, or a key is unknown or
@@ -173,7 +186,7 @@ def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfi
     if kind not in ("default", "yarn"):
         raise ValueError(f"{where}: field {origin['rope_type']!r} must be 'default' or 'yarn', got {kind!r}")
     for key, value in merged.items():
-        if key not in _ROPE_KEYS and value not in _ROPE_DEFAULTS.get(key, ()):
+        if key not in (*_ROPE_KEYS, *known) and value not in _ROPE_DEFAULTS.get(key, ()):
             legal = ", ".join(map(repr, (*_ROPE_DEFAULTS.get(key, ()), None)))
             raise ValueError(f"{where}: {origin[key]}: got {value!r:.60}; legal: {legal}")
     if kind == "default":
@@ -182,7 +195,7 @@ def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfi
                 raise ValueError(
                     f"{where}: {origin[key]}: got {merged[key]!r:.60}; legal: None with rope_type 'default'"
                 )
-        return theta, None
+        return RopeFields(theta, None, merged)
     group_name = f"{where}: {origin['rope_type'].split('.')[0]}"
     factor = hf_field(merged, "factor", float, group_name)
     numbers = {
@@ -190,6 +203,7 @@ def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfi
     }
     original_len = hf_field(merged, "original_max_position_embeddings", int, group_name)
     try:
-        return theta, YarnConfig(factor=factor, original_max_position_embeddings=original_len, **numbers)
+        yarn = YarnConfig(factor=factor, original_max_position_embeddings=original_len, **numbers)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    return RopeFields(theta, yarn, merged)

@@ -20,10 +20,14 @@ MLA_TYPES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_k2",
+    "mistral4",
     "sarvam_mla",
     "youtu",
 )
-"""Model types whose attention is DeepSeek-V2's; V3.2's and GLM-5's is it without the indexer."""
+"""Model types whose attention is DeepSeek-V2's; V3.2's and GLM-5's is it without the indexer, SCALED_TYPES' without the
+factor of queries."""
+SCALED_TYPES = ("mistral4",)
+"""Those of MLA_TYPES whose queries may have a factor by their position."""
 V32_TYPES = ("deepseek_v32", "glm_moe_dsa")
 SHARING_TYPES = ("glm_moe_dsa",)
 """Those of V32_TYPES whose layers may share a choice; their indexer's rope is interleaved."""

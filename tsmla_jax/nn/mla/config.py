@@ -5,14 +5,15 @@ It holds what attention needs and no other field of the model's config.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.checkpoints.known_fields import check_mla, check_values
+from tsmla_jax.nn.checkpoints.hf_config import RopeFields, hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.checkpoints.known_fields import SCALED_TYPES, check_mla, check_values
 from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]
@@ -29,8 +30,32 @@ _REQUIRED_SIZES = (
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """Factor of a query at position p, 1 + beta log(1 + floor(p / period)), as Llama 4 and Mistral Small 4 have it.
+
+    Attributes:
+        beta: at least 0; a config's llama_4_scaling_beta.
+        period: tokens of context that the model was trained with; a config's original_max_position_embeddings.
+
+    Raises:
+        ValueError: a value is not legal.
+    """
+
+    beta: float
+    period: int
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta >= 0):
+            raise ValueError(f"QueryScale: beta: got {self.beta}; legal: a finite number, at least 0")
+        if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period <= 0:
+            raise ValueError(f"QueryScale: period: got {self.period!r}; legal: a positive integer")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer.
+    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer;
+    with a query_scale, of Mistral Small 4.
 
     Attributes:
         hidden_size: E, width of the residual stream.
@@ -49,6 +74,7 @@ class MLAConfig:
             name; true for every DeepSeek and Kimi checkpoint).
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
+        query_scale: the factor that queries have by their position, or None.
 
     Raises:
         ValueError: a value is not legal.
@@ -67,6 +93,7 @@ class MLAConfig:
     rope_interleave: bool = True
     attention_bias: bool = False
     a_layernorm_eps: float = 1e-6
+    query_scale: QueryScale | None = None
 
     def __post_init__(self) -> None:
         for name in (*_REQUIRED_SIZES, "q_lora_rank"):
@@ -113,7 +140,8 @@ class MLAConfig:
         Args:
             source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
                 is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose
-                layers are the same; deepseek_v32, whose layer this is without its indexer; or absent.
+                layers are the same; mistral4 (Mistral Small 4), whose queries have a query_scale; deepseek_v32, whose
+                layer this is without its indexer; or absent.
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:
@@ -128,17 +156,32 @@ class MLAConfig:
         width = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
         check_values(fields, where, {"qk_head_dim": (width,), "q_head_dim": (width,)})
         q_lora_rank = hf_field(fields, "q_lora_rank", int, where, nullable=True)
-        theta, yarn = rope_fields(fields, where)
+        scaled = fields.get("model_type") in SCALED_TYPES
+        rope = rope_fields(fields, where, known=_SCALED_KEYS if scaled else ())
         bias = hf_field(fields, "attention_bias", bool, where, default=False)
         try:
             return cls(
                 **sizes,
                 q_lora_rank=q_lora_rank,
-                rope_theta=theta,
-                yarn=yarn,
+                rope_theta=rope.theta,
+                yarn=rope.yarn,
                 rope_layout=rope_layout or ("interleaved" if interleave else "halves"),
                 rope_interleave=interleave,
                 attention_bias=bias,
+                query_scale=_query_scale(rope, where, sizes["qk_rope_head_dim"] / width) if scaled else None,
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+
+
+# Keys of rope in configs of Mistral Small 4. max_position_embeddings repeats the model's own.
+_SCALED_KEYS = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+
+
+def _query_scale(rope: RopeFields, where: str, rotated: float) -> QueryScale | None:
+    """The query_scale of a config whose layer may have one. rotated: the rotated share of a head."""
+    check_values(rope.keys, where, {"partial_rotary_factor": (1, rotated)})
+    beta = hf_field(rope.keys, "llama_4_scaling_beta", float, where, default=0.0)
+    if beta == 0:
+        return None
+    return QueryScale(beta, hf_field(rope.keys, "original_max_position_embeddings", int, where))

@@ -11,7 +11,8 @@ import tsmla_jax
 from tsmla_jax.nn import few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.mla.rope import rope_cos_sin
+from tsmla_jax.nn.mla.functional import scaled_q
+from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.step import Step
 
@@ -71,12 +72,15 @@ def decode(
     """
     dense = step.cu_seqlens_q is None
     shape = (x.shape[0], 1) if dense else (x.shape[0],)
-    angles = [part.reshape(x.shape[0], -1) for part in rope_cos_sin(config, step.positions(shape))]
+    positions = step.positions(shape)
+    angles = [part.reshape(x.shape[0], -1) for part in rope_cos_sin(config, positions)]
     joint = few_tokens.matmul(x, params["in_proj"], norm=norm)
     q = joint
     if config.q_lora_rank is not None:
         low = Norm(params["q_a_layernorm"], config.a_layernorm_eps)
         q = few_tokens.matmul(joint, params["q_b_proj"], norm=low)
+    if (scale := query_scale(config, positions)) is not None:
+        q = scaled_q(q, scale.reshape(-1))
     absorbed, kv_cache = few_tokens.queries(
         q,
         joint,

@@ -23,7 +23,7 @@ import tsmla_jax
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.mla.rope import apply_rope, query_scale, rope_cos_sin
 from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.products.linear import contract, joined_rows, linear, product, rows_of, split_rows, weight_of
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
@@ -111,18 +111,30 @@ def _by_head(columns: jax.Array, config: MLAConfig) -> jax.Array:
 
 
 def project_q(
-    params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Queries of tokens x [..., E], with rope applied: q_nope [..., H, N] and q_rope [..., H, R].
 
-    cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers.
+    cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers. scale is f32 [...]
+    (`query_scale`), None for a config without one.
     """
     if config.q_lora_rank is not None:
         low = project_low_rank_q(params, config, x)
         q = product(params, "q_b_proj", low)
     else:
         q = _project_heads(params, config, x) if "in_proj" in params else contract(x, params["q_proj"])
-    return rotated_q(config, q if q.ndim > x.ndim else _by_head(q, config), cos, sin)
+    q = q if q.ndim > x.ndim else _by_head(q, config)
+    return rotated_q(config, q if scale is None else scaled_q(q, scale[..., None]), cos, sin)
+
+
+def scaled_q(q: jax.Array, scale: jax.Array) -> jax.Array:
+    """Queries [..., C] times their factors f32 [...], rounded once."""
+    return (q.astype(jnp.float32) * scale[..., None]).astype(q.dtype)
 
 
 def rotated_q(config: MLAConfig, q: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -240,10 +252,11 @@ def prefill(
     _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
     cos, sin = rope_cos_sin(config, positions)
     latent, k_rope = project_latent(params, config, x, cos, sin)
-    own, own_q, own_kv, own_max_q_len = (x, cos, sin), cu_seqlens_q, cu_seqlens_q, max_q_len
+    own = [x, cos, sin] if (scale := query_scale(config, positions)) is None else [x, cos, sin, scale]
+    own_q, own_kv, own_max_q_len = cu_seqlens_q, cu_seqlens_q, max_q_len
     if context_axis is not None:
         own_q, own_kv = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
-        own = tuple(context_parallel.own_rows(rows, context_axis) for rows in own)  # type: ignore[assignment]
+        own = [context_parallel.own_rows(rows, context_axis) for rows in own]
         own_max_q_len = min(max_q_len, own[0].shape[0])
     q = jnp.concatenate(project_q(params, config, *own), axis=-1)
     out = tsmla_jax.mla_prefill_kv(  # an array, as no lse is asked for
@@ -309,10 +322,11 @@ def prefill_with_context(
     if context_chunk < 1:
         raise ValueError(f"context_chunk: got {context_chunk}; legal: an int >= 1")
     _check_step(step, kv_cache, context_axis)
-    cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
+    positions = step.positions(x.shape[:-1])
+    cos, sin = rope_cos_sin(config, positions)
     block_tables, context_lens = step.block_tables, step.context_lens
     cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
-    q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
+    q = jnp.concatenate(project_q(params, config, x, cos, sin, query_scale(config, positions)), axis=-1)
     latent, k_rope = project_latent(params, config, x, cos, sin)
 
     def attend(
@@ -421,7 +435,8 @@ def decode(
     _check_params(params, config)
     _check_tokens("x", x, config, ranks=(2, 3))
     _check_step(step, kv_cache, context_axis)
-    cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
+    positions = step.positions(x.shape[:-1])
+    cos, sin = rope_cos_sin(config, positions)
     latent, k_rope = project_latent(params, config, x, cos, sin)
     kv_cache = tsmla_jax.write_kv_cache(
         kv_cache,
@@ -430,7 +445,8 @@ def decode(
         step.slot_mapping.reshape(-1),
         kv_scale=kv_scale,
     )
-    q = quantize_q(absorb_q(params, *project_q(params, config, x, cos, sin)), q_scale)
+    queries = project_q(params, config, x, cos, sin, query_scale(config, positions))
+    q = quantize_q(absorb_q(params, *queries), q_scale)
     options: dict[str, Any] = {
         "softmax_scale": config.softmax_scale,
         "latent_dim": config.kv_lora_rank,

@@ -21,6 +21,14 @@ def rope_cos_sin(config: MLAConfig, positions: jax.Array) -> tuple[jax.Array, ja
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
+def query_scale(config: MLAConfig, positions: jax.Array) -> jax.Array | None:
+    """The factor of queries at integer positions [...], f32 [...]; None if the config has none."""
+    scale = config.query_scale
+    if scale is None:
+        return None
+    return 1.0 + scale.beta * jnp.log1p((positions // scale.period).astype(jnp.float32))
+
+
 def apply_rope(config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates rope vectors.
 

@@ -139,14 +139,15 @@ class V4Config:
         own, owner = _layer_rope(fields, where, kind)
         _check_rope_dim(own, owner, sizes["head_dim"], rope_dim)
         own.pop("partial_rotary_factor", None)
-        theta, yarn = rope_fields({"rope_parameters": own}, where)
+        rope = rope_fields({"rope_parameters": own}, where)
+        yarn = rope.yarn
         # The layers' cos and sin are not scaled, unless the config says so.
         if yarn is not None and yarn.attention_factor is None:
             yarn = dataclasses.replace(yarn, attention_factor=1.0)
         eps = hf_field(fields, "rms_norm_eps", float, where, default=1e-6)
         try:
             return cls(
-                kind=kind, ratio=ratio, rope_dim=rope_dim, rope_theta=theta, yarn=yarn, rms_norm_eps=eps, **sizes
+                kind=kind, ratio=ratio, rope_dim=rope_dim, rope_theta=rope.theta, yarn=yarn, rms_norm_eps=eps, **sizes
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
