@@ -29,7 +29,7 @@ Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
-MLPKind = Literal["dense", "moe", "hash_moe"]
+MLPKind = Literal["dense", "moe", "hash_moe", "shortcut"]
 LayerAttention = MLAConfig | V32Config | V4Config
 
 MAX_SIZE = 2**31 - 1
@@ -46,6 +46,7 @@ _DEFAULT_ROUTING: dict[str, Routing] = {
     "glm4_moe_lite": "noaux_tc",
     "glm_moe_dsa": "noaux_tc",
     "kimi_k2": "noaux_tc",
+    "longcat_flash": "noaux_tc",
     "mistral4": "greedy",
     "youtu": "greedy",
 }
@@ -97,6 +98,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "glm_moe_dsa": _GLM_DEFAULTS,
     "kimi_k2": {},
+    "longcat_flash": {
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 6.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 0,
+        "max_position_embeddings": 131072,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-5,
+    },
     "mistral4": {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
@@ -135,6 +146,7 @@ _MODEL_PARTS = re.compile(
 )
 _MODEL_KNOWN = ("output_router_logits",)
 _V4_KNOWN = ("hc_eps", "hc_mult", "hc_sinkhorn_iters", "num_hash_layers", "n_hash_layers", "swiglu_limit")
+_LONGCAT_KNOWN = (*_MODEL_KNOWN, "zero_expert_num", "zero_expert_type")
 _MODEL: Legal = {
     "hidden_activation": ("silu",),
     "mlp_bias": (False,),
@@ -142,6 +154,21 @@ _MODEL: Legal = {
     "routed_expert_hidden_size": (),
     "router_bias": (False,),
     "use_post_norm": (False,),
+}
+_LONGCAT: Legal = {
+    "n_group": (1,),
+    "n_shared_experts": (0,),
+    "norm_topk_prob": (False,),
+    "scoring_func": ("softmax",),
+    "topk_group": (1,),
+    "topk_method": ("noaux_tc",),
+    "zero_expert_type": ("identity",),
+}
+# LongCat-Flash's names for sizes.
+_LONGCAT_SIZES = {
+    "expert_ffn_hidden_size": "moe_intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "moe_topk": "num_experts_per_tok",
 }
 # transformers routes within groups in a way of its own there.
 _ONE_GROUP: Legal = {"n_group": (1,), "topk_group": (1,)}
@@ -153,7 +180,7 @@ class MoEConfig:
     """Sizes and routing of the mixture-of-experts layers.
 
     Attributes:
-      num_experts: routed experts E.
+      num_experts: routed experts E, without the num_zero that return their input.
       top_k: experts K that each token visits.
       intermediate_size: width of one routed expert.
       num_shared: shared experts, fused into one MLP of width num_shared * intermediate_size; 0 for none.
@@ -166,6 +193,7 @@ class MoEConfig:
       scoring: from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's own, sigmoid for
         noaux_tc and softmax for the others.
       swiglu_limit: the MLPs' gate is clipped from above and their other factor on both sides; None clips nothing.
+      num_zero: experts without weights, behind the routed ones: each returns its input (LongCat-Flash).
     """
 
     num_experts: int
@@ -179,6 +207,7 @@ class MoEConfig:
     routed_scaling_factor: float
     scoring: Scoring | None = None
     swiglu_limit: float | None = None
+    num_zero: int = 0
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTINGS:
@@ -203,6 +232,15 @@ class MoEConfig:
                 )
             if self.routing == "noaux_tc" and self.n_group > 1 and self.num_experts // self.n_group < 2:
                 raise ValueError(f"n_group = {self.n_group}; legal for noaux_tc: groups of at least two experts")
+        if self.num_zero < 0 or (self.num_zero and (self.num_shared or self.n_group > 1)):
+            raise ValueError(
+                f"zero_expert_num = {self.num_zero}; legal: 0, or above with no shared experts and one group"
+            )
+
+    @property
+    def choice(self) -> MoEConfig:
+        """The same routing among all that a token can choose, experts without weights included."""
+        return replace(self, num_experts=self.num_experts + self.num_zero, num_zero=0) if self.num_zero else self
 
 
 @dataclass(frozen=True)
@@ -250,17 +288,19 @@ class LayerConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of their kind: Kimi-K2, GLM-4.7-Flash, GLM-5, Youtu,
-    Mistral Small 4.
+    Mistral Small 4, LongCat-Flash.
 
     Attributes:
       attention: of every layer (all but V4), or one config a layer (V4).
       moe: the experts, or None when every layer is dense.
       streams: V4's residual streams, or None for a plain residual.
-      mlp_layers: of every layer "dense", "moe" (a router chooses the experts) or "hash_moe" (a table by token id does).
+      mlp_layers: of every layer "dense", "moe" (a router chooses the experts), "hash_moe" (a table by token id does) or
+        "shortcut" (a dense MLP, and a mixture of experts beside it whose result is added after the next layer).
       vocab_size: tokens that there are.
       hidden_size: width of the residual stream.
       intermediate_size: width of a dense layer's MLP.
-      num_layers: decoder layers, without those of multi-token prediction.
+      num_layers: decoder layers, without those of multi-token prediction; LongCat-Flash's, which have two attentions
+        and two MLPs, count twice.
       rms_norm_eps: of the layers' and the final norm (the attention's own norms have theirs in `attention`).
       tie_word_embeddings: the output projection is the embedding.
       max_position_embeddings: the longest text the model was made for, in tokens.
@@ -316,6 +356,8 @@ class ModelConfig:
         if model_type in _TEXT_AND_IMAGES:
             fields = of_layers = _text_fields(fields, where)
             model_type, where = fields["model_type"], f"{where}: text_config"
+        if model_type == _LONGCAT_TYPE:
+            fields = _longcat_fields(fields, where)
         if model_type not in _DEFAULT_ROUTING:
             raise ValueError(f"{where}: model_type = {model_type!r}; legal: {', '.join(sorted(_DEFAULT_ROUTING))}")
         if (activation := hf_field(fields, "hidden_act", str, where, default="silu")) != "silu":
@@ -333,7 +375,8 @@ class ModelConfig:
         is_v4 = model_type == "deepseek_v4"
         check_values(fields, where, _MODEL)
         check_aliases(fields, where, _ALIASES)
-        refuse_named(fields, where, _MODEL_PARTS, (*_MODEL_KNOWN, *_V4_KNOWN) if is_v4 else _MODEL_KNOWN)
+        known = _LONGCAT_KNOWN if model_type == _LONGCAT_TYPE else _MODEL_KNOWN
+        refuse_named(fields, where, _MODEL_PARTS, (*known, *_V4_KNOWN) if is_v4 else known)
         longest = _default(model_type, "max_position_embeddings")
         num_layers = positive("num_hidden_layers", most=MAX_LAYERS)
         attention: MLAConfig | V32Config | tuple[V4Config, ...]
@@ -392,6 +435,18 @@ def _text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**outside, **text, "model_type": text.get("model_type") or legal[0]}
 
 
+_LONGCAT_TYPE = "longcat_flash"
+
+
+def _longcat_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of LongCat-Flash by the names of other models; a layer of it is two of ours."""
+    check_values(fields, where, _LONGCAT)
+    layers = hf_field(fields, "num_layers", int, where)
+    check_values(fields, where, {"num_hidden_layers": (layers, 2 * layers)})
+    sizes = {name: hf_field(fields, own, int, where) for own, name in _LONGCAT_SIZES.items()}
+    return {**fields, **sizes, "num_hidden_layers": 2 * layers, "scoring_func": None}
+
+
 def _eos_token_ids(
     source: Mapping[str, Any] | str | Path, fields: Mapping[str, Any], model_type: str, where: str
 ) -> tuple[int, ...]:
@@ -423,8 +478,14 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
     scoring = fields.get("scoring_func")
     if is_v4:
         scoring = hf_field(fields, "scoring_func", str, where, default="sqrtsoftplus")
+    elif model_type == _LONGCAT_TYPE:
+        scoring = "softmax"
     elif scoring is not None and scoring != _SCORING.get(routing, scoring):
         raise ValueError(f"scoring_func = {scoring!r}; legal with topk_method {routing!r}: {_SCORING[routing]!r}")
+
+    zero = 0
+    if model_type == _LONGCAT_TYPE:
+        zero = hf_field(fields, "zero_expert_num", int, where, nullable=True) or 0
 
     def field(name: str, kind: type) -> Any:
         # For V2 and V4 null is the default too. V3's code would take null for false, or fail.
@@ -443,6 +504,7 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
         routed_scaling_factor=field("routed_scaling_factor", float),
         scoring=scoring,
         swiglu_limit=hf_field(fields, "swiglu_limit", float, where, default=10.0) if is_v4 else None,
+        num_zero=zero,
     )
 
 
@@ -477,6 +539,8 @@ def _mlp_layers_from_hf(
     fields: Mapping[str, Any], model_type: str, where: str, num_layers: int, has_experts: bool
 ) -> tuple[MLPKind, ...]:
     """The kind of every layer's MLP: listed one by one, or in the older fields that count the layers which differ."""
+    if model_type == _LONGCAT_TYPE:
+        return ("shortcut", "dense") * (num_layers // 2)
     is_v4 = model_type == "deepseek_v4"
     listed = fields.get("mlp_layer_types")
     if listed is not None:

@@ -17,7 +17,7 @@ from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.mesh import CONTEXT, EXPERT, EXPERT_SHARDS, MeshShape
-from tsmla_jax.generate.moe import choose_experts, mix_experts, takes_scaled_rows
+from tsmla_jax.generate.moe import choose_experts, mix_experts, takes_scaled_rows, without_zero
 from tsmla_jax.generate.router import project
 from tsmla_jax.nn import context_parallel
 
@@ -49,14 +49,18 @@ def mixture_of_split_experts(
     load = every.shape[0] * (config.top_k + config.num_shared) // mesh.expert_shards
     with_rows = takes_scaled_rows(every.dtype, params["gate_up"], params["down"], load)
     logits, scaled = project(every, params["router"], with_rows=with_rows)
-    experts, weights = choose_experts(params, every, config, tokens, logits=logits)
+    experts, weights = choose_experts(params, every, config.choice, tokens, logits=logits)
+    kept = None
+    if config.num_zero:
+        experts, kept = without_zero(experts, weights, config)
     each, rows = config.num_experts // mesh.expert_shards, jnp.arange(every.shape[0], dtype=jnp.int32)[:, None]
 
     # A shared expert is visited on one device, which is the token's own, or one of those that all have the token.
     own = (rows // x.shape[0] == lax.axis_index(EXPERT)) & (rows % mesh.context == lax.axis_index(CONTEXT))
     routed = experts - lax.axis_index(EXPERT_SHARDS) * each
     is_shared = experts >= config.num_experts
-    held = jnp.where(is_shared, own, (routed >= 0) & (routed < each)) & (tokens >= 0)[:, None]
+    held = jnp.where(is_shared, own & (config.num_shared > 0), (routed >= 0) & (routed < each))
+    held &= (tokens >= 0)[:, None]
     here = jnp.where(is_shared, experts - config.num_experts + each, routed)
     absent = min(params["gate_up"].shape[0], params["down"].shape[0])
     mixed = mix_experts(
@@ -76,4 +80,8 @@ def mixture_of_split_experts(
         mixed = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0).astype(jnp.float32).sum(axis=0)
     if mesh.context > 1:
         mixed = context_parallel.add_rows(mixed.astype(x.dtype), CONTEXT)
+    if kept is not None:
+        first = lax.axis_index(EXPERT) * x.shape[0] if mesh.expert > 1 else 0
+        own_kept = lax.dynamic_slice_in_dim(kept, first, x.shape[0])
+        mixed = mixed.astype(jnp.float32) + own_kept[:, None] * x.astype(jnp.float32)
     return mixed.astype(x.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, CacheLayout, entries_per_page, init_cache
 from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.mesh import EXPERT_PARTS
 from tsmla_jax.generate.model import Params
 from tsmla_jax.generate.moe import why_not_grouped
 from tsmla_jax.nn import MLAConfig
@@ -151,7 +152,8 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
       One choice, none for a model without experts; one for each kind of weights where layers have different ones.
     """
     found: dict[str, Choice] = {}
-    for mlp in (layer["mlp"] for layer in params["layers"] if "router" in layer["mlp"]):
+    parts = (layer.get(name, {}) for layer in params["layers"] for name in EXPERT_PARTS)
+    for mlp in (part for part in parts if "router" in part):
         narrow = {BlockScaled: "fp8", MXFP4: "MXFP4"}.get(type(mlp["down"]))
         found[narrow or jnp.dtype(dtype).name] = _of_experts(mlp["down"], dtype)
     if len(set(found.values())) <= 1:

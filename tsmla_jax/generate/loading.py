@@ -41,6 +41,7 @@ from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Co
 from tsmla_jax.nn.checkpoints.checkpoint import int4_parts
 from tsmla_jax.nn.checkpoints.quantised import refuse_config, refuse_tensors
 from tsmla_jax.nn.checkpoints.weights import LayerWeights, is_chooser
+from tsmla_jax.nn.mla.names import stored_names as longcat_names
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, stack_size, with_products
 from tsmla_jax.nn.products.mxfp4 import MXFP4, can_be_kept
@@ -217,7 +218,7 @@ def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]
             names = names.difference(int4_parts(weight)) | {weight}
     if any(name.startswith(_TEXT_MODEL) for name in names):  # beside one of images, as in Kimi-K2.5
         return {name.removeprefix(_TEXT_MODEL): name for name in names if name.startswith(_TEXT_MODEL)}
-    return {name: name for name in names}
+    return longcat_names(names)
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
@@ -234,7 +235,10 @@ def _is_left_out(name: str, stored: str, config: ModelConfig) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     drafting = stored.startswith(("mtp.", "model.mtp.")) or (layer and int(layer[1]) >= config.num_layers)
     copied = config.tie_word_embeddings and name == "lm_head.weight"
-    return bool(drafting or copied or stored.endswith("rotary_emb.inv_freq"))
+    # transformers stores two unused matrices of each expert that returns its input.
+    expert = re.match(r"model\.layers\.\d+\.shortcut\.experts\.(\d+)\.", name)
+    unused = expert and config.moe is not None and int(expert[1]) >= config.moe.num_experts
+    return bool(drafting or copied or unused or stored.endswith("rotary_emb.inv_freq"))
 
 
 def load_model(
@@ -330,8 +334,11 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
         "attention": _read_attention(read, f"{prefix}.self_attn", config, index, norm_dtype),
         "mlp_norm": read.put(f"{prefix}.post_attention_layernorm.weight", hidden, norm_dtype),
     }
-    if config.is_moe_layer(index):
-        layer["mlp"] = _read_moe(read, f"{prefix}.mlp", config, config.mlp_layers[index] == "hash_moe")
+    kind = config.mlp_layers[index]
+    if kind == "shortcut":
+        layer["shortcut"] = _read_moe(read, f"{prefix}.shortcut", config, by_token=False)
+    if kind in ("moe", "hash_moe"):
+        layer["mlp"] = _read_moe(read, f"{prefix}.mlp", config, by_token=kind == "hash_moe")
     else:
         keep = read.keeps(*mlp_names(f"{prefix}.mlp")) and config.intermediate_size % BLOCK == 0
         gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size, keep)
@@ -382,10 +389,11 @@ def _read_parts(reader: Callable[..., Any], prefix: str, hidden: int, width: int
     return jax.tree.map(lambda *parts: np.concatenate(parts), gate, up), down
 
 
-def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -> dict[str, Any]:
+def _read_moe(read: _Reader, prefix: str, config: ModelConfig, *, by_token: bool) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
-    router = read.chooser(f"{prefix}.gate.weight", (moe.num_experts, config.hidden_size), np.float32)
+    choices = moe.choice.num_experts
+    router = read.chooser(f"{prefix}.gate.weight", (choices, config.hidden_size), np.float32)
     params = {"router": read.put_all(router)}
     if by_token:
         name = f"{prefix}.gate.tid2eid"
@@ -396,7 +404,7 @@ def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -
             )
         params["expert_table"] = read.put_all(table.astype(np.int32))
     elif moe.routing == "noaux_tc":
-        bias = read.chooser(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
+        bias = read.chooser(f"{prefix}.gate.e_score_correction_bias", (choices,), np.float32)
         params["correction_bias"] = read.put_all(bias)
     kept = read.keeps_fp4(*_expert_names(read, prefix, range(moe.num_experts))) and not _is_merged(read, prefix)
     if kept and can_be_kept(config.hidden_size, moe.intermediate_size):

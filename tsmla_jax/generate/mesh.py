@@ -30,6 +30,8 @@ REPLICAS = (DATA, EXPERT)
 """The axes that texts are shared out over."""
 EXPERT_SHARDS = (EXPERT, CONTEXT)
 """The axes that experts are split over."""
+EXPERT_PARTS = ("mlp", "shortcut")
+"""Parts of a layer's parameters that may be a mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,12 @@ def param_specs(params: Any, shards: int) -> Any:
     tree."""
 
     def of_layer(layer: Any) -> Any:
-        mlp: Any = P()
-        if "router" in layer["mlp"]:
-            mlp = {name: P(EXPERT_SHARDS) if name in ("gate_up", "down") else P() for name in layer["mlp"]}
-        return {name: mlp if name == "mlp" else P() for name in layer}
+        return {name: of_part(part, name in EXPERT_PARTS) for name, part in layer.items()}
+
+    def of_part(part: Any, may_be_experts: bool) -> Any:
+        if not may_be_experts or "router" not in part:
+            return P()
+        return {name: P(EXPERT_SHARDS) if name in ("gate_up", "down") else P() for name in part}
 
     rest = {name: P() for name in params if name != "layers"}
     if "lm_head" in params:
@@ -175,12 +179,15 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """
     layers = []
     for index, layer in enumerate(params["layers"]):
-        mlp = layer["mlp"]
-        if mesh is not None and isinstance(mlp["down"], MXFP4):
-            raise ValueError(f"params: layer {index} has experts in MXFP4; legal on a mesh: what load_model puts there")
-        if config.moe is not None and "router" in mlp and not isinstance(mlp["down"], MXFP4):
-            stacks = {name: mlp[name] for name in ("gate_up", "down")}
-            layer = {**layer, "mlp": {**mlp, **_put_experts(mesh, f"layer {index}", stacks, config.moe)}}
+        for name in EXPERT_PARTS:
+            mlp = layer.get(name, {})
+            if mesh is not None and isinstance(mlp.get("down"), MXFP4):
+                raise ValueError(
+                    f"params: layer {index} has experts in MXFP4; legal on a mesh: what load_model puts there"
+                )
+            if config.moe is not None and "router" in mlp and not isinstance(mlp["down"], MXFP4):
+                stacks = {part: mlp[part] for part in ("gate_up", "down")}
+                layer = {**layer, name: {**mlp, **_put_experts(mesh, f"layer {index}", stacks, config.moe)}}
         layers.append(layer)
     params = {**params, "layers": layers}
     if mesh is None:

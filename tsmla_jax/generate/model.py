@@ -41,7 +41,8 @@ Phase = Literal["fresh", "prefill", "decode"]
 # {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in `param_shapes` of
 # tsmla_jax.nn, nn.v32 or nn.v4, or as `fold` leaves it; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense
 # layer, else as moe.mixture_of_experts takes it. Matrices may be `BlockScaled`. In V4 a layer also has
-# "attention_streams" and "mlp_streams" (streams.read_streams), and the model "streams" (streams.close_streams).
+# "attention_streams" and "mlp_streams" (streams.read_streams), and the model "streams" (streams.close_streams). In
+# LongCat-Flash every other layer has "shortcut", experts whose result is added after the layer behind it.
 Params = Mapping[str, Any]
 
 
@@ -66,12 +67,13 @@ class Batch:
 
 
 class LayerResult(NamedTuple):
-    """What a layer returns: x, its cache, and the positions [T, K] that its attention chose, if layers behind it share
-    them."""
+    """What a layer returns: x, its cache, the positions [T, K] that its attention chose, if layers behind it share
+    them, and what its "shortcut" made [T, C], which the layer behind it adds."""
 
     x: jax.Array
     cache: Any
     selected: jax.Array | None
+    shortcut: jax.Array | None = None
 
 
 class Scales(NamedTuple):
@@ -215,6 +217,7 @@ def decoder_layer(
     options: StepOptions,
     shared: V4Step | None,
     selected: jax.Array | None = None,
+    shortcut: jax.Array | None = None,
 ) -> LayerResult:
     """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
 
@@ -227,6 +230,7 @@ def decoder_layer(
       scales: of an fp8 cache and of fp8 queries.
       shared: V4 alone: of `shared_steps`, for this layer's kind.
       selected: GLM-5 alone: of the layer whose choice this one shares.
+      shortcut: LongCat-Flash alone: of the layer before this one, if that has one.
 
     Returns:
       LayerResult; the cache has the new tokens written (in place if it is donated).
@@ -237,13 +241,14 @@ def decoder_layer(
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache, selected
         found = _attend(layer["attention"], config, x, cache, batch, scales, options, shared, selected)
-        attended, cache, selected = found
-        return jnp.where(valid[:, None], attended, 0)
+        cache, selected = found.cache, found.selected
+        return jnp.where(valid[:, None], found.x, 0)
 
     def mlp(x: jax.Array) -> jax.Array:
         params = layer["mlp"]
-        if "router" not in params:
-            return gated_mlp(x, params["gate_up"], params["down"])
+        return experts(params, x) if "router" in params else gated_mlp(x, params["gate_up"], params["down"])
+
+    def experts(params: Params, x: jax.Array) -> jax.Array:
         assert config.moe is not None
         if batch.expert_tokens is not None:
             return mixture_of_split_experts(params, x, batch.expert_tokens, config.moe, options.mesh)
@@ -251,8 +256,11 @@ def decoder_layer(
 
     given = scales, options, selected
     read_often = {"attention": isinstance(config.attention, V32Config), "mlp": "router" in layer["mlp"]}
+    begun = None
     for name, block in (("attention", attention), ("mlp", mlp)):
         norm = Norm(layer[f"{name}_norm"], config.rms_norm_eps)
+        if name == "mlp" and "shortcut" in layer:
+            begun = experts(layer["shortcut"], rms_norm(x, *norm))
         if config.streams is not None:
             read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
             if name == "attention" or _why_not_few_tokens(layer["mlp"], config, read, None, batch):
@@ -262,7 +270,7 @@ def decoder_layer(
                 made = few_tokens.mlp(*params, read, None, valid, batch.tokens, residual=False)
             x = write_streams(made, write, mix, x)
         elif name == "attention" and (few := _attend_few_tokens(layer[name], config, x, norm, cache, batch, *given)):
-            x, cache, selected = few
+            x, cache, selected = few.x, few.cache, few.selected
         elif name == "mlp" and not _why_not_few_tokens(layer["mlp"], config, x, norm, batch):
             x = few_tokens.mlp(layer["mlp"], config.moe, x, norm, valid, batch.tokens)
         else:
@@ -272,7 +280,7 @@ def decoder_layer(
                 # their own.
                 normed = jax.lax.optimization_barrier(normed)
             x = x + block(normed)
-    return LayerResult(x, cache, selected)
+    return LayerResult(x if shortcut is None else x + shortcut, cache, selected, begun)
 
 
 def _attend_few_tokens(
@@ -424,10 +432,12 @@ def run_layers(
     """
     written: list[Any] = []
     selected: jax.Array | None = None
+    shortcut: jax.Array | None = None
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         own = config.layer(index)
         step = shared.get(own.kind)
-        x, cache, selected = decoder_layer(layer, own, x, cache, batch, scales, options, step, selected)
+        found = decoder_layer(layer, own, x, cache, batch, scales, options, step, selected, shortcut)
+        x, cache, selected, shortcut = found
         written.append(cache)
     return x, written
 

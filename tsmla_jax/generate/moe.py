@@ -383,7 +383,8 @@ def mixture_of_experts(
     Args:
       params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; or, where
         the routed ones are in MXFP4, these alone, and "shared_gate_up" [2 S I, C] and "shared_down" [C, S I]; with
-        noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K].
+        noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K]. Experts
+        that return their input have rows of the router and of the bias alone, behind the others.
       x: [T, C].
       valid: [T] bool, False for padding.
       config: sizes and routing.
@@ -394,14 +395,26 @@ def mixture_of_experts(
     """
     stacks, pairs = (params["gate_up"], params["down"]), x.shape[0] * (config.top_k + config.num_shared)
     logits, rows = project(x, params["router"], with_rows=takes_scaled_rows(x.dtype, *stacks, pairs))
-    experts, weights = choose_experts(params, x, config, tokens, valid, logits)
+    experts, weights = choose_experts(params, x, config.choice, tokens, valid, logits)
+    kept = None
+    if config.num_zero:
+        experts, kept = without_zero(experts, weights, config)
     if "shared_down" in params:  # the stacks have the routed experts alone
         experts, weights = jnp.minimum(experts, config.num_experts)[:, : config.top_k], weights[:, : config.top_k]
     mixed = mix_experts(x, experts, weights, *stacks, config.swiglu_limit, rows=rows)
     if "shared_down" in params:
         shared = gated_mlp(x, params["shared_gate_up"], params["shared_down"], config.swiglu_limit)
         mixed += jnp.where(valid[:, None], shared.astype(jnp.float32), 0)
+    if kept is not None:
+        mixed += kept[:, None] * x.astype(jnp.float32)
     return mixed.astype(x.dtype)
+
+
+def without_zero(experts: jax.Array, weights: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """Choices [T, K] of `config.choice` among experts that have weights, num_experts where one has none; and the sum
+    [T] of the weights of the others, each of which returns its input. Choices of padding add nothing to it."""
+    zero = (experts >= config.num_experts) & (experts < config.num_experts + config.num_zero)
+    return jnp.minimum(experts, config.num_experts), jnp.where(zero, weights, 0).sum(axis=1)
 
 
 def choose_experts(

@@ -21,12 +21,13 @@ from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint
 from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
 from tsmla_jax.nn.checkpoints.weights import check_dtype, open_checkpoint
+from tsmla_jax.nn.mla.names import stored_name as longcat_name
 from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name
 
 # What `load_model` keeps in f32 (or i32) whatever its dtype is.
-_F32 = re.compile(r"\.mlp\.gate\.(weight|e_score_correction_bias|tid2eid)$")
+_F32 = re.compile(r"\.(mlp|shortcut)\.gate\.(weight|e_score_correction_bias|tid2eid)$")
 _F32_OF_V4 = re.compile(r"norm\.weight$|\.sinks$|\.position_bias$|\.hc_head\.|\.(attn|ffn)_hc\.")
 
 
@@ -73,8 +74,9 @@ def _stored_tensors(
     is_v4 = config.streams is not None
     spelled = {} if base is None else spelled_names(base, config)
     others = set() if base is None else expected_names(base, config)
+    new_name = stored_name if is_v4 else longcat_name if "shortcut" in config.mlp_layers else str
     for name, value in _model_tensors(params, config):
-        stored = stored_name(name) if is_v4 and base is None else spelled.get(name, name)
+        stored = new_name(name) if base is None else spelled.get(name, name)
         if base is not None:
             others -= {stored, base.scale_name(stored) or stored}
         kept = isinstance(value, BlockScaled) or _F32.search(name) or (is_v4 and _F32_OF_V4.search(name))
@@ -102,6 +104,9 @@ def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, A
             yield from _moe_tensors(f"{prefix}.mlp", layer["mlp"], config.moe)
         else:
             yield from _mlp_tensors(f"{prefix}.mlp", *_unpadded(layer["mlp"], config.intermediate_size))
+        if "shortcut" in layer:
+            assert config.moe is not None
+            yield from _moe_tensors(f"{prefix}.shortcut", layer["shortcut"], config.moe)
         if config.streams is not None:
             for streams, block in (("attention_streams", "attn_hc"), ("mlp_streams", "ffn_hc")):
                 yield from ((f"{prefix}.{block}.{name}", value) for name, value in layer[streams].items())

@@ -20,7 +20,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 @pytest.mark.parametrize(
     ("model", "name", "value"),
     [
-        ("v3", "model_type", "longcat_flash"),
+        ("v3", "model_type", "kimi_linear"),
         ("v3", "rope_scaling", {**YARN, "apply_yarn_scaling": False}),
         ("v3", "rope_scaling", {**YARN, "attn_factor": 0.87}),
         ("v3", "mla_scale_q_lora", True),

@@ -42,7 +42,7 @@ def load(directory: Path) -> tuple[ModelConfig, Any]:
     return config, load_model(directory, config)
 
 
-@pytest.mark.parametrize("name", ["v3", "v2-lite", "v2", "glm-4.7-flash", "youtu", "mistral-small-4"])
+@pytest.mark.parametrize("name", ["v3", "v2-lite", "v2", "glm-4.7-flash", "youtu", "longcat-flash", "mistral-small-4"])
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, SIZES["vocab_size"], length).tolist() for length in LENGTHS]
@@ -75,7 +75,7 @@ def test_greedy_tokens_of_sparse_models_equal_transformers(name: str, page_size:
         assert speculative.tokens == expected
 
 
-@pytest.mark.parametrize("name", ["glm-5", "glm-4.7-flash", "youtu", "mistral-small-4"])
+@pytest.mark.parametrize("name", ["glm-5", "glm-4.7-flash", "youtu", "longcat-flash", "mistral-small-4"])
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """Of all tokens of a text, whose last third comes in a step of its own. Either side's float32 is up to 1e-5 of the
     largest logit away from float64."""

@@ -48,6 +48,10 @@ V3_ONLY = ("intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"
 
 EXPERTS = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "first_k_dense_replace")
 
+LONGCAT_OTHERS = (
+    "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts_per_tok", "first_k_dense_replace",
+)  # fmt: skip
+
 # So many heads that no key is refused by all of them: those all score 0, and torch breaks ties as it likes.
 INDEXER = {"index_n_heads": 16, "index_head_dim": 24}
 
@@ -61,6 +65,17 @@ GLM = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+LONGCAT = {
+    "q_lora_rank": 24,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 24,
+    "num_layers": 2,
+    "head_dim": 8,
+    "moe_topk": 3,
+    "zero_expert_num": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 
 MISTRAL = {
@@ -112,6 +127,7 @@ MODELS = {
         1,
     ),
     "glm-4.7-flash": ("Glm4MoeLite", {**GLM, "mlp_layer_types": ["dense", "sparse", "sparse"]}, 1),
+    "longcat-flash": ("LongcatFlash", LONGCAT, 2),
     "mistral-small-4": ("Mistral4", MISTRAL, 2),
     "youtu": ("Youtu", {"q_lora_rank": 24, "rope_parameters": YARN, "tie_word_embeddings": True}, 1),
     "v4": ("DeepseekV4", {**V4, **INDEXER, "index_topk": 7}, 1),
@@ -140,7 +156,7 @@ def saved_model(name: str, directory: Path) -> Any:
     """A random model of transformers, saved."""
     kind, extra, seed = MODELS[name]
     torch.manual_seed(seed)
-    without = {"DeepseekV4": V3_ONLY, "Youtu": EXPERTS}.get(kind, ())
+    without = {"DeepseekV4": V3_ONLY, "LongcatFlash": LONGCAT_OTHERS, "Youtu": EXPERTS}.get(kind, ())
     sizes = {key: value for key, value in SIZES.items() if key not in without}
     config = getattr(transformers, f"{kind}Config")(**{**sizes, **extra})
     config._attn_implementation = "eager"

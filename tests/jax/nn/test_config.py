@@ -13,7 +13,7 @@ import pytest
 
 from tests.jax.nn.hf_fields import V3
 from tsmla_jax.nn import MLAConfig, QueryScale, V32Config, YarnConfig
-from tsmla_jax.nn.mla.rope import apply_rope, inverse_frequencies, rope_cos_sin
+from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.yarn import inverse_frequencies, yarn_mscale
 
 V2_SCALING = {**V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707}

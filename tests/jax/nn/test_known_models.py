@@ -33,6 +33,7 @@ SAME_LAYERS = {
     "deepseek_v2": ("deepseek_v2", "DeepseekV2"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite"),
+    "longcat_flash": ("longcat_flash", "LongcatFlash"),
     "mistral4": ("mistral4", "Mistral4"),
     "sarvam_mla": ("deepseek_v3", "DeepseekV3"),
     "youtu": ("youtu", "Youtu"),
@@ -59,8 +60,8 @@ def prefill() -> Any:
 
 @pytest.mark.parametrize("model_type", SAME_LAYERS)
 def test_the_same_layer(model_type: str) -> None:
-    """One program serves all but mistral4: their configs are equal. Its texts cross the steps of its queries' factor
-    twice."""
+    """One program serves all but longcat_flash and mistral4: their configs are equal. mistral4's text crosses the steps
+    of its queries' factor twice."""
     package, name = SAME_LAYERS[model_type]
     modeling = module(package, "modeling")
     import torch
@@ -69,10 +70,12 @@ def test_the_same_layer(model_type: str) -> None:
     if model_type == "mistral4":
         more = {"rope_theta": 1e4, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
         rope = {"rope_parameters": {**YARN, **more}}
+    rope |= {"head_dim": TINY["qk_rope_head_dim"]} if model_type == "longcat_flash" else {}
     fields = {**TINY, "q_lora_rank": 48, "attn_implementation": "eager", **rope}
     theirs = hf_config(model_type, **fields)
     torch.manual_seed(4)
-    layer = getattr(modeling, f"{name}Attention")(theirs, 0)
+    kind = "MLA" if model_type == "longcat_flash" else "Attention"
+    layer = getattr(modeling, f"{name}{kind}")(theirs, 0)
     for key, parameter in layer.named_parameters():
         scale, shift = (0.2, 1.0) if "layernorm" in key else (parameter.shape[-1] ** -0.5, 0.0)
         parameter.data = torch.randn_like(parameter) * scale + shift
@@ -119,7 +122,7 @@ def test_other_models_are_refused_by_name() -> None:
         for read in (MLAConfig.from_hf, V32Config.from_hf, lambda fields: V4Config.from_hf(fields, 0)):
             with pytest.raises(ValueError, match=f"^config: model_type: got '{model_type}'; legal: .*deepseek_v"):
                 read(fields)
-    assert refused >= {"longcat_flash", "kimi_linear", "minicpm3"}
+    assert refused >= {"bailing_hybrid", "kimi_linear", "minicpm3"}
     assert known <= {*MLA_TYPES, *V4_TYPES}
 
 
@@ -131,7 +134,7 @@ def test_a_layer_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     for fields, load in (
         ({**V32, "model_type": "glm5_next"}, v32.load_hf_attention),
-        ({**V3, "model_type": "longcat_flash"}, load_hf_attention),
+        ({**V3, "model_type": "kimi_linear"}, load_hf_attention),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         with pytest.raises(ValueError, match=f"config.json: model_type: got '{fields['model_type']}'; legal: "):

@@ -20,14 +20,17 @@ MLA_TYPES = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_k2",
+    "longcat_flash",
     "mistral4",
     "sarvam_mla",
     "youtu",
 )
-"""Model types whose attention is DeepSeek-V2's; V3.2's and GLM-5's is it without the indexer, SCALED_TYPES' without the
-factor of queries."""
+"""Model types whose attention is DeepSeek-V2's; V3.2's and GLM-5's is it without the indexer, SCALED_TYPES' and
+LONGCAT_TYPES' without their factors."""
 SCALED_TYPES = ("mistral4",)
 """Those of MLA_TYPES whose queries may have a factor by their position."""
+LONGCAT_TYPES = ("longcat_flash",)
+"""Those of MLA_TYPES whose queries and latents are multiplied by constants."""
 V32_TYPES = ("deepseek_v32", "glm_moe_dsa")
 SHARING_TYPES = ("glm_moe_dsa",)
 """Those of V32_TYPES whose layers may share a choice; their indexer's rope is interleaved."""
@@ -62,6 +65,13 @@ _MLA: Legal = {
     "sliding_window": (),
     "use_bidirectional_attention": (False,),
     "use_mla": (True,),
+}
+# transformers has both factors whatever these fields say.
+_LONGCAT: Legal = {
+    "attention_method": ("MLA",),
+    "mla_scale_kv_lora": (True,),
+    "mla_scale_q_lora": (True,),
+    "rope_interleave": (True,),
 }
 _MLA_KNOWN = (
     "attention_bias",
@@ -127,6 +137,9 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
         layers = {**layers, **(_SHARED_LAYERS if shares else _CHOICE_LAYERS)}
     _check_layers(fields, where, layers)
     known = (*_CHOICE, *_CHOICE_LAYERS, *_CHOICE_KNOWN) if has_indexer else ()
+    if fields.get("model_type") in LONGCAT_TYPES:
+        check_values(fields, where, _LONGCAT)
+        known = tuple(_LONGCAT)
     refuse_named(fields, where, _ATTENTION_PARTS, (*_MLA, *_MLA_KNOWN, *known))
 
 

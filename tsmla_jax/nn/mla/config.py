@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from tsmla_jax.nn.checkpoints.hf_config import RopeFields, hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.checkpoints.known_fields import SCALED_TYPES, check_mla, check_values
+from tsmla_jax.nn.checkpoints.known_fields import LONGCAT_TYPES, SCALED_TYPES, check_mla, check_values
 from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]
@@ -55,7 +55,7 @@ class QueryScale:
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
     """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer;
-    with a query_scale, of Mistral Small 4.
+    with a query_scale, of Mistral Small 4, and with scale_latents, of LongCat-Flash.
 
     Attributes:
         hidden_size: E, width of the residual stream.
@@ -75,6 +75,8 @@ class MLAConfig:
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
         query_scale: the factor that queries have by their position, or None.
+        scale_latents: whether queries are multiplied by sqrt(hidden_size / q_lora_rank), and the normed latent by
+            sqrt(hidden_size / kv_lora_rank).
 
     Raises:
         ValueError: a value is not legal.
@@ -94,6 +96,7 @@ class MLAConfig:
     attention_bias: bool = False
     a_layernorm_eps: float = 1e-6
     query_scale: QueryScale | None = None
+    scale_latents: bool = False
 
     def __post_init__(self) -> None:
         for name in (*_REQUIRED_SIZES, "q_lora_rank"):
@@ -105,6 +108,8 @@ class MLAConfig:
         if self.qk_rope_head_dim % 2:
             got = self.qk_rope_head_dim
             raise ValueError(f"MLAConfig: qk_rope_head_dim: got {got}; legal: even, as rope rotates pairs")
+        if self.scale_latents and self.q_lora_rank is None:
+            raise ValueError("MLAConfig: q_lora_rank: got None; legal with scale_latents: a positive integer")
         if not self.rope_theta > 1.0:
             raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta}; legal: above 1")
         if self.rope_layout not in ("interleaved", "halves"):
@@ -122,11 +127,19 @@ class MLAConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """(N + R)^-0.5, times ms(factor, mscale_all_dim)^2 with yarn and a non-zero mscale_all_dim."""
+        """(N + R)^-0.5, times ms(factor, mscale_all_dim)^2 with yarn and a non-zero mscale_all_dim, and times the
+        factor that queries have with scale_latents."""
         scale = self.qk_head_dim**-0.5
+        if self.scale_latents and self.q_lora_rank is not None:
+            scale *= (self.hidden_size / self.q_lora_rank) ** 0.5
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
         return scale
+
+    @property
+    def latent_scale(self) -> float:
+        """Factor of the normed latent; 1 without scale_latents."""
+        return (self.hidden_size / self.kv_lora_rank) ** 0.5 if self.scale_latents else 1.0
 
     @property
     def rope_magnitude(self) -> float:
@@ -140,8 +153,8 @@ class MLAConfig:
         Args:
             source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
                 is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose
-                layers are the same; mistral4 (Mistral Small 4), whose queries have a query_scale; deepseek_v32, whose
-                layer this is without its indexer; or absent.
+                layers are the same; mistral4 (Mistral Small 4), whose queries have a query_scale; longcat_flash, with
+                scale_latents; deepseek_v32, whose layer this is without its indexer; or absent.
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:
@@ -169,6 +182,7 @@ class MLAConfig:
                 rope_interleave=interleave,
                 attention_bias=bias,
                 query_scale=_query_scale(rope, where, sizes["qk_rope_head_dim"] / width) if scaled else None,
+                scale_latents=fields.get("model_type") in LONGCAT_TYPES,
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None

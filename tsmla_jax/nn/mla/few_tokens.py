@@ -35,6 +35,8 @@ def why_not(
         return ["parameters are not folded"]
     if config.attention_bias or context_axis is not None or implementation not in (None, "cute"):
         return ["the layer has biases, devices share its keys, or another implementation is asked for"]
+    if config.latent_scale != 1:
+        return [f"latents are multiplied by {config.latent_scale:.4g}"]
     matrices = ("in_proj", "o_proj") if config.q_lora_rank is None else ("in_proj", "q_b_proj", "o_proj")
     reasons = few_tokens.why_not_dtypes(x, *(params[name] for name in matrices), norm=norm)
     angles = jax.ShapeDtypeStruct((x.shape[0], config.qk_rope_head_dim // 2), jnp.float32)

@@ -171,7 +171,10 @@ def project_latent_unrotated(params: Params, config: MLAConfig, x: jax.Array) ->
         if config.attention_bias:
             joint = joint + params["kv_a_proj_with_mqa_bias"]
     latent, k_rope = jnp.split(joint, [config.kv_lora_rank], axis=-1)
-    return rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps), k_rope
+    latent = rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps)
+    if config.latent_scale != 1:
+        latent = (latent.astype(jnp.float32) * config.latent_scale).astype(latent.dtype)
+    return latent, k_rope
 
 
 def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:

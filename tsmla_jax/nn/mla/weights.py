@@ -7,6 +7,7 @@ the two parts that are used apart, W_UK and W_UV.
 from tsmla_jax.nn.checkpoints.weights import LayerWeights
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.mla.names import stored_names
 
 
 def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
@@ -47,5 +48,9 @@ def hf_name(name: str) -> str:
 
 
 WEIGHTS = LayerWeights(
-    lambda directory, layer: MLAConfig.from_hf(directory), param_shapes, hf_name, unfold=functional.unfold
+    lambda directory, layer: MLAConfig.from_hf(directory),
+    param_shapes,
+    hf_name,
+    stored_names=lambda checkpoint: stored_names(checkpoint.names()),
+    unfold=functional.unfold,
 )

@@ -48,6 +48,8 @@ class V32Config:
             raise ValueError("V32Config: mla.q_lora_rank: got None; legal: a rank, which the indexer reads")
         if self.mla.query_scale is not None:
             raise ValueError(f"V32Config: mla.query_scale: got {self.mla.query_scale}; legal: None")
+        if self.mla.scale_latents:
+            raise ValueError("V32Config: mla.scale_latents: got True; legal: False")
         if self.index_head_dim < self.mla.qk_rope_head_dim:
             raise ValueError(
                 f"V32Config: index_head_dim: got {self.index_head_dim}; legal: at least qk_rope_head_dim ="
