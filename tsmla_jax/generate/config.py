@@ -6,26 +6,28 @@ the experts' routing, the residual streams of V4 and the token ids that end a te
 
 from __future__ import annotations
 
-import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tsmla_jax.generate.model_types import (
+    DEFAULT_ROUTING,
+    DEFAULTS,
+    LONGCAT,
+    TEXT_AND_IMAGES,
+    Routing,
+    check_fields,
+    default_of,
+    longcat_fields,
+    text_fields,
+)
 from tsmla_jax.nn import MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, read_optional_config
-from tsmla_jax.nn.checkpoints.known_fields import (
-    SHARING_TYPES,
-    V32_TYPES,
-    Legal,
-    check_aliases,
-    check_values,
-    refuse_named,
-)
+from tsmla_jax.nn.checkpoints.known_fields import SHARING_TYPES, V32_TYPES, check_values
 from tsmla_jax.nn.v32.config import layers_with_indexer
 
-Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -37,141 +39,7 @@ MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 """Most layers: some hundred times those of any model. A config has an entry for each of them."""
 
-# The routing of a checkpoint without `topk_method`: transformers writes none for V3, whose only routing is noaux_tc.
-_DEFAULT_ROUTING: dict[str, Routing] = {
-    "deepseek_v2": "greedy",
-    "deepseek_v3": "noaux_tc",
-    "deepseek_v32": "noaux_tc",
-    "deepseek_v4": "noaux_tc",
-    "glm4_moe_lite": "noaux_tc",
-    "glm_moe_dsa": "noaux_tc",
-    "kimi_k2": "noaux_tc",
-    "longcat_flash": "noaux_tc",
-    "mistral4": "greedy",
-    "youtu": "greedy",
-}
-# What transformers' configuration of each model type takes for a field that `config.json` leaves out. Kimi-K2 has no
-# configuration there: its fields are required. So are sizes, of every model type: a file without them is cut short.
-_V3_DEFAULTS: dict[str, Any] = {
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 4096,
-    "eos_token_id": 1,
-}
-_GLM_DEFAULTS: dict[str, Any] = {
-    **_V3_DEFAULTS,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 202752,
-    "rms_norm_eps": 1e-5,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 0,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 2,
-    },
-    "deepseek_v3": _V3_DEFAULTS,
-    "deepseek_v32": {**_V3_DEFAULTS, "max_position_embeddings": 163840},
-    "deepseek_v4": {
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "max_position_embeddings": 1048576,
-        "eos_token_id": 1,
-    },
-    "glm4_moe_lite": {
-        **_GLM_DEFAULTS,
-        "routed_scaling_factor": 1.8,
-        "first_k_dense_replace": 1,
-    },
-    "glm_moe_dsa": _GLM_DEFAULTS,
-    "kimi_k2": {},
-    "longcat_flash": {
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 6.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 0,
-        "max_position_embeddings": 131072,
-        "eos_token_id": 2,
-        "rms_norm_eps": 1e-5,
-    },
-    "mistral4": {
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 0,
-        "max_position_embeddings": 1048576,
-        "eos_token_id": 2,
-    },
-    # Without experts.
-    "youtu": {
-        "n_routed_experts": None,
-        "first_k_dense_replace": 0,
-        "max_position_embeddings": 131072,
-        "eos_token_id": 128001,
-        "tie_word_embeddings": True,
-    },
-}
 _SCORING: dict[Routing, Scoring] = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
-# Other configs' names for fields, and what each field is called here.
-_ALIASES = {
-    "moe_renormalize": "norm_topk_prob",
-    "moe_topk": "num_experts_per_tok",
-    "n_hash_layers": "num_hash_layers",
-    "num_expert_group": "n_group",
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_local_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-}
-# A part of a name that says the field is about embeddings, residuals, experts or logits of other models.
-_MODEL_PARTS = re.compile(
-    r"(^|_)(depth|emb|embedding|hash|hc|hyper|latent|logit|logits|loop|loops|mhc|mup|ngram|residual|sandwich|swiglu"
-    r"|zero)(_|$)"
-)
-_MODEL_KNOWN = ("output_router_logits",)
-_V4_KNOWN = ("hc_eps", "hc_mult", "hc_sinkhorn_iters", "num_hash_layers", "n_hash_layers", "swiglu_limit")
-_LONGCAT_KNOWN = (*_MODEL_KNOWN, "zero_expert_num", "zero_expert_type")
-_MODEL: Legal = {
-    "hidden_activation": ("silu",),
-    "mlp_bias": (False,),
-    "post_norm": (False,),
-    "routed_expert_hidden_size": (),
-    "router_bias": (False,),
-    "use_post_norm": (False,),
-}
-_LONGCAT: Legal = {
-    "n_group": (1,),
-    "n_shared_experts": (0,),
-    "norm_topk_prob": (False,),
-    "scoring_func": ("softmax",),
-    "topk_group": (1,),
-    "topk_method": ("noaux_tc",),
-    "zero_expert_type": ("identity",),
-}
-# LongCat-Flash's names for sizes.
-_LONGCAT_SIZES = {
-    "expert_ffn_hidden_size": "moe_intermediate_size",
-    "ffn_hidden_size": "intermediate_size",
-    "moe_topk": "num_experts_per_tok",
-}
-# transformers routes within groups in a way of its own there.
-_ONE_GROUP: Legal = {"n_group": (1,), "topk_group": (1,)}
 _MLP_KINDS: dict[str, MLPKind] = {"dense": "dense", "sparse": "moe", "moe": "moe", "hash_moe": "hash_moe"}
 
 
@@ -353,13 +221,13 @@ class ModelConfig:
         fields, where = read_hf_config(source)
         of_layers: Mapping[str, Any] | str | Path = source
         model_type = hf_field(fields, "model_type", str, where)
-        if model_type in _TEXT_AND_IMAGES:
-            fields = of_layers = _text_fields(fields, where)
+        if model_type in TEXT_AND_IMAGES:
+            fields = of_layers = text_fields(fields, where)
             model_type, where = fields["model_type"], f"{where}: text_config"
-        if model_type == _LONGCAT_TYPE:
-            fields = _longcat_fields(fields, where)
-        if model_type not in _DEFAULT_ROUTING:
-            raise ValueError(f"{where}: model_type = {model_type!r}; legal: {', '.join(sorted(_DEFAULT_ROUTING))}")
+        if model_type == LONGCAT:
+            fields = longcat_fields(fields, where)
+        if model_type not in DEFAULT_ROUTING:
+            raise ValueError(f"{where}: model_type = {model_type!r}; legal: {', '.join(sorted(DEFAULT_ROUTING))}")
         if (activation := hf_field(fields, "hidden_act", str, where, default="silu")) != "silu":
             raise ValueError(f"{where}: hidden_act = {activation!r}; legal: 'silu'")
         dtype = fields.get("torch_dtype") or fields.get("dtype") or "bfloat16"
@@ -373,11 +241,8 @@ class ModelConfig:
             return value
 
         is_v4 = model_type == "deepseek_v4"
-        check_values(fields, where, _MODEL)
-        check_aliases(fields, where, _ALIASES)
-        known = _LONGCAT_KNOWN if model_type == _LONGCAT_TYPE else _MODEL_KNOWN
-        refuse_named(fields, where, _MODEL_PARTS, (*known, *_V4_KNOWN) if is_v4 else known)
-        longest = _default(model_type, "max_position_embeddings")
+        check_fields(fields, where, model_type)
+        longest = default_of(model_type, "max_position_embeddings")
         num_layers = positive("num_hidden_layers", most=MAX_LAYERS)
         attention: MLAConfig | V32Config | tuple[V4Config, ...]
         try:
@@ -395,8 +260,8 @@ class ModelConfig:
         chooses = layers_with_indexer(fields, where) if model_type in SHARING_TYPES else ()
         # V4 has no dense MLP; its experts' width is the only one.
         width = "moe_intermediate_size" if is_v4 else "intermediate_size"
-        eps = _default(model_type, "rms_norm_eps", 1e-6)
-        tied = _default(model_type, "tie_word_embeddings", False)
+        eps = default_of(model_type, "rms_norm_eps", 1e-6)
+        tied = default_of(model_type, "tie_word_embeddings", False)
         return cls(
             attention=attention,
             moe=moe,
@@ -415,38 +280,6 @@ class ModelConfig:
         )
 
 
-def _default(model_type: str, name: str, otherwise: Any = None) -> dict[str, Any]:
-    """The option of `hf_field` for an absent field: `default`, from the model type's defaults, else `otherwise`; empty
-    if there is no default."""
-    default = _DEFAULTS[model_type].get(name, otherwise)
-    return {} if default is None else {"default": default}
-
-
-_TEXT_AND_IMAGES = {"kimi_k25": ("deepseek_v3", "kimi_k2"), "mistral3": ("mistral4",)}
-"""Model types of text and images, Kimi-K2.5's and Mistral Small 4's, and the legal types of their text models."""
-
-
-def _text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a text model among _TEXT_AND_IMAGES; Kimi-K2.5's may have no model type, and transformers reads it
-    as a DeepSeek-V3 model."""
-    text, legal = hf_field(fields, "text_config", dict, where), _TEXT_AND_IMAGES[fields["model_type"]]
-    check_values(text, f"{where}: text_config", {"model_type": legal})
-    outside = {name: fields[name] for name in ("torch_dtype", "dtype") if fields.get(name) and not text.get(name)}
-    return {**outside, **text, "model_type": text.get("model_type") or legal[0]}
-
-
-_LONGCAT_TYPE = "longcat_flash"
-
-
-def _longcat_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of LongCat-Flash by the names of other models; a layer of it is two of ours."""
-    check_values(fields, where, _LONGCAT)
-    layers = hf_field(fields, "num_layers", int, where)
-    check_values(fields, where, {"num_hidden_layers": (layers, 2 * layers)})
-    sizes = {name: hf_field(fields, own, int, where) for own, name in _LONGCAT_SIZES.items()}
-    return {**fields, **sizes, "num_hidden_layers": 2 * layers, "scoring_func": None}
-
-
 def _eos_token_ids(
     source: Mapping[str, Any] | str | Path, fields: Mapping[str, Any], model_type: str, where: str
 ) -> tuple[int, ...]:
@@ -455,9 +288,9 @@ def _eos_token_ids(
         generation, generation_where = read_optional_config(Path(source) / "generation_config.json")
         if name in generation:
             fields, where = generation, generation_where
-    if name not in fields and name not in _DEFAULTS[model_type]:
+    if name not in fields and name not in DEFAULTS[model_type]:
         raise ValueError(f"{where}: field {name!r} is missing")
-    value = fields.get(name, _DEFAULTS[model_type].get(name))
+    value = fields.get(name, DEFAULTS[model_type].get(name))
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) for token in ids):
         raise ValueError(f"{where}: eos_token_id = {value!r}; legal: a token id, a list of them, or null")
@@ -466,31 +299,29 @@ def _eos_token_ids(
 
 def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEConfig | None:
     is_v4 = model_type == "deepseek_v4"
-    if "n_routed_experts" in _DEFAULTS[model_type]:
+    if "n_routed_experts" in DEFAULTS[model_type]:
         check_values(fields, where, {"n_routed_experts": ()})
         return None
     num_experts = hf_field(fields, "n_routed_experts", int, where, nullable=not is_v4)
     if num_experts is None:
         return None
-    routing = hf_field(fields, "topk_method", str, where, default=_DEFAULT_ROUTING[model_type])
-    if model_type == "mistral4":
-        check_values(fields, where, _ONE_GROUP)
+    routing = hf_field(fields, "topk_method", str, where, default=DEFAULT_ROUTING[model_type])
     scoring = fields.get("scoring_func")
     if is_v4:
         scoring = hf_field(fields, "scoring_func", str, where, default="sqrtsoftplus")
-    elif model_type == _LONGCAT_TYPE:
+    elif model_type == LONGCAT:
         scoring = "softmax"
     elif scoring is not None and scoring != _SCORING.get(routing, scoring):
         raise ValueError(f"scoring_func = {scoring!r}; legal with topk_method {routing!r}: {_SCORING[routing]!r}")
 
     zero = 0
-    if model_type == _LONGCAT_TYPE:
+    if model_type == LONGCAT:
         zero = hf_field(fields, "zero_expert_num", int, where, nullable=True) or 0
 
     def field(name: str, kind: type) -> Any:
         # For V2 and V4 null is the default too. V3's code would take null for false, or fail.
         has_default = name not in fields or model_type in ("deepseek_v2", "deepseek_v4")
-        return hf_field(fields, name, kind, where, **(_default(model_type, name) if has_default else {}))
+        return hf_field(fields, name, kind, where, **(default_of(model_type, name) if has_default else {}))
 
     return MoEConfig(
         num_experts=num_experts,
@@ -539,7 +370,7 @@ def _mlp_layers_from_hf(
     fields: Mapping[str, Any], model_type: str, where: str, num_layers: int, has_experts: bool
 ) -> tuple[MLPKind, ...]:
     """The kind of every layer's MLP: listed one by one, or in the older fields that count the layers which differ."""
-    if model_type == _LONGCAT_TYPE:
+    if model_type == LONGCAT:
         return ("shortcut", "dense") * (num_layers // 2)
     is_v4 = model_type == "deepseek_v4"
     listed = fields.get("mlp_layer_types")
@@ -553,7 +384,7 @@ def _mlp_layers_from_hf(
     if is_v4:
         hashed = hf_field(fields, "num_hash_layers", int, where, default=3)
         return tuple("hash_moe" if layer < hashed else "moe" for layer in range(num_layers))
-    first = hf_field(fields, "first_k_dense_replace", int, where, **_default(model_type, "first_k_dense_replace"))
+    first = hf_field(fields, "first_k_dense_replace", int, where, **default_of(model_type, "first_k_dense_replace"))
     every = hf_field(fields, "moe_layer_freq", int, where, default=1)
     if every < 1:
         raise ValueError(f"{where}: moe_layer_freq = {every}; legal: a positive integer")

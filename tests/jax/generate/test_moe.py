@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import ModelConfig, model, moe
-from tsmla_jax.generate.config import MoEConfig, Routing
+from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.explaining import Choice, explain_experts
+from tsmla_jax.generate.model_types import Routing
 from tsmla_jax.nn.products import row_blocks
 from tsmla_jax.nn.products.block_scaled import BlockScaled, with_products
 from tsmla_jax.ops import device

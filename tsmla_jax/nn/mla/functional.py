@@ -325,8 +325,7 @@ def prefill_with_context(
     if context_chunk < 1:
         raise ValueError(f"context_chunk: got {context_chunk}; legal: an int >= 1")
     _check_step(step, kv_cache, context_axis)
-    positions = step.positions(x.shape[:-1])
-    cos, sin = rope_cos_sin(config, positions)
+    cos, sin = rope_cos_sin(config, positions := step.positions(x.shape[:-1]))
     block_tables, context_lens = step.block_tables, step.context_lens
     cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
     q = jnp.concatenate(project_q(params, config, x, cos, sin, query_scale(config, positions)), axis=-1)
