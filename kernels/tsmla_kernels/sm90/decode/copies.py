@@ -209,7 +209,7 @@ class Copier:
             b_begin, b_end, q_stages = piece[Piece.BLOCK_BEGIN], piece[Piece.BLOCK_END], piece[Piece.Q_STAGES]
             cute.arch.sync_warp()
             if b_begin == b_end:
-                # The consumers see the end in the same description.
+                # The consumers read the same description, and end too.
                 if lane == 0:
                     state[CopyState.ENDED] = 1
                     if requested == 0:

@@ -92,8 +92,8 @@ class Scores:
         q = self.queries(q_rows, mma, t)
         acc = cute.make_rmem_tensor(mma.main.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
         probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.softmax.speculates) else acc
-        # Each lane passes 16 bytes of a row of P to stmatrix: lanes 0 to 15 pass the first 16 bytes of 16 rows, lanes
-        # 16 to 31 the next 16 bytes of the same rows. The swizzle permutes these groups of 16 bytes.
+        # # Each lane gives stmatrix the address of 16 bytes of P: lanes 0 to 15 the first 16 bytes of 16 rows, lanes 16
+        # to # 31 the next 16 bytes of the same rows. The swizzle permutes these groups of 16 bytes.
         r_p = cute.make_rmem_tensor(acc.layout, self.ring.p_dtype)
         p_row = warp_here * 16 + lane % 16
         p_offset = kept(self.ring.p_offset + p_row * (2 * self.block) + (((lane // 16) ^ self.swizzle(p_row)) << 4))

@@ -136,7 +136,7 @@ class KeySoftmax:
 
     @cute.jit
     def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):
-        """Store a warp's P to shared memory, transposed to rows by keys."""
+        """Store a warp's P, which registers have as keys by rows, to shared memory as rows by keys."""
         for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
             four = [p_words[i, v + j] for j in range(2) for i in range(2)]
             store_transposed(address + 1024 * v, *four)

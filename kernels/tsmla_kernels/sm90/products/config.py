@@ -264,9 +264,9 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
 
 
 def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
-    """The configuration for groups of `mean` rows on average, the fastest of those that LOG.md lists. Reading the
-    weights takes most of the time, so a tile holds all rows of most groups. A second tile of a group reads the group's
-    weights again, from L2."""
+    """The configuration for groups of `mean` rows on average, the fastest of those that LOG.md lists.  With few rows
+    reading the weights takes most of the time, so a tile holds all rows of most groups. A second tile of a group reads
+    the group's weights again, from L2."""
     few = not (config.gated or config.picked)  # two CTAs have room on a multiprocessor
     if mean <= FEW_MEAN and (config.wide or mean <= 2):
         config = replace(config, tokens=16)

@@ -85,7 +85,7 @@ SPARSE_MLA_UNION = Kernel(
     reasons=union_reasons,
     config_for=union_config,
     flags=("lengths", "sinks"),
-    presets=(),  # models name SPARSE_MLA, whose `instead` says which calls launch this kernel
+    presets=(),  # SPARSE_MLA has them; its `instead` says which calls launch this kernel
 )
 
 def kernel_of(spec: SparseMLASpec) -> Kernel:

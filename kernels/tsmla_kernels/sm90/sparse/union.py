@@ -267,7 +267,8 @@ class UnionMaker:
 
     @cute.jit
     def write(self, group: Int32, thread: Int32, places: cute.Tensor, table: Table, arrays: UnionArrays):
-        """Write the union. A slot belongs to the first token that has it. `places`: the `keys` that `enter` changed."""
+        """Write the union. A slot belongs to the first token that has it. `places`: the places of the thread's slots
+        in the table, as `enter` gives them."""
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(quotient(thread, 32))
         own = Int32(0)  # a bit for each of the thread's columns
         for n in cutlass.range_constexpr(self.each):

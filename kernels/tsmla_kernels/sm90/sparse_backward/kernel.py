@@ -79,7 +79,7 @@ class SparseMlaBackward:
         self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
-        """The operands by name. For an operand that the config does not have another stands, which nothing reads."""
+        """The operands by name. An operand that the config does not have is another one here; nothing reads it."""
         config, rest = self.config, list(tensors)
         caches = 1 + config.two_caches
         q = rest.pop(0)

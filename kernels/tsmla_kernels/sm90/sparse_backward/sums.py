@@ -101,7 +101,7 @@ class Adder:
         t: ThreadIndex,
     ):
         """Add one of a thread's two keys as integers: four lanes transpose 4 x 4 pairs of columns of four keys."""
-        quarter = t.lane // 4 % 4  # which of four keys; once transposed, of four groups of 8 columns
+        quarter = t.lane // 4 % 4  # the lane's key among four; after the transpose, its group of 8 columns
         base += (quarter * 8 + t.lane % 4 * 2) * 4
         low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
         factor = shared.factors[t.row + 8 * half, place.index]
