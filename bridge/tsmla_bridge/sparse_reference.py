@@ -15,7 +15,7 @@ from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import DTYPES, accumulation_dtype, dtype_name
 from tsmla_kernels.contract import FP8_MAX
-from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, valid_slots
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, SparseMLASpec, TopKSpec
 from tsmla_kernels.topk.chunks import chunk_rows
@@ -241,10 +241,10 @@ def sparse_mla(
         sections.append((spec.compressed, compressed_kv_cache, indices[:, spec.window :], of_second))
     parts, masks = [], []
     for cache_spec, cache, slots, factor in sections:
-        valid = _valid_slots(slots, cache_spec)
+        valid = valid_slots(slots, cache_spec)
         # A cache's gradient adds up rows in the dtype that they are gathered in.
         wide = cache.to(dtype) if cache.requires_grad and torch.is_grad_enabled() else cache
-        rows = _rows(wide, torch.where(valid, slots, 0).long(), cache_spec).to(dtype) * factor
+        rows = rows_at(wide, torch.where(valid, slots, 0).long(), cache_spec).to(dtype) * factor
         parts.append(rows.masked_fill(~valid[..., None], 0))  # slot 0 stands in and may hold NaN, and 0 * NaN is NaN
         masks.append(valid)
     visible, kv = torch.cat(masks, 1), torch.cat(parts, 1)
@@ -305,7 +305,7 @@ def sparse_mla_backward(
             bounds, caches, d_caches, factors[1:], spec.caches, strict=False
         ):
             slots = indices[rows, begin:end]
-            valid = _valid_slots(slots, cache_spec)
+            valid = valid_slots(slots, cache_spec)
             if lengths is not None:
                 valid &= torch.arange(begin, end, device=q.device) < lengths[rows, None]
             slots = torch.where(valid, slots, 0).long()
@@ -324,13 +324,7 @@ def sparse_mla_backward(
     return d_q.to(q.dtype), of_caches[0], of_caches[1] if len(of_caches) > 1 else None, of_sinks
 
 
-def _valid_slots(slots: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
-    """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
-    inside = (slots >= 0) & (slots < spec.num_slots)
-    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
-
-
-def _rows(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
+def rows_at(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
     """The rows [..., D] of these slots, in float32 where they are packed; without the scale of a plain cache."""
     page, offset = slots.div(spec.span, rounding_mode="floor"), slots % spec.span
     if spec.layout == "plain":

@@ -6,6 +6,7 @@ Imports neither jax nor torch. Axes: P pages, Z page size, D key width, Di width
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tsmla_kernels.contract.rules import FP8, VALUES, Array, check_dtype, check_rank, show, static_int
 
@@ -218,3 +219,10 @@ def resolve_cache_dtype(layout: str, cache_dtype: str) -> str:
             raise ValueError(f"cache_dtype: got {cache_dtype!r}; the packed layout holds fp8 only")
         return "uint8"
     return FP8 if is_fp8 else "bfloat16"
+
+
+def valid_slots(slots: Any, spec: CacheSpec) -> Any:
+    """Which slots of an array (of jax, numpy or torch) name a row of the cache: inside it, and not in the gap behind a
+    page strided wider than its rows."""
+    inside = (slots >= 0) & (slots < spec.num_slots)
+    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)

@@ -4,6 +4,7 @@ neither cutlass nor the package."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,12 +17,13 @@ LATENT_DIM = 512
 HEAD_DIMS = (512, 576)
 DTYPES = ("bfloat16", "float16")
 COMPILER_OPTIONS = "--opt-level 2"  # the package's own
+_FP8 = "float8_e4m3fn"
 
 NOTICE = (
     "the kernel of nvidia-cudnn-frontend, compiled for SM100 and SM103 without a GPU of that kind; no result of it was"
     " compared, and it was not run by us"
 )
-WIDENS = "packed rows are widened to q's dtype by XLA first"
+WIDENS = "rows of 8 bits, and those of two caches, are gathered as rows of q's dtype first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,10 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
         reasons.append(
             f"head_dim and latent_dim are {spec.head_dim} and {spec.latent_dim}; {kernel} takes 512 or 576, and 512"
         )
-    if spec.compressed is not None:
-        reasons.append(f"compressed_kv_cache is given; {kernel} takes one cache")
-    if spec.cache.layout == "plain" and spec.cache.dtype != spec.q_dtype:
-        reasons.append(f"kv_cache.dtype is {spec.cache.dtype}; {kernel} takes q's dtype, {spec.q_dtype}")
+    for name, cache in zip(("kv_cache", "compressed_kv_cache"), spec.caches, strict=False):
+        if cache.layout == "plain" and cache.dtype not in (spec.q_dtype, _FP8):
+            legal = f"packed rows, {_FP8} or q's dtype, {spec.q_dtype}"
+            reasons.append(f"{name}.dtype is {cache.dtype}; {kernel} takes {legal}")
     if spec.max_logits:
         reasons.append(f"return_max_logits is True; {kernel} returns none")
     if spec.batch_invariant:
@@ -56,6 +58,24 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
     if spec.form == "union":
         reasons.append(f"form is 'union'; {kernel} has the direct form alone")
     return reasons
+
+
+def widens(spec: SparseMLASpec) -> bool:
+    """Whether the rows that the kernel reads are made for the call: they are not one plain cache of q's dtype."""
+    return spec.compressed is not None or spec.cache.layout != "plain" or spec.cache.dtype != spec.q_dtype
+
+
+def scale_reasons(spec: SparseMLASpec, factors: Sequence[float] | None) -> list[str]:
+    """Why the kernel cannot take a call's scales; empty if it can. `factors` are those of the logits, of kv_cache and
+    of compressed_kv_cache; None if one of them is an array."""
+    if factors is None:
+        return ["softmax_scale, q_scale or a cache's scale is an array; cuDNN's kernel takes numbers"]
+    if spec.compressed is not None and factors[1] != factors[2]:
+        return [
+            f"kv_scale is {factors[1]:g} and compressed_kv_scale {factors[2]:g}; cuDNN's kernel takes one factor for the"
+            " rows of both caches"
+        ]
+    return []
 
 
 def sparse_config(spec: SparseMLASpec) -> SparseConfig:

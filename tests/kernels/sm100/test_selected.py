@@ -18,12 +18,13 @@ import tsmla_jax
 from tests.jax.ops.programs import kernels
 from tests.kernels.object_checks import check_object
 from tsmla_jax import sparse
-from tsmla_jax.nn import Step, v32
+from tsmla_jax.nn import Step, v4, v32
 from tsmla_jax.ops import device
 from tsmla_jax.ops.indexer_logits import blackwell as logits_operands
 from tsmla_jax.ops.sparse_mla import blackwell as sparse_operands
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import INDEXER_LOGITS_SM100, SELECT_TOPK, SPARSE_MLA_SM100
+from tsmla_kernels.catalog import COMPRESS_WRITE_KV_CACHE, INDEXER_LOGITS_SM100, SELECT_TOPK, SPARSE_MLA_SM100
+from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm100 import logits_config, packages, sparse_config
 
@@ -87,6 +88,18 @@ def test_each_operation_of_a_sparse_layer_lowers_with_its_kernel(arch: str, monk
     assert lower(sparse.indexer_quantize, bf16((8, 64, 128)), bf16((8, 64))).count(target) == 1
 
 
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_attention_over_two_caches_of_v4_lowers_with_its_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
+    pages = Struct((99, V4_PACKED.page_bytes(64)), jnp.uint8)
+    attend = functools.partial(tsmla_jax.sparse_mla, softmax_scale=0.1, window=128)
+    q, indices = Struct((8, 128, 512), jnp.bfloat16), Struct((8, 640), jnp.int32)
+    lowered = lower(attend, q, pages, indices, compressed_kv_cache=pages, sinks=Struct((128,), jnp.float32))
+    assert lowered.count(f"@{device.TARGET}(") == 1
+
+
 V32 = v32.V32Config.from_hf(
     {
         "model_type": "deepseek_v32", "hidden_size": 64, "num_attention_heads": 16, "kv_lora_rank": 512,
@@ -115,6 +128,49 @@ def test_a_layer_of_v32_calls_the_kernels_that_are_named(arch: str, monkeypatch:
     assert called == [INDEXER_LOGITS_SM100, SELECT_TOPK, SPARSE_MLA_SM100]
 
 
+@needs_packages
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("sliding", [SPARSE_MLA_SM100]),
+        ("heavily_compressed", [COMPRESS_WRITE_KV_CACHE, SPARSE_MLA_SM100]),
+        ("compressed_sparse", [
+            COMPRESS_WRITE_KV_CACHE, COMPRESS_WRITE_KV_CACHE, INDEXER_LOGITS_SM100, SELECT_TOPK, SPARSE_MLA_SM100
+        ]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [jnp.uint8, FP8, jnp.bfloat16])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_a_layer_of_v4_calls_the_kernels_that_are_named(
+    arch: str, dtype: Any, kind: str, named: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
+    config = v4.V4Config.from_hf({
+        "model_type": "deepseek_v4", "hidden_size": 64, "num_attention_heads": 64, "head_dim": 512,
+        "qk_rope_head_dim": 64, "q_lora_rank": 32, "sliding_window": 128, "o_groups": 8, "o_lora_rank": 8,
+        "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "num_hidden_layers": 1,
+        "layer_types": [f"{kind}_attention"], "max_position_embeddings": 4096, "rope_theta": 1e4,
+        "compress_rope_theta": 4e4, "rms_norm_eps": 1e-6,
+    }, 0)  # fmt: skip
+    cache = v4.init_cache(config, window_pages=80, compressed_pages=80, num_states=2, page_size=64, dtype=dtype)
+    tables, lens = jnp.arange(80, dtype=jnp.int32).reshape(2, -1), jnp.asarray([2500, 900], jnp.int32)
+    made = v4.make_step(
+        config,
+        Step.ragged(tables, lens, jnp.asarray([0, 1, 2]), total_tokens=2, page_size=64),
+        state_slots=jnp.arange(2, dtype=jnp.int32),
+        compressed_tables=tables,
+        cos_sin=v4.rope_table(config, 4096),
+        page_size=64,
+    )
+    params = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in v4.param_shapes(config).items()}
+
+    def attend(x: jax.Array) -> Any:
+        return v4.attend(params, config, x, cache, made, implementation="cute")
+
+    called = [kernel for kernel, _ in kernels(jax.make_jaxpr(attend)(jnp.zeros((2, 64), jnp.bfloat16)))]
+    assert called == named
+
+
 def lens_of(count: int) -> Struct:
     return Struct((count,), jnp.int32)
 
@@ -134,7 +190,7 @@ def test_nothing_unproven_is_taken_without_its_name() -> None:
         ({"head_dim": 320, "latent": 256}, "head_dim and latent_dim are 320 and 256; cuDNN's kernel takes 512 or 576"),
         ({"dtype": jnp.float32}, "q.dtype is float32; cuDNN's kernel takes bfloat16 or float16"),
         ({"batch_invariant": True}, "batch_invariant is True; nobody has checked that of cuDNN's kernel"),
-        ({"scale": Struct((), jnp.float32)}, sparse_operands.TRACED),
+        ({"scale": Struct((), jnp.float32)}, "softmax_scale, q_scale or a cache's scale is an array"),
     ],
 )
 def test_limits_are_errors(change: dict[str, Any], reason: str) -> None:
@@ -252,35 +308,46 @@ def test_logits_around_the_kernel(offsets: list[int] | None) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
-CACHES: dict[str, Callable[[np.random.Generator], jax.Array]] = {
-    "plain": lambda rng: jnp.asarray(rng.standard_normal((7, 16, 576)), jnp.bfloat16),
-    "v32": lambda rng: sparse.pack_v32_rows(
-        jnp.asarray(rng.standard_normal((7, 16, 512)), jnp.bfloat16),
-        jnp.asarray(rng.standard_normal((7, 16, 64)), jnp.bfloat16),
-    ),
-}
+def random_rows(rng: np.random.Generator, width: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal((7, 16, width)), jnp.bfloat16)
+
+
+def v4_pages(rng: np.random.Generator) -> jax.Array:
+    slots = jnp.arange(7 * 16, dtype=jnp.int32)
+    empty = jnp.zeros((7, V4_PACKED.page_bytes(16)), jnp.uint8)
+    return sparse.write_v4_cache(empty, random_rows(rng, 512).reshape(-1, 512), slots, page_size=16)
+
+
+V4_SIZES = {"window": 16, "page_size": 16, "compressed_page_size": 16}
+CACHES: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
+    "plain": lambda rng: {"kv_cache": random_rows(rng, 576), "kv_scale": 0.5},
+    "plain fp8": lambda rng: {"kv_cache": random_rows(rng, 576).astype(FP8), "kv_scale": 0.5},
+    "v32": lambda rng: {"kv_cache": sparse.pack_v32_rows(random_rows(rng, 512), random_rows(rng, 64))},
+    "v4": lambda rng: {"kv_cache": v4_pages(rng), "compressed_kv_cache": v4_pages(rng), **V4_SIZES},
+    "two plain caches": lambda rng: {
+        "kv_cache": random_rows(rng, 512), "compressed_kv_cache": random_rows(rng, 512), **V4_SIZES
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", CACHES)
-@pytest.mark.parametrize(("tokens", "heads", "selected"), [(5, 16, 70), (1, 64, 30), (2, 130, 64)])
+@pytest.mark.parametrize(("tokens", "heads", "selected"), [(5, 16, 72), (1, 64, 32), (2, 130, 64)])
 @pytest.mark.usefixtures("blackwell", "emulated", "quick_compilation")
 def test_attention_around_the_kernel(layout: str, tokens: int, heads: int, selected: int) -> None:
     rng = np.random.default_rng(tokens)
-    cache = CACHES[layout](rng)
+    given = CACHES[layout](rng)
+    width = 512 if "compressed_kv_cache" in given else 576
     indices = rng.integers(-1, 7 * 16, (tokens, selected)).astype(np.int32)
     indices[0, 3:9] = (-1, -7, 7 * 16, 10**6, indices[0, 0], indices[0, 0])
     lengths = rng.integers(1, selected + 1, tokens).astype(np.int32)
     lengths[-1] = 0 if tokens > 1 else selected
     arrays: dict[str, Any] = {
-        "q": jnp.asarray(rng.standard_normal((tokens, heads, 576)), jnp.bfloat16),
-        "kv_cache": cache,
+        "q": jnp.asarray(rng.standard_normal((tokens, heads, width)), jnp.bfloat16),
         "indices": jnp.asarray(indices),
         "lengths": jnp.asarray(lengths),
         "sinks": jnp.asarray(rng.standard_normal(heads), jnp.float32),
     }
-    options: dict[str, Any] = {"softmax_scale": 0.07, "return_lse": True}
-    if layout == "plain":
-        options["kv_scale"] = 0.5
+    options: dict[str, Any] = given | {"softmax_scale": 0.07, "return_lse": True}
     (got, lse), (want, want_lse) = (
         tsmla_jax.sparse_mla(**arrays, **options, implementation=name) for name in ("cute", "reference")
     )

@@ -22,8 +22,8 @@ from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.ragged import row_owner
-from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
-from tsmla_kernels.contract.layouts import cache_spec
+from tsmla_jax.ops.selected.layouts import gather_rows
+from tsmla_kernels.contract.layouts import cache_spec, valid_slots
 from tsmla_kernels.contract.selection import WORD_KEYS, selection_words
 
 State = tuple[jax.Array, jax.Array]

@@ -1,8 +1,8 @@
 """indexer_logits on Blackwell: the operands of FlashInfer's kernel for a call on one device, made safe for any input.
 
 The kernel takes a row of the block table for each query token and the plan of the work, and writes whole splits of 256
-keys. So a request's row is repeated for each of its tokens, entries behind a token's last page become page 0, the plan
-is computed here, and the columns that a token does not see get -inf afterwards.
+keys. So a request's row is repeated for each of its tokens, entries behind a token's last page become page 0, and the
+columns that a token does not see get -inf afterwards.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.kernel_call import LIBRARY, kernel_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import INDEXER_LOGITS_SM100
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
+from tsmla_kernels.sm100 import arrays
 from tsmla_kernels.sm100 import logits_config as sm100
 
 
@@ -36,37 +37,21 @@ def on_one_device(
     """
     if reasons := INDEXER_LOGITS_SM100.reasons(spec):
         raise contract.not_runnable("indexer_logits", "cute", reasons)
-    page_size, keys = spec.cache.page_size, spec.max_pages * spec.cache.page_size
+    keys = spec.max_pages * spec.cache.page_size
     seen = jnp.clip(seq_lens, 0, keys)
     if cu_seqlens_q is not None:
         request, position, owned = row_owner(cu_seqlens_q, spec.num_tokens)
         behind = (cu_seqlens_q[1:] - cu_seqlens_q[:-1])[request] - 1 - position
         seen = jnp.where(owned, jnp.clip(seen[request] - behind, 0, keys), 0)
         block_tables = block_tables[request]
-    columns = sm100.padded_columns(spec)
-    tables = jnp.pad(block_tables, ((0, 0), (0, columns // page_size - spec.max_pages)))
-    used = jnp.arange(tables.shape[1], dtype=jnp.int32) * page_size < seen[:, None]
-    tables = jnp.where(used, jnp.clip(tables, 0, spec.cache.num_pages - 1), 0)
     config = sm100.logits_config(spec, num_sms)
+    made = arrays.logits_operands(LIBRARY, spec, block_tables, seen, config.num_ctas)
     (logits,) = kernel_call(
         INDEXER_LOGITS_SM100,
         config,
-        (q, weights, k_cache, tables, seen, schedule(seen, config.num_ctas)),
-        ((spec.num_tokens, columns),),
+        (q, weights, k_cache, made.block_tables, seen, made.schedule),
+        ((spec.num_tokens, sm100.padded_columns(spec)),),
         arch=arch,
     )
-    visible = jnp.arange(keys, dtype=jnp.int32) < seen[:, None]
-    return jnp.where(visible, logits[:, :keys], -jnp.inf)
-
-
-def schedule(lens: jax.Array, num_ctas: int) -> jax.Array:
-    """Where each CTA's share of the splits begins, [num_ctas + 1, 2] int32: the token, and the split among the token's.
-    The last entry is the end of all shares. `lens` [T]: how many keys each token sees."""
-    splits = -(-lens // sm100.SPLIT_KEYS)
-    ends = jnp.cumsum(splits, dtype=jnp.int32)
-    total = ends[-1]
-    cta = jnp.arange(num_ctas + 1, dtype=jnp.int32)
-    first = cta * (total // num_ctas) + jnp.minimum(cta, total % num_ctas)
-    token = (ends <= first[:, None]).sum(-1, dtype=jnp.int32)
-    before = jnp.where(token > 0, ends[jnp.maximum(token - 1, 0)], 0)
-    return jnp.stack([token, first - before], axis=-1)
+    visible: jax.Array = arrays.visible_logits(LIBRARY, logits, seen, keys)
+    return visible

@@ -8,8 +8,9 @@ from jax import lax
 
 from tsmla_jax.ops.indexer_selected_logits import reference as selected_logits
 from tsmla_jax.ops.ragged import seen_keys
-from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
+from tsmla_jax.ops.selected.layouts import gather_rows
 from tsmla_kernels.contract.indexer import IndexerLossSpec
+from tsmla_kernels.contract.layouts import valid_slots
 
 Index = tuple[jax.Array, jax.Array, jax.Array]
 Attention = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]

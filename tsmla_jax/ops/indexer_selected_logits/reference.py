@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.selected.layouts import valid_slots
 from tsmla_kernels.contract.indexer import SelectedLogitsSpec
+from tsmla_kernels.contract.layouts import valid_slots
 
 
 def indexer_selected_logits(

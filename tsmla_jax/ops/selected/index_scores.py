@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.selected.blocks import fetch
-from tsmla_jax.ops.selected.layouts import valid_slots
 from tsmla_kernels.contract.indexer import SelectedLogitsSpec
-from tsmla_kernels.contract.layouts import IndexerCacheSpec
+from tsmla_kernels.contract.layouts import IndexerCacheSpec, valid_slots
 
 BLOCK_COLUMNS = 256
 """Columns a step: enough to fill a matrix product."""

@@ -17,7 +17,7 @@ from tsmla_jax.ops.selected import checks, numerics
 from tsmla_jax.ops.selected.blocks import fetch, put_rows
 from tsmla_kernels import contract
 from tsmla_kernels.contract import FLOATS, packed, rules
-from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec
+from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec, valid_slots
 
 if TYPE_CHECKING:
     from tsmla_jax.array_types import Array, Float, Int32, UInt8
@@ -167,12 +167,6 @@ def gather_rows(cache: jax.Array, slots: jax.Array, spec: CacheSpec, dtype: jnp.
         cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, V4_PACKED.scale_row_bytes
     )
     return unpack_v4_rows(data, scales).astype(dtype)
-
-
-def valid_slots(slots: jax.Array, spec: CacheSpec) -> jax.Array:
-    """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
-    inside = (slots >= 0) & (slots < spec.num_slots)
-    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
 
 
 def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> jax.Array:

@@ -17,7 +17,7 @@ Results = tuple[jax.Array, jax.Array]
 class Planned(NamedTuple):
     """A call's spec without sizes, and the GPU that it is planned for. lengths, sinks: whether the call has these
     operands. has_gradient: whether all its scales of caches are None, and its caches plain ones that have a gradient.
-    static_scales: the factors of the logits and of the cache, if a kernel takes them by value.
+    static_scales: the factors of the logits and of the caches, if a kernel takes them by value.
     """
 
     spec: SparseMLASpec

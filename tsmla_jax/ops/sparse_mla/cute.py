@@ -43,7 +43,7 @@ def notes(spec: SparseMLASpec) -> list[str]:
     if kernel().reasons(spec):
         return []
     if kernel() is SPARSE_MLA_SM100:
-        return [sm100.NOTICE, *([] if spec.cache.layout == "plain" else [sm100.WIDENS])]
+        return [sm100.NOTICE, *([sm100.WIDENS] if sm100.widens(spec) else [])]
     form, arch = sparse_form(spec), device.target_arch()
     derivative = [] if arch is None or device.why_not(SPARSE_MLA) else [backward.note(spec, arch)]
     return [f"form {form.name}: {form.why}", *derivative]
@@ -69,7 +69,7 @@ def sparse_mla(
     call = Planned(
         spec=spec.without_sizes(), lengths=lengths is not None, sinks=sinks is not None,
         has_gradient=not sparse_gradient_reasons(spec, kv_scales), arch=arch, num_sms=device.num_sms(arch),
-        static_scales=tuple(map(float, factors[:2])) if known and arch in SPARSE_MLA_SM100.archs else None,
+        static_scales=tuple(map(float, factors)) if known and arch in SPARSE_MLA_SM100.archs else None,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     operands = Operands(q, caches, indices, lengths, sinks, factors)

@@ -12,8 +12,9 @@ from jax import lax
 from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.selected.blocks import fetch
-from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
+from tsmla_jax.ops.selected.layouts import gather_rows
 from tsmla_jax.ops.transforms import refuse_derivative
+from tsmla_kernels.contract.layouts import valid_slots
 from tsmla_kernels.contract.sparse import SparseMLASpec
 
 BLOCK_BYTES = 64 << 20

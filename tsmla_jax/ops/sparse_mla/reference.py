@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
-from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
+from tsmla_jax.ops.selected.layouts import gather_rows
+from tsmla_kernels.contract.layouts import valid_slots
 from tsmla_kernels.contract.sparse import SparseMLASpec
 
 Results = tuple[jax.Array, ...]

@@ -18,10 +18,10 @@ from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.selected.blocks import over_token_blocks
-from tsmla_jax.ops.selected.layouts import gather_rows, valid_slots
+from tsmla_jax.ops.selected.layouts import gather_rows
 from tsmla_jax.ops.sparse_mla.gradient import SavedOperands, gradients
 from tsmla_kernels import contract
-from tsmla_kernels.contract.layouts import CacheSpec
+from tsmla_kernels.contract.layouts import CacheSpec, valid_slots
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
 
 BLOCK_KEYS = 256
