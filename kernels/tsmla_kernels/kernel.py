@@ -25,6 +25,9 @@ ITEMSIZE = {
 }  # fmt: skip
 """Bytes of an element, by the dtype's name."""
 
+PROVEN = ("sm_90a",)
+"""The architectures on which kernels have run; on others they must be named."""
+
 GREATEST_SIZE = 2**31 - 1
 """The greatest size of an operand's axis."""
 
@@ -189,6 +192,16 @@ class Kernel:
                 legal = getattr(types[name], "__name__", types[name])
                 raise ValueError(f"{self.name}: {name}: got {value!r}; legal: {legal}")
         return self.config(**given)
+
+
+def untested(arch: str) -> str:
+    """The reason against a kernel that no one named, on an architecture that is not in PROVEN."""
+    return f'the kernel is untested on {arch}; pass implementation="cute" to use it anyway'
+
+
+def written_for(arch: str | None, *kernels: Kernel) -> Kernel:
+    """The kernel among those of one operation that is written for `arch`; the first one if there is none."""
+    return next((kernel for kernel in kernels if arch in kernel.archs), kernels[0])
 
 
 @dataclass(frozen=True)

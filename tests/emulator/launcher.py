@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import tsmla_bridge
+from tests.emulator import blackwell_selected
 from tests.emulator.sparse import call_of
 from tsmla_bridge import reference, sparse_reference
-from tsmla_bridge.ops.sparse_plans import SparseInputs
+from tsmla_bridge.ops.sparse_inputs import SparseInputs
 from tsmla_bridge.runtime import devices, loaded_kernels
 from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_kernels import launch
@@ -285,6 +287,17 @@ class StandInLauncher(launch.Launcher):
             given |= {"block_tables": given["block_tables"][request[-rows:]], "seq_lens": lens[-rows:]}
         operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
 
+    def _indexer_logits_sm100(self, operands: Operands) -> None:
+        given = {name: in_numpy(tensor) for name, tensor in operands.items()}
+        found = blackwell_selected.logits(given, tuple(operands["logits"].shape))
+        operands["logits"].copy_(torch.from_numpy(found))
+
+    def _sparse_mla_sm100(self, operands: Operands) -> None:
+        given = {name: in_numpy(tensor) for name, tensor in operands.items()}
+        sizes = (len(operands["logit_scale_high"]), len(operands["logit_scale_low"]))
+        for name, result in blackwell_selected.attention(given, sizes)._asdict().items():
+            operands[name].copy_(torch.from_numpy(result))
+
     def _selection_bits(self, operands: Operands) -> None:
         given = {name: operands[name] for name in ("lengths", "starts") if name in operands}
         num_keys = 32 * operands["selection"].shape[1]
@@ -307,6 +320,11 @@ class StandInLauncher(launch.Launcher):
         results = found if isinstance(found, tuple) else (found,)
         for name, result in zip(("selection" if config.bits else "indices", "counts"), results, strict=False):
             operands[name].copy_(result)
+
+
+def in_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values, those of 16 bits and of e4m3 in float32, which numpy has."""
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
 
 
 def describe(tensors: Operands) -> dict[str, Array]:

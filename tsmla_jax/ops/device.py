@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from tsmla_kernels import contract, launch, object_cache
-from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested
 
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 """The runtime's custom call that XLA may record into a CUDA graph (for jax from 0.9.1 on)."""
@@ -24,9 +24,6 @@ NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148, "sm_12
 """Multiprocessors to plan for where there is no device to ask: H100 SXM and H200; B200; B300; sm_107a, whose number is
 not published, so B300's stands for it; RTX PRO 6000. The number decides into how many pieces work is cut, and so a
 call's time. A GPU with fewer or more of them gives the same: no kernel needs all of its blocks to run at a time."""
-
-PROVEN = ("sm_90a",)
-"""The architectures on which kernels have run; on others they must be named."""
 
 _TYPE = "CuteDSLRT_NvJaxCutlassCallTypes_v2"
 _planned: ContextVar[str | None] = ContextVar("_planned", default=None)
@@ -115,12 +112,8 @@ def why_not(kernel: Kernel) -> list[str]:
 def why_not_made(kernel: Kernel, config: Config) -> list[str]:
     """Why no object of `kernel` for `config` is stored or can be compiled: the package with its code isn't installed.
     Empty if that is not so."""
-    package, arch = kernel.package, target_arch()
-    if package is None or arch is None or importlib.util.find_spec(package.module) is not None:
-        return []
-    if object_cache.is_stored(kernel, config, arch):
-        return []
-    return [f"{kernel.name} is made of {package.distribution}, which is not installed: {package.install}"]
+    arch = target_arch()
+    return [] if arch is None else object_cache.why_not_made(kernel, config, arch)
 
 
 def why_not_by_default() -> list[str]:
@@ -137,7 +130,7 @@ def why_not_untested() -> list[str]:
     arch = target_arch()
     if arch is None or arch in PROVEN:
         return why_not_by_default()
-    return [*why_not_by_default(), f'the kernel is untested on {arch}; pass implementation="cute" to use it anyway']
+    return [*why_not_by_default(), untested(arch)]
 
 
 # ---- the runtime library

@@ -110,6 +110,7 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
             reasons = loaded_kernels.reasons(MLA_DECODE, device) + MLA_DECODE.reasons(spec)
         if reasons:
             raise contract.not_runnable("mla_decode", "cute", reasons)
+        loaded_kernels.check_named("mla_decode", implementation, device)
     if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):
         return EmptyPlan(spec, inputs)
     if by_definition:

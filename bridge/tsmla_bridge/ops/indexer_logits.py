@@ -1,8 +1,8 @@
 """indexer_logits on torch tensors: the V3.2 indexer's score of every cached key for every query token.
 
-On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs and where the kernel can't serve the
-call: a dtype, width or number of heads that logits_config refuses, tensors with gaps. Neither reads a value on the
-host, so both can be captured into CUDA graphs.
+On a Hopper GPU by the catalog's kernel, one launch; on Blackwell, where it is named, by FlashInfer's. In torch
+operations on CPUs and where the kernel can't serve the call: a dtype, width or number of heads that logits_config
+refuses, tensors with gaps. None reads a value on the host, so all can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators, reference
+from tsmla_bridge.ops import blackwell
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
-from tsmla_kernels.catalog import INDEXER_LOGITS
+from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
 from tsmla_kernels.sm90.logits.config import logits_config
+from tsmla_kernels.sm100 import logits_config as sm100
 
 
 def indexer_logits(
@@ -85,16 +87,23 @@ def _score(
     spec = tensors.describe_call(indexer_logits_spec, **given)
     shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
 
+    kernel = loaded_kernels.kernel_for(q.device, INDEXER_LOGITS, INDEXER_LOGITS_SM100)
+
     def why_not() -> list[str]:
-        reasons = INDEXER_LOGITS.reasons(spec) + loaded_kernels.layout_reasons(given)
+        reasons = kernel.reasons(spec) + loaded_kernels.layout_reasons(given)
+        if kernel is INDEXER_LOGITS_SM100 and not reasons:
+            reasons = loaded_kernels.why_not_made(kernel, sm100.logits_config(spec), q.device)
         return reasons + operators.derivative_reasons(*given.values())
 
-    by_kernel = loaded_kernels.is_chosen(INDEXER_LOGITS, implementation, q.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(kernel, implementation, q.device, why_not, op="indexer_logits")
     data_checks.check(values.indexer_logits, spec, seq_lens, block_tables, cu_seqlens_q)
     if out is not None:
         tensors.check_output("out", out, shape, torch.float32, q.device)
     if not by_kernel or 0 in (*shape, spec.num_requests, spec.cache.num_pages):
         logits = reference.indexer_logits(spec, q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)
+        return logits if out is None else out.copy_(logits)
+    if kernel is INDEXER_LOGITS_SM100:
+        logits = blackwell.indexer_logits(spec, given)
         return logits if out is None else out.copy_(logits)
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -1,29 +1,43 @@
 """indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
 
-On a Hopper GPU by the kernels of indexer_logits and select_topk, launched in turn on chunks of query tokens. In torch
-operations on CPUs and where the kernels can't serve the call. Neither reads a value on the host, so both can be
-captured into CUDA graphs.
+On a Hopper GPU, and on Blackwell where they are named, by the kernels of indexer_logits and select_topk, launched in
+turn on chunks of query tokens. In torch operations on CPUs and where the kernels can't serve the call. Neither reads a
+value on the host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge import operators, sparse_reference
+from tsmla_bridge import operators, reference, sparse_reference
+from tsmla_bridge.ops import blackwell
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.workspace import Workspace, check_workspace
-from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
+from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.selection import selection_words
-from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec, IndexerTopkSpec, indexer_topk_spec
+from tsmla_kernels.sm100 import logits_config
+from tsmla_kernels.topk.chunks import (
+    LOGIT_BYTES,
+    ROW_BYTES,
+    Chunks,
+    chunk_rows,
+    chunks_of,
+    indexer_topk_reasons,
+    selection_reasons,
+)
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Of those that a call does not return, the
 counts mean nothing and the scores are empty."""
+
+
+Operands = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
@@ -174,13 +188,17 @@ def _select(call: Call, memory: Memory) -> Results:
     spec = tensors.describe_call(indexer_topk_spec, **given, **options)
     device = call.q.device
 
+    on_blackwell = loaded_kernels.kernel_for(device, INDEXER_LOGITS, INDEXER_LOGITS_SM100) is INDEXER_LOGITS_SM100
+
     def why_not() -> list[str]:
-        found = indexer_topk_reasons(spec) + loaded_kernels.layout_reasons(given)
+        found = _blackwell_reasons(spec, device) if on_blackwell else indexer_topk_reasons(spec)
+        found += loaded_kernels.layout_reasons(given)
         if call.return_scores and operators.asks_for_derivative(*given.values()):
             found.append("a derivative is asked for; the kernels have none")
         return found
 
-    by_kernels = loaded_kernels.is_chosen(INDEXER_LOGITS, call.implementation, device, why_not, op="indexer_topk")
+    kernel = INDEXER_LOGITS_SM100 if on_blackwell else INDEXER_LOGITS
+    by_kernels = loaded_kernels.is_chosen(kernel, call.implementation, device, why_not, op="indexer_topk")
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
     shapes = ((tokens, spec.topk.width), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)
@@ -191,8 +209,55 @@ def _select(call: Call, memory: Memory) -> Results:
         found = sparse_reference.indexer_topk(spec, *call[:6])
         return tuple(x if to is None else to.copy_(x) for x, to in zip(found, memory[:3], strict=True))  # type: ignore[return-value]
     results = _results(call, memory)
-    _launch(spec, call, results, memory.workspace)
+    if on_blackwell:
+        _launch_on_blackwell(spec, call, results)
+    else:
+        _launch(spec, call, results, memory.workspace)
     return results
+
+
+def _on_rows(spec: IndexerTopkSpec, rows: int) -> IndexerLogitsSpec:
+    """The call's logits for `rows` query tokens that have a row of the block table each."""
+    return dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, ragged=False)
+
+
+def _blackwell_reasons(spec: IndexerTopkSpec, device: torch.device) -> list[str]:
+    """Why the kernels for Blackwell cannot run this call; empty if they can."""
+    if found := selection_reasons(spec):
+        return found
+    rows = _on_rows(spec, chunk_rows(spec.logits.num_tokens, max(spec.num_columns, 1)))
+    config = logits_config.logits_config(rows)
+    return INDEXER_LOGITS_SM100.reasons(rows) or loaded_kernels.why_not_made(INDEXER_LOGITS_SM100, config, device)
+
+
+def _launch_on_blackwell(spec: IndexerTopkSpec, call: Call, results: Results) -> None:
+    """Each chunk's logits, in new memory, and their top-k."""
+    device, given, num_tokens = call.q.device, call.tensors, spec.logits.num_tokens
+    index = devices.index_of(device)
+    plan = chunks_of(spec, devices.num_sms(index), arch=devices.arch(index))
+    seen, request = call.seq_lens, None
+    if call.cu_seqlens_q is not None:
+        request, seen = reference.seen_keys(seen, call.cu_seqlens_q, num_tokens)
+    for first in plan.starts(num_tokens):
+        chunk = slice(first, first + plan.rows)
+        tables = call.block_tables[chunk if request is None else request[chunk]]
+        of_rows = {name: given[name][chunk] for name in ("q", "weights")}
+        of_rows |= {"k_cache": call.k_cache, "block_tables": tables, "seq_lens": seen[chunk]}
+        logits = blackwell.indexer_logits(_on_rows(spec, plan.rows), of_rows)
+        requests = {} if request is None else {"row_requests": request[chunk]}
+        of_call = {"block_tables": tables if request is None else call.block_tables} | requests
+        of_topk = {"logits": logits, "seq_lens": seen[chunk]} | (of_call if spec.return_slots else {})
+        of_topk |= _of_results(spec, results, first, plan.rows)
+        operands = {name: loaded_kernels.view(tensor) for name, tensor in of_topk.items()}
+        loaded_kernels.run_on(SELECT_TOPK, plan.topk, device, operands)
+
+
+def _of_results(spec: IndexerTopkSpec, results: Results, first: int, rows: int) -> Operands:
+    """A chunk's rows of the results, by the top-k's operand."""
+    indices, counts, scores = (result.narrow(0, first, rows) for result in results)
+    found = {"selection" if spec.return_bits else "indices": indices}
+    found |= {"counts": counts} if spec.return_slots else {}
+    return found | ({"scores": scores} if spec.return_scores else {})
 
 
 class Scratch(NamedTuple):
@@ -231,9 +296,6 @@ def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Work
             loaded_kernels.run(SELECT_TOPK, plan.topk, index, stream, operands)
 
 
-Operands = dict[str, torch.Tensor]
-
-
 def _chunks(
     spec: IndexerTopkSpec, plan: Chunks, call: Call, scratch: Scratch, results: Results
 ) -> Iterator[tuple[Operands, Operands]]:
@@ -253,12 +315,9 @@ def _chunks(
             of_rows = {"row_lens": scratch.row_lens[:through], "row_requests": scratch.row_requests[:through]}
             tables, seen = call.block_tables, scratch.row_lens.narrow(0, first, rows)
             requests = {"row_requests": scratch.row_requests.narrow(0, first, rows)}
-        indices, counts, scores = (result.narrow(0, first, rows) for result in results)
         of_topk = {"logits": scratch.logits, "seq_lens": seen}
         of_topk |= {"block_tables": tables} | requests if spec.return_slots else {}
-        of_topk["selection" if spec.return_bits else "indices"] = indices
-        of_topk |= {"counts": counts} if spec.return_slots else {}
-        of_topk |= {"scores": scores} if spec.return_scores else {}
+        of_topk |= _of_results(spec, results, first, rows)
         yield given | cut | {"logits": scratch.logits} | of_rows, of_topk
 
 

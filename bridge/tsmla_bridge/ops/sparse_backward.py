@@ -9,7 +9,8 @@ import torch
 
 from tsmla_bridge import operators, sparse_reference
 from tsmla_bridge.ops import prefill_launch
-from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, describe
+from tsmla_bridge.ops.sparse_inputs import SparseInputs
+from tsmla_bridge.ops.sparse_plans import SparseOptions, describe
 from tsmla_bridge.runtime import devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import ResultLayout
 from tsmla_bridge.runtime.scales import Factors

@@ -8,7 +8,8 @@ import torch
 
 from tsmla_bridge import operators
 from tsmla_bridge.ops import plans, prefill_launch, sparse_backward
-from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
+from tsmla_bridge.ops.sparse_inputs import SparseInputs
+from tsmla_bridge.ops.sparse_plans import SparseOptions, make_plan
 from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors

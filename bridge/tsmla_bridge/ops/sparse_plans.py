@@ -8,35 +8,21 @@ from typing import Any, NamedTuple
 import torch
 
 from tsmla_bridge import sparse_reference
-from tsmla_bridge.ops import plans
+from tsmla_bridge.ops import blackwell, plans
+from tsmla_bridge.ops.sparse_inputs import CACHES, Pages, SparseInputs
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.workspace import Workspace, sparse_layout
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.catalog import SPARSE_MLA, SPARSE_MLA_SM100
 from tsmla_kernels.contract import sparse as sparse_contract
 from tsmla_kernels.contract import values
-from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.sparse.config import NUM_SCALES
 from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
-
-
-class SparseInputs(NamedTuple):
-    """The tensors of a call, in the order of the kernel's operands."""
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    compressed_kv_cache: torch.Tensor | None
-    indices: torch.Tensor
-    lengths: torch.Tensor | None
-    sinks: torch.Tensor | None
-
-    @property
-    def caches(self) -> list[torch.Tensor]:
-        return [cache for cache in (self.kv_cache, self.compressed_kv_cache) if cache is not None]
+from tsmla_kernels.sm100 import sparse_config
 
 
 class SparseOptions(NamedTuple):
@@ -55,6 +41,13 @@ class SparseOptions(NamedTuple):
     implementation: str | None
 
 
+def check_dense(inputs: SparseInputs) -> None:
+    """ValueError unless all tensors but the caches are dense."""
+    for name, tensor in inputs._asdict().items():
+        if tensor is not None and name not in CACHES:
+            tensors.check_dense(name, tensor)
+
+
 def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
     """The spec of a call; raises as sparse_mla does, except for the scales."""
     static = options._asdict()
@@ -70,14 +63,21 @@ def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
 def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
     """The plan of a call; raises as sparse_mla does, except for the scales."""
     spec = describe(inputs, options)
-    by_definition = loaded_kernels.is_by_definition(options.implementation, inputs.q.device)
+    device, implementation = inputs.q.device, options.implementation
+    by_definition = loaded_kernels.is_by_definition(implementation, device)
+    kernel = loaded_kernels.kernel_for(device, SPARSE_MLA, SPARSE_MLA_SM100)
     if not by_definition:
-        reasons = loaded_kernels.reasons(SPARSE_MLA, inputs.q.device) + SPARSE_MLA.reasons(spec)
+        reasons = loaded_kernels.reasons(kernel, device) + kernel.reasons(spec)
+        if kernel is SPARSE_MLA_SM100 and not reasons:
+            reasons = loaded_kernels.why_not_made(kernel, sparse_config.sparse_config(spec), device)
         if reasons:
             raise contract.not_runnable("sparse_mla", "cute", reasons)
+        loaded_kernels.check_named("sparse_mla", implementation, device)
     if 0 in (spec.num_tokens, spec.num_selected):
         return EmptyPlan(spec, inputs)
-    return ReferencePlan(spec, inputs) if by_definition else KernelPlan(spec, inputs)
+    if by_definition:
+        return ReferencePlan(spec, inputs)
+    return KernelPlan(spec, inputs) if kernel is SPARSE_MLA else BlackwellPlan(spec, inputs)
 
 
 class Plan(plans.Plan[SparseMLASpec]):
@@ -127,16 +127,30 @@ class ReferencePlan(Plan):
         return sparse_reference.sparse_mla(self.spec, *inputs, factors)
 
 
+class BlackwellPlan(Plan):
+    """cuDNN's kernel, between torch operations."""
+
+    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
+        super().__init__(spec, inputs)
+        check_dense(inputs)
+
+    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
+        self.check(inputs)
+        known = factors if isinstance(factors, tuple) else None
+        reasons = sparse_config.scale_reasons(self.spec, known)
+        if reasons or known is None:
+            raise contract.not_runnable("sparse_mla", "cute", reasons)
+        return blackwell.sparse_mla(self.spec, inputs, known)
+
+
 class KernelPlan(Plan):
     """The compiled kernel, launched on torch's current stream. `run` is all that a call costs on the host."""
 
     def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
         super().__init__(spec, inputs)
-        for name, tensor in inputs._asdict().items():
-            if tensor is not None and not name.endswith("kv_cache"):
-                tensors.check_dense(name, tensor)
+        check_dense(inputs)
         specs = [cache for cache in (spec.cache, spec.compressed) if cache is not None]
-        self.pages = pages = [_Pages.of(*cache) for cache in zip(_CACHES, inputs.caches, specs, strict=False)]
+        self.pages = pages = [Pages.of(*cache) for cache in zip(CACHES, inputs.caches, specs, strict=False)]
         self.device = inputs.q.device
         self.index = index = inputs.q.get_device()
         lengths, sinks = inputs.lengths is not None, inputs.sinks is not None
@@ -156,7 +170,7 @@ class KernelPlan(Plan):
             shapes = workspaces_of(config, sms, count, spec.num_selected)
             operands = {
                 "q": (count * spec.num_heads, spec.head_dim),
-                **{name: each.shape for name, each in zip(_CACHES, pages, strict=False)},
+                **{name: each.shape for name, each in zip(CACHES, pages, strict=False)},
                 "indices": (count, spec.num_selected),
                 **({"lengths": (count,)} if lengths else {}),
                 **({"sinks": (spec.num_heads,)} if sinks else {}),
@@ -226,34 +240,3 @@ class KernelPlan(Plan):
         if self.widens_sinks and inputs.sinks is not None:
             inputs = inputs._replace(sinks=inputs.sinks.float())
         return inputs
-
-
-_CACHES = ("kv_cache", "compressed_kv_cache")
-
-
-class _Pages(NamedTuple):
-    """How the kernel reads a cache: as an array of this shape. Its pages may be every `step`-th page of that array."""
-
-    shape: tuple[int, ...]
-    step: int
-    spec: CacheSpec
-
-    @classmethod
-    def of(cls, name: str, cache: torch.Tensor, spec: CacheSpec) -> _Pages:
-        """ValueError if the kernel can't address the cache."""
-        num_pages, *page = cache.shape
-        step = tensors.page_step(cache if cache.dim() == 3 else cache.unsqueeze(1), name)
-        if num_pages * step * spec.span >= 2**31:
-            raise ValueError(
-                f"{name}: got strides {list(cache.stride())} of {num_pages} pages; counted in slots its extent must"
-                " stay below 2^31"
-            )
-        return cls(((num_pages - 1) * step + 1, *page), step, spec)
-
-    def slots(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots of the cache as slots of the array that the kernel reads; invalid ones stay so."""
-        if self.step == 1:
-            return slots
-        valid = (slots >= 0) & (slots < self.spec.num_slots)
-        page = slots.div(self.spec.span, rounding_mode="floor")
-        return torch.where(valid, slots + page * ((self.step - 1) * self.spec.span), -1)

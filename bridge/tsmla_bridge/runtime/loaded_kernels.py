@@ -11,13 +11,10 @@ import torch
 
 from tsmla_bridge.runtime import devices, scales
 from tsmla_bridge.runtime.tensors import Scale, dtype_name
-from tsmla_kernels import contract, launch
-from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels import contract, launch, object_cache
+from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested, written_for
 
 IMPLEMENTATIONS = ("cute", "reference")
-
-PROVEN = ("sm_90a",)
-"""Architectures on which the kernels of all architectures have run; on others they must be named."""
 
 ROW_ALIGN = 16
 """Alignment in bytes of the rows that the cache's kernels and merging read."""
@@ -54,6 +51,24 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     if not _runtime_is_here():
         return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []
+
+
+def kernel_for(device: torch.device, *kernels: Kernel) -> Kernel:
+    """The kernel among those of one operation that is written for `device`; the first one if there is none."""
+    on_gpu = devices.kind(device) == "cuda"
+    return written_for(devices.arch(devices.index_of(device)) if on_gpu else None, *kernels)
+
+
+def why_not_made(kernel: Kernel, config: Config, device: torch.device) -> list[str]:
+    """Why no object of `kernel` can be made for a GPU: the package with its code isn't installed. Empty if it can."""
+    return object_cache.why_not_made(kernel, config, devices.arch(devices.index_of(device)))
+
+
+def check_named(op: str, implementation: str | None, device: torch.device) -> None:
+    """NotImplementedError if no one named the kernel that would run a call of `op` on a GPU on which it is untested."""
+    arch = devices.arch(devices.index_of(device))
+    if implementation is None and arch not in PROVEN:
+        raise contract.not_runnable(op, None, [f'{untested(arch)}, or "reference"'])
 
 
 def _runtime_is_here() -> bool:

@@ -62,9 +62,7 @@ def spec_of(
 
 
 @functools.cache
-def _describers(
-    make_spec: Callable[..., Any], describe: Describe, describe_scale: Describe
-) -> dict[str, Describe]:
+def _describers(make_spec: Callable[..., Any], describe: Describe, describe_scale: Describe) -> dict[str, Describe]:
     """How to describe each parameter of `make_spec` that may be an array."""
     by_type: dict[Any, Describe] = {
         Array: describe,
@@ -89,8 +87,9 @@ def unknown_implementation(implementation: object, legal: Sequence[str]) -> Valu
     return ValueError(f"implementation: got {implementation!r}; legal: None, {listed([repr(name) for name in legal])}")
 
 
-def not_runnable(op: str, implementation: str | tuple[str, ...], reasons: Sequence[str]) -> NotImplementedError:
-    """The error for a named implementation, or several, that can't run this call. It carries every reason."""
+def not_runnable(op: str, implementation: str | tuple[str, ...] | None, reasons: Sequence[str]) -> NotImplementedError:
+    """The error for an implementation, or several, that can't run this call, and for None where it chooses none. It
+    carries every reason."""
     return NotImplementedError(f"{op}: implementation={implementation!r} can't run this call: {'; '.join(reasons)}")
 
 

@@ -72,8 +72,8 @@ def scale_reasons(spec: SparseMLASpec, factors: Sequence[float] | None) -> list[
         return ["softmax_scale, q_scale or a cache's scale is an array; cuDNN's kernel takes numbers"]
     if spec.compressed is not None and factors[1] != factors[2]:
         return [
-            f"kv_scale is {factors[1]:g} and compressed_kv_scale {factors[2]:g}; cuDNN's kernel takes one factor for the"
-            " rows of both caches"
+            f"kv_scale is {factors[1]:g} and compressed_kv_scale {factors[2]:g}; cuDNN's kernel takes one factor for"
+            " the rows of both caches"
         ]
     return []
 

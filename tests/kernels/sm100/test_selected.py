@@ -4,8 +4,6 @@ code around the kernels against the reference, with the kernels' behaviour emula
 from __future__ import annotations
 
 import functools
-import itertools
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 import tsmla_jax
+from tests.emulator import blackwell_selected
 from tests.jax.ops.programs import kernels
 from tests.kernels.object_checks import check_object
 from tsmla_jax import sparse
@@ -222,51 +221,17 @@ def kernel_call(
     for operand, shape in zip((o for o in operands if o.output), shapes, strict=True):
         operand.check(shape, operand.dtype)
         results.append(Struct(shape, operand.dtype))
-    compute = logits_kernel if kernel is INDEXER_LOGITS_SM100 else sparse_kernel
-    return list(jax.pure_callback(functools.partial(compute, tuple(shapes)), results, *inputs))
+    names = [operand.name for operand in operands if not operand.output]
 
+    def compute(*arrays: Any) -> list[Any]:
+        given = {name: np.asarray(array) for name, array in zip(names, arrays, strict=True)}
+        if kernel is INDEXER_LOGITS_SM100:
+            return [blackwell_selected.logits(given, tuple(shapes[0]))]
+        out, greatest, lse = blackwell_selected.attention(given, (shapes[3][0], shapes[4][0]))
+        rest = (np.zeros(shape, np.int8) for shape in shapes[3:])
+        return [out.astype(given["q"].dtype), greatest, lse.astype(np.float32), *rest]
 
-def logits_kernel(shapes: Sequence[tuple[int, ...]], *inputs: Any) -> list[Any]:
-    """Each CTA writes the splits of its share, whole; a page outside the cache is a fault."""
-    q, weights, cache, tables, lens, plan = (np.asarray(x) for x in inputs)
-    result = np.full(shapes[0], np.nan, np.float32)
-    keys = np.asarray(cache[..., :0])
-    pages, size = cache.shape[:2]
-    flat = cache.reshape(pages, -1)
-    keys = flat[:, : size * 128].copy().view(jnp.float8_e4m3fn).reshape(pages, size, 128).astype(np.float32)
-    scales = flat[:, size * 128 :].copy().view(np.float32)
-    assert (tables >= 0).all() and (tables < pages).all()
-    done = 0
-    for (token, split), (last, end) in itertools.pairwise(plan):
-        while (token, split) < (last, end):
-            if split * logits_config.SPLIT_KEYS >= lens[token]:
-                token, split = token + 1, 0
-                continue
-            first = split * logits_config.SPLIT_KEYS
-            position = first + np.arange(logits_config.SPLIT_KEYS)
-            page = tables[token, position // size]
-            products = np.maximum(q[token].astype(np.float32) @ keys[page, position % size].T, 0)
-            result[token, position] = (weights[token] @ products) * scales[page, position % size]
-            split, done = split + 1, done + 1
-    assert done == (-(-lens // logits_config.SPLIT_KEYS)).sum()
-    return [result]
-
-
-def sparse_kernel(shapes: Sequence[tuple[int, ...]], *inputs: Any) -> list[Any]:
-    """Rows without keys get lse +inf."""
-    q, rows, indices, lengths = map(jnp.asarray, inputs)
-    words = [shape[0] - 1 for shape in shapes[3:5]]
-    scale = struct.unpack("<f", struct.pack("<I", words[0] << 16 | words[1]))[0]
-    assert indices.shape[1] % sparse_config.INDEX_BLOCK == 0 and (np.asarray(indices) < rows.shape[0]).all()
-    seen = (indices >= 0) & (jnp.arange(indices.shape[1]) < lengths[:, None])
-    keys = jnp.where(seen[..., None], rows[jnp.maximum(indices, 0)].astype(jnp.float32), 0)
-    scores = jnp.einsum("qhd,qkd->qhk", q.astype(jnp.float32), keys) * scale
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, -1)
-    weights = jnp.where(jnp.isfinite(lse)[..., None], jnp.exp(scores - lse[..., None]), 0)
-    out = jnp.einsum("qhk,qkl->qhl", weights, keys[..., :512]).astype(q.dtype)
-    rest = (jnp.zeros(shape, jnp.int8) for shape in shapes[3:])
-    return [out, scores.max(-1), jnp.where(jnp.isfinite(lse), lse, jnp.inf), *rest]
+    return list(jax.pure_callback(compute, results, *inputs))
 
 
 @pytest.fixture

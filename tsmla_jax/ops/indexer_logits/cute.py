@@ -17,14 +17,14 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100
 from tsmla_kernels.contract import Array
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
-from tsmla_kernels.kernel import Kernel
+from tsmla_kernels.kernel import Kernel, written_for
 from tsmla_kernels.sm90.logits.config import logits_config
 from tsmla_kernels.sm100 import logits_config as sm100
 
 
 def kernel() -> Kernel:
     """The kernel of the architecture for which calls are compiled here."""
-    return INDEXER_LOGITS_SM100 if device.target_arch() in INDEXER_LOGITS_SM100.archs else INDEXER_LOGITS
+    return written_for(device.target_arch(), INDEXER_LOGITS, INDEXER_LOGITS_SM100)
 
 
 def why_not(spec: IndexerLogitsSpec) -> list[str]:

@@ -19,7 +19,7 @@ from tsmla_jax.ops.sparse_mla.call import Operands, Planned, Results, fold_cache
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA, SPARSE_MLA_SM100
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_gradient_reasons
-from tsmla_kernels.kernel import Kernel
+from tsmla_kernels.kernel import Kernel, written_for
 from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
 from tsmla_kernels.sm90.sparse.union_config import sparse_form
 from tsmla_kernels.sm100 import sparse_config as sm100
@@ -27,7 +27,7 @@ from tsmla_kernels.sm100 import sparse_config as sm100
 
 def kernel() -> Kernel:
     """The kernel of the architecture for which calls are compiled here."""
-    return SPARSE_MLA_SM100 if device.target_arch() in SPARSE_MLA_SM100.archs else SPARSE_MLA
+    return written_for(device.target_arch(), SPARSE_MLA, SPARSE_MLA_SM100)
 
 
 def why_not(spec: SparseMLASpec) -> list[str]:

@@ -13,7 +13,8 @@ import torch
 
 from tsmla_bridge.ops import plans
 from tsmla_bridge.ops import sparse_mla as op
-from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
+from tsmla_bridge.ops.sparse_inputs import SparseInputs
+from tsmla_bridge.ops.sparse_plans import SparseOptions, make_plan
 from tsmla_bridge.runtime import loaded_kernels
 
 _loaded: set[tuple[Any, ...]] = set()

@@ -1,0 +1,207 @@
+"""indexer_logits, indexer_topk and sparse_mla on torch tensors on Blackwell: taken where they are named, and the code
+around the packages' kernels, for which the stand-in computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tsmla_bridge
+from tests.bridge.inputs import assert_close, inputs
+from tests.emulator.launcher import Gpu
+from tests.gpu.small_grid import numbers
+from tests.oracles import sparse_inputs
+from tests.oracles.sparse_inputs import Call
+from tsmla_bridge import report
+from tsmla_kernels import object_cache
+from tsmla_kernels.topk import chunks
+
+P, Z, M, T, K, HEADS = 40, 64, 9, 72, 70, 8
+LENS, OFFSETS = (576, 0, 257), (0, 3, 3, 70)  # two rows behind the last request
+
+
+WHY_NOT_MADE = object_cache.why_not_made
+
+
+@pytest.fixture(autouse=True, params=[(10, 0), (10, 3)], ids=["sm_100a", "sm_103a"])
+def blackwell(gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.capability = request.param
+    monkeypatch.setattr(object_cache, "why_not_made", lambda kernel, config, arch: [])
+
+
+def launched(gpu: Gpu) -> list[set[str]]:
+    """The operands of each launch by name, those of scales apart."""
+    return [set(operands) for _, operands in gpu.launches]
+
+
+# ---- the indexer
+
+
+def problem(ragged: bool) -> dict[str, torch.Tensor]:
+    """Arguments; what no token may read is a page of NaN, or no page."""
+    rng = torch.Generator().manual_seed(3)
+    lens = torch.tensor(LENS if ragged else [0, 1, 63, 64, 65, 255, 256, 257, 576] * (T // 9), dtype=torch.int32)
+    used = torch.arange(M) < (-(-lens // Z))[:, None]
+    tables = torch.randint(0, P - 1, used.shape, generator=rng, dtype=torch.int32)
+    unused = torch.tensor([-1, P - 1, 2**31 - 1], dtype=torch.int32)[torch.arange(M) % 3]
+    cache = torch.full((P, Z, 132), 0xFF, dtype=torch.uint8)
+    keys = torch.randn((P - 1) * Z, 128, generator=rng).bfloat16()
+    tsmla_bridge.write_indexer_cache(
+        cache, keys, torch.arange((P - 1) * Z, dtype=torch.int32), implementation="reference"
+    )
+    given = {
+        "q": torch.randn(T, HEADS, 128, generator=rng).to(torch.float8_e4m3fn),
+        "weights": torch.randn(T, HEADS, generator=rng),
+        "k_cache": cache,
+        "block_tables": torch.where(used, tables, unused),
+        "seq_lens": lens,
+    }
+    return given | ({"cu_seqlens_q": torch.tensor(OFFSETS, dtype=torch.int32)} if ragged else {})
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_logits(gpu: Gpu, ragged: bool) -> None:
+    given = problem(ragged)
+    want = tsmla_bridge.indexer_logits(**given)
+    assert not gpu.launches  # no one named the kernel
+    out = torch.empty_like(want)
+    for places in ({}, {"out": out}):
+        got = tsmla_bridge.indexer_logits(**given, implementation="cute", **places)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+        assert "schedule" in gpu.operands
+    assert got is out and len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("flags", [(), ("return_slots",), ("return_slots", "return_scores"), ("return_bits",)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_topk_by_chunks(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ragged: bool, flags: tuple[str, ...]) -> None:
+    monkeypatch.setattr(chunks, "WORKSPACE_BYTES", 33 * 4 * M * Z)
+    given, options = problem(ragged), dict.fromkeys(flags, True)
+    given["weights"] = given["weights"].abs()  # no two scores of a row are equal
+    want = tsmla_bridge.indexer_topk(**given, k=K, **options)
+    assert not gpu.launches
+    got = tsmla_bridge.indexer_topk(**given, k=K, implementation="cute", **options)
+    assert ["schedule" in names for names in launched(gpu)] == [True, False] * 3
+    for one, other in zip(got, want, strict=True) if "return_slots" in flags else ((got, want),):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_what_the_indexers_kernel_does_not_take(gpu: Gpu) -> None:
+    given = problem(False)
+    plain = given | {"q": given["q"].bfloat16(), "k_cache": torch.zeros(P, Z, 128).bfloat16()}
+    for function, more in ((tsmla_bridge.indexer_logits, {}), (tsmla_bridge.indexer_topk, {"k": K})):
+        function(**plain, **more)
+        with pytest.raises(NotImplementedError, match="FlashInfer's kernel takes float8_e4m3fn"):
+            function(**plain, **more, implementation="cute")
+    assert not gpu.launches
+
+
+# ---- attention over selected rows
+
+CASES: dict[str, dict[str, Any]] = {
+    "V3.2": {"layout": "v32", "sinks": True},
+    "V3.2, few slots": {"layout": "v32", "tokens": 2, "selected": 7, "pages": 9, "heads": 130},
+    "V3.2, pages with gaps": {"layout": "v32", "gap": 3, "lengths": False},
+    "V4": {"layout": "v4", "window": 4, "sinks": True},
+    "V4, remapped slots": {"layout": "v4", "gap": 1, "window": 8, "heads": 64},
+    "V4, window alone": {"layout": "v4", "selected": 65},
+    "plain e4m3": {"layout": "plain"},
+    "plain": {"layout": "plain", "kv_dtype": "bfloat16", "sinks": True},
+    "plain, two caches": {"layout": "plain", "kv_dtype": "float16", "dtype": "float16", "window": 8},
+    "plain, no rope": {"layout": "plain", "kv_dtype": "bfloat16", "width": 512},
+}
+
+
+def attend(case: Call, **changed: Any) -> Any:
+    """The case by the kernel that is named, with lse; some of its arguments changed."""
+    given = {name: numbers(array) for name, array in case.arrays.items()}
+    options = case.options | {"return_lse": True, "implementation": "cute"}
+    return tsmla_bridge.sparse_mla(**(given | options | changed))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(gpu: Gpu, name: str) -> None:
+    case = sparse_inputs.call(**CASES[name])
+    memory = torch.empty(*case.arrays["q"].shape[:2], 512, dtype=numbers(case.arrays["q"]).dtype)
+    for places in ({}, {"out": memory}):
+        for result, want, tolerance in zip(attend(case, **places), case.want(), (2**-6, 1e-4), strict=True):
+            assert_close(result, want, tolerance)
+    assert len(gpu.launches) == 2 and "logit_scale_high" in gpu.operands
+
+
+def test_a_plain_cache_is_read_where_it_lies(gpu: Gpu) -> None:
+    case = sparse_inputs.call("plain", kv_dtype="bfloat16")
+    cache = numbers(case.arrays["kv_cache"])
+    pool = torch.full((len(cache), 3, *cache.shape[1:]), torch.nan, dtype=cache.dtype)
+    pool[:, 1] = cache
+    for given in (cache, pool[:, 1]):
+        assert_close(attend(case, kv_cache=given)[0], case.want()[0], 2**-6)
+        assert gpu.operands["rows"].data_ptr() == given.data_ptr()
+    storage = pool.untyped_storage()
+    end = gpu.operands["rows"].data_ptr() + 2 * gpu.operands["rows"].numel()
+    assert end <= storage.data_ptr() + storage.nbytes()
+
+
+def test_what_the_attentions_kernel_does_not_take(gpu: Gpu) -> None:
+    case = sparse_inputs.call("plain", kv_dtype="bfloat16", window=4)
+    for changed, reason in (
+        ({"kv_scale": 2.0}, "kv_scale is 2 and compressed_kv_scale 0.02; cuDNN's kernel takes one factor"),
+        ({"softmax_scale": torch.tensor(1.0)}, "softmax_scale, q_scale or a cache's scale is an array"),
+        ({"batch_invariant": True}, "batch_invariant is True; nobody has checked that of cuDNN's kernel"),
+        ({"q": numbers(case.arrays["q"]).float()}, r"q\.dtype is float32; cuDNN's kernel takes bfloat16 or float16"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^sparse_mla: implementation='cute' can't run.*{reason}"):
+            attend(case, **changed)
+    assert not gpu.launches
+
+
+@pytest.mark.parametrize(("tokens", "selected"), [(0, 4), (3, 0)])
+def test_nothing_to_attend_to(gpu: Gpu, tokens: int, selected: int) -> None:
+    q, indices = torch.ones(tokens, 3, 576).bfloat16(), torch.ones(tokens, selected, dtype=torch.int32)
+    cache = torch.zeros(2, 4, 656, dtype=torch.uint8)
+    out, lse = tsmla_bridge.sparse_mla(
+        q, cache, indices, softmax_scale=1.0, return_lse=True, implementation="cute"
+    )  # fmt: skip
+    assert not out.any() and torch.isneginf(lse).all() and not gpu.launches
+
+
+# ---- names
+
+
+def sparse_call(**options: Any) -> Any:
+    return attend(sparse_inputs.call("v32"), **options)
+
+
+def decode_call(**options: Any) -> Any:
+    case = inputs([5], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32)
+    return tsmla_bridge.mla_decode(*case.arrays, **(case.options | options))
+
+
+@pytest.mark.parametrize("call", [sparse_call, decode_call])
+def test_nothing_unproven_is_taken_without_its_name(gpu: Gpu, call: Callable[..., Any]) -> None:
+    arch = f"sm_{gpu.capability[0]}{gpu.capability[1]}a"
+    said = f'implementation=None can\'t run this call: the kernel is untested on {arch}; pass implementation="cute"'
+    with pytest.raises(NotImplementedError, match=said):
+        call(implementation=None)
+    assert not gpu.launches
+
+
+@pytest.mark.parametrize(
+    "call", [sparse_call, lambda: tsmla_bridge.indexer_logits(**problem(True), implementation="cute")]
+)
+def test_a_missing_package_is_named(gpu: Gpu, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_cache, "why_not_made", WHY_NOT_MADE)
+    monkeypatch.setattr(object_cache.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(object_cache, "is_stored", lambda kernel, config, arch: False)
+    with pytest.raises(NotImplementedError, match="_sm100 is made of .*, which is not installed: pip install"):
+        call()
+    assert not gpu.launches
+
+
+def test_doctor_names_the_kernels() -> None:
+    line = report.lines_of(report.Torch((report.GPU("NVIDIA B200", "sm_100"),), None, report._operations()))[-1]
+    assert all(name in line for name in ("mla_decode", "indexer_logits", "indexer_topk", "sparse_mla"))
+    assert "implementation='cute'" in line and "not run" in line
