@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tsmla_bridge
-from tests.bridge.inputs import assert_close, inputs
+from tests.bridge.inputs import Inputs, assert_close, inputs
 from tests.emulator.launcher import Gpu
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
@@ -30,6 +30,16 @@ WHY_NOT_MADE = object_cache.why_not_made
 def blackwell(gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.capability = request.param
     monkeypatch.setattr(object_cache, "why_not_made", lambda kernel, config, arch: [])
+
+
+def dense(seq_lens: list[int], *, dtype: str = "bfloat16", **shape: Any) -> Inputs:
+    """A case of mla_decode that TokenSpeed's kernels serve: unused slots of last pages are finite, other pages NaN."""
+    case = inputs(seq_lens, **({"q_dtype": dtype, "kv_dtype": dtype, "latent_dim": 512, "rope_dim": 64} | shape))
+    page_size = case.kv_cache.shape[1]
+    for table, length in zip(case.block_tables, seq_lens, strict=True):
+        if length % page_size:
+            case.kv_cache[table[length // page_size], length % page_size :] = 1.0
+    return case
 
 
 def launched(gpu: Gpu) -> list[set[str]]:
@@ -168,6 +178,90 @@ def test_nothing_to_attend_to(gpu: Gpu, tokens: int, selected: int) -> None:
     assert not out.any() and torch.isneginf(lse).all() and not gpu.launches
 
 
+# ---- dense attention
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_decode(gpu: Gpu, dtype: str, page_size: int) -> None:
+    case = dense([5, 33, 0, 2, 200], s=3, dtype=dtype, page_size=page_size)
+    options = {"kv_scale": 2.0, "return_lse": True, "implementation": "cute"}
+    want = case.want(kv_scale=2.0)
+    for changed in ({}, {"kv_scale": torch.tensor(2.0)}, {"batch_invariant": True}):
+        got = tsmla_bridge.mla_decode(*case.arrays, **(case.options | options | changed))
+        for result, right, tolerance in zip(got, want, (2**-6, 1e-3), strict=True):
+            assert_close(result, right, tolerance)
+    assert len(gpu.launches) == 3 and gpu.operands["workspace"].shape[0] == 1
+    assert ["scales" in operands for _, operands in gpu.launches] == [False, True, False]
+
+
+def test_ragged_decode_over_a_layer_of_a_pool(gpu: Gpu) -> None:
+    case = dense([33, 5, 70], s=3, q_lens=[2, 0, 3], padding_rows=2)
+    cache = case.kv_cache
+    pool = torch.full((len(cache), 3, *cache.shape[1:]), 0.0, dtype=cache.dtype)
+    pool[:, 1] = cache
+    options = case.options | {"return_lse": True, "implementation": "cute"}
+    pair = case.q[..., :512].clone(), case.q[..., 512:].clone()
+    for arrays in (case.named, case.named | {"kv_cache": pool[:, 1]}, case.named | {"q": pair}):
+        got = tsmla_bridge.mla_decode(**arrays, **options)
+        for result, right, tolerance in zip(got, case.want(), (2**-6, 1e-3), strict=True):
+            assert_close(result, right, tolerance)
+    assert len(gpu.launches) == 3
+
+
+def test_a_slot_that_is_not_finite_is_named(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    case = dense([5, 33])
+    last = case.block_tables[1, 32 // case.kv_cache.shape[1]]
+    case.kv_cache[last, -1] = torch.nan
+    with pytest.raises(ValueError, match="request 1 leaves a slot of its last page unused that is not finite"):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, implementation="cute")
+
+
+def prefill_arrays(dtype: torch.dtype) -> dict[str, Any]:
+    """A request with more queries than keys, one without queries, rows of no request."""
+    rng = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(rows, 2, 192, generator=rng).to(dtype) for rows in (330, 90))
+    v = torch.randn(90, 2, 128, generator=rng)
+    v[80:] = torch.nan
+    offsets = [torch.tensor(each, dtype=torch.int32) for each in ([0, 300, 300, 320], [0, 20, 30, 80])]
+    return {
+        "q": q, "k": k, "v": v.to(dtype), "cu_seqlens_q": offsets[0], "cu_seqlens_kv": offsets[1], "max_q_len": 300,
+        "max_kv_len": 50, "softmax_scale": 0.07, "return_lse": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill(gpu: Gpu, dtype: torch.dtype, causal: bool) -> None:
+    given = prefill_arrays(dtype) | {"causal": causal, "v_scale": 0.5}
+    want = tsmla_bridge.mla_prefill(**given, implementation="reference")
+    out = torch.empty_like(want[0])
+    for changed in ({}, {"out": out}, {"softmax_scale": torch.tensor(0.07)}):
+        got = tsmla_bridge.mla_prefill(**(given | changed), implementation="cute")
+        for result, right, tolerance in zip(got, want, (2**-6, 1e-4), strict=True):
+            torch.testing.assert_close(result, right, rtol=tolerance, atol=tolerance)
+    assert len(gpu.launches) == 3 and gpu.operands["longest_q"].shape == (300,)
+
+
+def test_prefill_of_kv_expands_it(gpu: Gpu) -> None:
+    given = prefill_arrays(torch.bfloat16)
+    kv, k_rope = torch.cat((given.pop("k")[..., :128], given.pop("v")), -1), torch.randn(90, 64).bfloat16()
+    want = tsmla_bridge.mla_prefill_kv(**given, kv=kv, k_rope=k_rope, implementation="reference")
+    got = tsmla_bridge.mla_prefill_kv(**given, kv=kv, k_rope=k_rope, implementation="cute")
+    for result, right, tolerance in zip(got, want, (2**-6, 1e-4), strict=True):
+        torch.testing.assert_close(result, right, rtol=tolerance, atol=tolerance)
+    assert len(gpu.launches) == 1
+
+
+def test_what_dense_attentions_kernels_do_not_take(gpu: Gpu) -> None:
+    with pytest.raises(NotImplementedError, match="page size is 8; TokenSpeed's decode takes 16, 32, 64 or 128"):
+        decode_call(page_size=8, implementation="cute")
+    with pytest.raises(NotImplementedError, match=r"q\.dtype is float16; TokenSpeed's prefill takes"):
+        tsmla_bridge.mla_prefill(**prefill_arrays(torch.float16), implementation="cute")
+    assert not gpu.launches
+
+
 # ---- names
 
 
@@ -175,12 +269,22 @@ def sparse_call(**options: Any) -> Any:
     return attend(sparse_inputs.call("v32"), **options)
 
 
-def decode_call(**options: Any) -> Any:
-    case = inputs([5], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32)
+def decode_call(page_size: int = 32, **options: Any) -> Any:
+    case = dense([5], page_size=page_size)
     return tsmla_bridge.mla_decode(*case.arrays, **(case.options | options))
 
 
-@pytest.mark.parametrize("call", [sparse_call, decode_call])
+def prefill_call(**options: Any) -> Any:
+    return tsmla_bridge.mla_prefill(**prefill_arrays(torch.bfloat16), **options)
+
+
+def prefill_kv_call(**options: Any) -> Any:
+    given = prefill_arrays(torch.bfloat16)
+    kv = torch.cat((given.pop("k")[..., :128], given.pop("v")), -1)
+    return tsmla_bridge.mla_prefill_kv(**given, kv=kv, k_rope=torch.zeros(90, 64).bfloat16(), **options)
+
+
+@pytest.mark.parametrize("call", [sparse_call, decode_call, prefill_call, prefill_kv_call])
 def test_nothing_unproven_is_taken_without_its_name(gpu: Gpu, call: Callable[..., Any]) -> None:
     arch = f"sm_{gpu.capability[0]}{gpu.capability[1]}a"
     said = f'implementation=None can\'t run this call: the kernel is untested on {arch}; pass implementation="cute"'
@@ -189,15 +293,17 @@ def test_nothing_unproven_is_taken_without_its_name(gpu: Gpu, call: Callable[...
     assert not gpu.launches
 
 
-@pytest.mark.parametrize(
-    "call", [sparse_call, lambda: tsmla_bridge.indexer_logits(**problem(True), implementation="cute")]
-)
+def logits_call(**options: Any) -> Any:
+    return tsmla_bridge.indexer_logits(**problem(True), **options)
+
+
+@pytest.mark.parametrize("call", [sparse_call, logits_call, decode_call, prefill_call])
 def test_a_missing_package_is_named(gpu: Gpu, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_cache, "why_not_made", WHY_NOT_MADE)
     monkeypatch.setattr(object_cache.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(object_cache, "is_stored", lambda kernel, config, arch: False)
-    with pytest.raises(NotImplementedError, match="_sm100 is made of .*, which is not installed: pip install"):
-        call()
+    with pytest.raises(NotImplementedError, match=r"_sm100 is made of .*, which is not installed: pip install"):
+        call(implementation="cute")
     assert not gpu.launches
 
 

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 import tsmla_bridge
-from tests.emulator import blackwell_selected
+from tests.emulator import blackwell, blackwell_selected
 from tests.emulator.sparse import call_of
 from tsmla_bridge import reference, sparse_reference
 from tsmla_bridge.ops.sparse_inputs import SparseInputs
@@ -108,7 +109,7 @@ class StandInLauncher(launch.Launcher):
     """A Launcher whose kernel is the reference, on the memory that its arguments point to."""
 
     def __init__(self, gpu: Gpu, kernel: Kernel, config: Config) -> None:
-        self.gpu, self.config = gpu, config
+        self.gpu, self.kernel, self.config = gpu, kernel, config
         self.name, self.operands, self._bound = kernel.name, kernel.operands(config), {}
         gpu.loads += 1
 
@@ -286,6 +287,16 @@ class StandInLauncher(launch.Launcher):
             operands["row_lens"][-rows:], operands["row_requests"][-rows:] = lens[-rows:], request[-rows:]
             given |= {"block_tables": given["block_tables"][request[-rows:]], "seq_lens": lens[-rows:]}
         operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
+
+    def _by_tokenspeeds_emulation(self, operands: Operands) -> None:
+        inputs = [jax.dlpack.from_dlpack(operands[each.name].clone()) for each in self.operands if not each.output]
+        outputs = [operands[each.name] for each in self.operands if each.output]
+        shapes = [tuple(tensor.shape) for tensor in outputs]
+        found = blackwell.kernel_call(self.kernel, self.config, inputs, shapes, arch="")
+        for tensor, result in zip(outputs[:2], found[:2], strict=True):  # the others are workspaces and scales
+            tensor.copy_(torch.from_dlpack(result))
+
+    _mla_decode_sm100 = _mla_prefill_sm100 = _by_tokenspeeds_emulation
 
     def _indexer_logits_sm100(self, operands: Operands) -> None:
         given = {name: in_numpy(tensor) for name, tensor in operands.items()}

@@ -22,13 +22,9 @@ from tsmla_jax.ops import device
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels import object_cache
 from tsmla_kernels.kernel import Config, Kernel
-from tsmla_kernels.sm100.arrays import Library
 
 kernel_call_p = jax.extend.core.Primitive("tsmla_kernel_call")
 kernel_call_p.multiple_results = True
-
-LIBRARY = Library(jnp, functools.partial(jnp.arange, dtype=jnp.int32))
-"""jax, for the rules on a kernel's operands that both front ends share."""
 
 
 def kernel_call(

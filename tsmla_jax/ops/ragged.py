@@ -7,21 +7,18 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.library import LIBRARY
+from tsmla_kernels import arrays
+from tsmla_kernels.arrays import RowOwner
+
 
 @functools.partial(jax.jit, static_argnames="num_rows", inline=True)  # a call outside of jit compiles one program
-def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def row_owner(cu_seqlens: jax.Array, num_rows: int) -> RowOwner:
     """For each of num_rows packed rows: its request, its position in that request, and whether any request owns it.
 
     cu_seqlens is [B + 1]. Rows before cu_seqlens[0] or from cu_seqlens[B] on belong to no request; their request and
     position are in bounds and meaningless."""
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    last = cu_seqlens.shape[0] - 2
-    # The last request that starts at or before the row, which steps over requests of length 0. jnp.searchsorted would
-    # refuse symbolic sizes.
-    request = (cu_seqlens <= rows[:, None]).sum(-1, dtype=jnp.int32) - 1
-    owned = (rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1])
-    request = jnp.clip(request, 0, last)
-    return request, jnp.maximum(rows - cu_seqlens[request], 0), owned
+    return arrays.row_owner(LIBRARY, cu_seqlens, num_rows)
 
 
 def to_padded(packed: jax.Array, cu_seqlens: jax.Array, max_len: int) -> jax.Array:

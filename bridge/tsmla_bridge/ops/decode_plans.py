@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from tsmla_bridge import blackwell, reference
-from tsmla_bridge.ops import plans
+from tsmla_bridge import reference
+from tsmla_bridge.ops import blackwell, plans
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.workspace import ALIGN, Workspace, decode_layout
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.catalog import MLA_DECODE, MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec, values
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm100 import config as sm100
+from tsmla_kernels.sm100.dense_arrays import DecodeArrays
 
 
 class DecodeInputs(NamedTuple):
@@ -102,12 +105,11 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     )
     device = inputs.q.device
     by_definition = loaded_kernels.is_by_definition(implementation, device)
-    on_blackwell = not by_definition and blackwell.is_device(device)
+    kernel = loaded_kernels.kernel_for(device, MLA_DECODE, MLA_DECODE_SM100)
     if not by_definition:
-        if on_blackwell:
-            reasons = blackwell.decode_reasons(spec)
-        else:
-            reasons = loaded_kernels.reasons(MLA_DECODE, device) + MLA_DECODE.reasons(spec)
+        reasons = loaded_kernels.reasons(kernel, device) + kernel.reasons(spec)
+        if kernel is MLA_DECODE_SM100 and not reasons:
+            reasons = loaded_kernels.why_not_made(kernel, sm100.decode_config(spec), device)
         if reasons:
             raise contract.not_runnable("mla_decode", "cute", reasons)
         loaded_kernels.check_named("mla_decode", implementation, device)
@@ -115,7 +117,7 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         return EmptyPlan(spec, inputs)
     if by_definition:
         return ReferencePlan(spec, inputs)
-    return BlackwellPlan(spec, inputs) if on_blackwell else KernelPlan(spec, inputs)
+    return KernelPlan(spec, inputs) if kernel is MLA_DECODE else BlackwellPlan(spec, inputs)
 
 
 class Plan(plans.Plan[DecodeSpec]):
@@ -179,13 +181,21 @@ class ReferencePlan(Plan):
 
 
 class BlackwellPlan(Plan):
-    """The package tokenspeed_mla."""
+    """TokenSpeed's kernels, between torch operations. They allocate their memory, so a workspace is not used."""
+
+    def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
+        super().__init__(spec, inputs)
+        if inputs.q_rope is None:
+            tensors.check_dense("q", inputs.q)
+        tensors.table_width(inputs.block_tables)
+        self.page_step = tensors.page_step(inputs.kv_cache)
+        self.of_pages = replace(spec, num_pages=(spec.num_pages - 1) * self.page_step + 1)
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         self.check(inputs)
-        return blackwell.mla_decode(
-            self.spec, inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens, pair, workspace
-        )
+        cache = tensors.whole_pages(inputs.kv_cache, self.page_step)
+        given = DecodeArrays(*inputs[:6])._replace(kv_cache=cache, block_tables=inputs.block_tables * self.page_step)
+        return blackwell.mla_decode(self.of_pages, given, pair)
 
 
 class KernelPlan(Plan):

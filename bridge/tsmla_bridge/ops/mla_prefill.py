@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 
 from tsmla_bridge import reference
-from tsmla_bridge.ops import prefill_launch, prefill_operators
+from tsmla_bridge.ops import blackwell, prefill_launch, prefill_operators
 from tsmla_bridge.ops.prefill_launch import Gradients, PrefillInputs, PrefillOptions, Saved
 from tsmla_bridge.ops.prefill_operators import Asked, Form
 from tsmla_bridge.runtime import loaded_kernels, tensors
@@ -20,6 +20,7 @@ from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm100.dense_arrays import PrefillArrays
 
 
 @overload
@@ -245,8 +246,10 @@ def run(
     device = inputs.q.device
     layout = prefill_launch.result_layout(spec, inputs.q)
     by_definition = loaded_kernels.is_by_definition(implementation, device)
-    if not by_definition and (reasons := why_not(spec, device)):
-        raise contract.not_runnable("mla_prefill", "cute", reasons)
+    if not by_definition:
+        if reasons := why_not(spec, device):
+            raise contract.not_runnable("mla_prefill", "cute", reasons)
+        loaded_kernels.check_named("mla_prefill", implementation, device)
     prefill_launch.check_values(spec, inputs)
     if prefill_launch.sees_no_key(spec):
         if max_logits is not None:
@@ -260,6 +263,11 @@ def run(
         if max_logits is not None:
             max_logits.copy_(greatest)
         return layout.hand_over((results[0], results[1]), return_lse, out, lse)
+    if prefill_launch.is_blackwell(device):
+        for name, tensor in zip(PrefillArrays._fields, inputs, strict=False):
+            tensors.check_dense(name, tensor)
+        found = blackwell.mla_prefill(spec, PrefillArrays(*inputs[:5]), pair)
+        return layout.hand_over(found, return_lse, out, lse)
     out, lse = layout.take(return_lse, out, lse)
     wide = wide_v and not inputs.v.is_contiguous()
     prefill_launch.launch(spec, inputs, pair, out, lse, max_logits=max_logits, wide_v=wide)
@@ -267,7 +275,7 @@ def run(
 
 
 def why_not(spec: PrefillSpec, device: torch.device) -> list[str]:
-    """Why the kernel can't run this call; empty if it can."""
+    """Why no kernel can run this call; empty if one can."""
     return prefill_launch.reasons(spec, device)
 
 

@@ -206,7 +206,9 @@ def _reads_in_place(spec: PrefillSpec, inputs: KvInputs, implementation: str | N
         return False
     if reasons := prefill_launch.reasons(spec, inputs.q.device):
         raise contract.not_runnable("mla_prefill_kv", "cute", reasons)
-    return not sm90_prefill.shared_rope_reasons(spec, inputs.k_rope.shape[1])
+    loaded_kernels.check_named("mla_prefill_kv", implementation, inputs.q.device)
+    on_hopper = not prefill_launch.is_blackwell(inputs.q.device)
+    return on_hopper and not sm90_prefill.shared_rope_reasons(spec, inputs.k_rope.shape[1])
 
 
 def _run(

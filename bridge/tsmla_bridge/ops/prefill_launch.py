@@ -12,13 +12,14 @@ from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, t
 from tsmla_bridge.runtime.results import ResultLayout
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.workspace import Layout
-from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
+from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
 from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
+from tsmla_kernels.sm100 import config as sm100
 
 
 class Gradients(NamedTuple):
@@ -142,8 +143,21 @@ def check_derivable(given_scales: Mapping[str, Any], memory: Mapping[str, torch.
 
 
 def reasons(spec: PrefillSpec, device: torch.device) -> list[str]:
-    """Why the kernel can't run this call; empty if it can."""
-    return loaded_kernels.reasons(MLA_PREFILL, device) + MLA_PREFILL.reasons(spec)
+    """Why no kernel can run this call; empty if one can."""
+    kernel = _kernel_for(device)
+    found = loaded_kernels.reasons(kernel, device) + kernel.reasons(spec)
+    if kernel is MLA_PREFILL_SM100 and not found:
+        found = loaded_kernels.why_not_made(kernel, sm100.prefill_config(spec), device)
+    return found
+
+
+def is_blackwell(device: torch.device) -> bool:
+    """Whether TokenSpeed's kernel is the one for the device."""
+    return _kernel_for(device) is MLA_PREFILL_SM100
+
+
+def _kernel_for(device: torch.device) -> Kernel:
+    return loaded_kernels.kernel_for(device, MLA_PREFILL, MLA_PREFILL_SM100)
 
 
 def backward_reasons(spec: PrefillSpec, device: torch.device) -> list[str]:

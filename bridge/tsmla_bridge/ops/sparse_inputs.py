@@ -53,7 +53,3 @@ class Pages(NamedTuple):
         valid = (slots >= 0) & (slots < self.spec.num_slots)
         page = slots.div(self.spec.span, rounding_mode="floor")
         return torch.where(valid, slots + page * ((self.step - 1) * self.spec.span), -1)
-
-    def whole(self, cache: torch.Tensor) -> torch.Tensor:
-        """The array that the kernel reads, in the cache's memory."""
-        return cache.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())

@@ -234,6 +234,13 @@ def page_step(kv_cache: torch.Tensor, name: str = "kv_cache") -> int:
     )
 
 
+def whole_pages(cache: torch.Tensor, step: int) -> torch.Tensor:
+    """The dense array, in the same memory, whose every `step`-th page is one of the cache's."""
+    num_pages, *page = cache.shape
+    shape = ((num_pages - 1) * step + 1, *page)
+    return cache.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+
 def table_width(block_tables: torch.Tensor) -> int:
     """Entries from one row of the table to the next. A slice table[:, :M] is read as the wide table that it is a part
     of; ValueError if it isn't one, or its last row has no memory up to that width."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -192,6 +192,23 @@ def workspace_shape(
     return splits, maximum(LEAST_WORKSPACE, size * (minimum(splits, 2) - 1))
 
 
+def decode_outputs(
+    spec: DecodeSpec,
+    config: DecodeConfig,
+    arch: str,
+    num_sms: int,
+    *,
+    minimum: Callable[[Any, Any], Any] = min,
+    maximum: Callable[[Any, Any], Any] = max,
+) -> tuple[tuple[Dim, ...], ...]:
+    """The shapes of out, lse and the workspace of a call. Requests of a batch-invariant one are in one piece each."""
+    bounds = {"minimum": minimum, "maximum": maximum}
+    num_keys = spec.max_pages * spec.page_size
+    splits = 1 if spec.batch_invariant else split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)
+    rows = (spec.batch, config.max_q_len, config.num_heads)
+    return (*rows, LATENT_DIM), rows, workspace_shape(config, arch, spec.batch, splits, **bounds)
+
+
 # ---- prefill
 
 
@@ -234,6 +251,16 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
 def prefill_config(spec: PrefillSpec, *, traced_scales: bool = False) -> PrefillConfig:
     """The configuration that serves `spec`."""
     return PrefillConfig(dtype=spec.q_dtype, causal=spec.causal, traced_scales=traced_scales)
+
+
+def check_finite(bad: Sequence[bool]) -> None:
+    """ValueError if a request is bad: it leaves a slot of its last page unused that is not finite."""
+    for request, is_bad in enumerate(bad):
+        if is_bad:
+            raise ValueError(
+                f"kv_cache: request {request} leaves a slot of its last page unused that is not finite; legal on"
+                f" Blackwell: {FINITE}"
+            )
 
 
 # ---- scales by value

@@ -10,13 +10,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.kernel_call import LIBRARY, kernel_call
+from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.library import LIBRARY
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import INDEXER_LOGITS_SM100
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
-from tsmla_kernels.sm100 import arrays
 from tsmla_kernels.sm100 import logits_config as sm100
+from tsmla_kernels.sm100 import sparse_arrays
 
 
 def on_one_device(
@@ -45,7 +46,7 @@ def on_one_device(
         seen = jnp.where(owned, jnp.clip(seen[request] - behind, 0, keys), 0)
         block_tables = block_tables[request]
     config = sm100.logits_config(spec, num_sms)
-    made = arrays.logits_operands(LIBRARY, spec, block_tables, seen, config.num_ctas)
+    made = sparse_arrays.logits_operands(LIBRARY, spec, block_tables, seen, config.num_ctas)
     (logits,) = kernel_call(
         INDEXER_LOGITS_SM100,
         config,
@@ -53,5 +54,5 @@ def on_one_device(
         ((spec.num_tokens, sm100.padded_columns(spec)),),
         arch=arch,
     )
-    visible: jax.Array = arrays.visible_logits(LIBRARY, logits, seen, keys)
+    visible: jax.Array = sparse_arrays.visible_logits(LIBRARY, logits, seen, keys)
     return visible

@@ -22,6 +22,7 @@ from tsmla_kernels.catalog import MLA_DECODE, MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
 from tsmla_kernels.sm100 import config as sm100
+from tsmla_kernels.sm100.dense_arrays import DecodeArrays
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -130,10 +131,13 @@ def _on_one_device(
     (cu_seqlens_q, visible_lens), scales = call.optional(others), others[-1]
     spec = call.spec.with_sizes_of(q.shape, kv_cache.shape, block_tables.shape)
     if call.arch in MLA_DECODE_SM100.archs:
-        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, scales)
-        static_scales = call.static_scales
         return blackwell.on_one_device(
-            *arrays, spec=spec, static_scales=static_scales, arch=call.arch, num_sms=call.num_sms
+            DecodeArrays(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens),
+            scales,
+            spec=spec,
+            static_scales=call.static_scales,
+            arch=call.arch,
+            num_sms=call.num_sms,
         )
     config = sm90_decode.decode_config(spec)
 

@@ -20,6 +20,7 @@ from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm100 import config as sm100
+from tsmla_kernels.sm100.dense_arrays import PrefillArrays
 
 
 def why_not(spec: PrefillSpec) -> list[str]:
@@ -73,7 +74,7 @@ def _transformable(call: Planned) -> Callable[..., Any]:
         if call.arch not in MLA_PREFILL_SM100.archs:
             return on_hopper(call, spec, (q, k, v, *offsets, *selection, *sinks, scales))
         return blackwell.on_one_device(
-            q, k, v, scales, *offsets, spec=spec, static_scales=call.static_scales, arch=call.arch
+            PrefillArrays(q, k, v, *offsets), scales, spec=spec, static_scales=call.static_scales, arch=call.arch
         )
 
     return transforms.transformable(

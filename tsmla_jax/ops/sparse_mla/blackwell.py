@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import jax
 
-from tsmla_jax.ops.kernel_call import LIBRARY, kernel_call
+from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.library import LIBRARY
 from tsmla_jax.ops.selected.layouts import gather_rows
 from tsmla_jax.ops.sparse_mla.call import Operands, Results
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA_SM100
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
-from tsmla_kernels.sm100 import arrays, sparse_config
 from tsmla_kernels.sm100 import config as sm100
+from tsmla_kernels.sm100 import sparse_arrays, sparse_config
+from tsmla_kernels.sm100.dense_arrays import Attended
 
 
 def on_one_device(
@@ -38,8 +40,8 @@ def on_one_device(
     def gather(cache: jax.Array, slots: jax.Array, layout: CacheSpec) -> jax.Array:
         return gather_rows(cache, slots, layout, operands.q.dtype)
 
-    selected = arrays.selected_rows(LIBRARY, spec, operands.caches, operands.indices, operands.lengths, gather)
-    made = arrays.sparse_operands(LIBRARY, spec, operands.q, selected)
+    selected = sparse_arrays.selected_rows(LIBRARY, spec, operands.caches, operands.indices, operands.lengths, gather)
+    made = sparse_arrays.sparse_operands(LIBRARY, spec, operands.q, selected)
     shape = made.q.shape[:2]
     sizes = ((size,) for size in sm100.scale_sizes(logit_scale * kv_scale, 1.0))
     out, _, lse, *_ = kernel_call(
@@ -49,5 +51,6 @@ def on_one_device(
         ((*shape, spec.latent_dim), shape, shape, *sizes),
         arch=arch,
     )
-    found = arrays.Attended(out, lse)
-    return arrays.sparse_results(LIBRARY, spec, found, selected.indices, operands.sinks, kv_scale)
+    attended = Attended(out, lse)
+    found = sparse_arrays.sparse_results(LIBRARY, spec, attended, selected.indices, operands.sinks, kv_scale)
+    return found.out, found.lse

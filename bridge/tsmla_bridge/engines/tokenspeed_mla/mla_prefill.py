@@ -152,7 +152,9 @@ def _compile_prefill_kernel(
         kv_dtype=dtype,
         causal=is_causal,
     )
-    if reasons := mla_prefill.why_not(spec, devices.torch_device(index)):
+    device = devices.torch_device(index)
+    itself = ["on Blackwell the package itself runs the calls"] if blackwell.is_device(device) else []
+    if reasons := itself or mla_prefill.why_not(spec, device):
         _logger.info("no prefill kernel to compile ahead for %s: %s", dtype, "; ".join(reasons))
         return False
     mla_prefill.warm(spec, index)

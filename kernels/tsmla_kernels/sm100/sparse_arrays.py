@@ -1,35 +1,19 @@
-"""The operands of FlashInfer's and cuDNN's kernels made from a call's arrays, and the call's results made from theirs.
-
-Both front ends compute these rules, each on its own arrays: the functions use only what jax.numpy and torch have under
-the same name. Imports neither.
-"""
+"""The operands of FlashInfer's and cuDNN's kernels made from a call's arrays, and the call's results made from theirs:
+rules that both front ends compute (tsmla_kernels.arrays)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from tsmla_kernels.arrays import Array, Library
 from tsmla_kernels.contract.layouts import CacheSpec, valid_slots
+from tsmla_kernels.sm100.dense_arrays import Attended
 from tsmla_kernels.sm100.logits_config import SPLIT_KEYS, padded_columns
 from tsmla_kernels.sm100.sparse_config import HEADS, INDEX_BLOCK, widens
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import IndexerLogitsSpec, SparseMLASpec
-
-Array = Any
-"""An array of jax, or a tensor of torch."""
-
-
-class Library(NamedTuple):
-    """The library of a call's arrays.
-
-    Attributes:
-      xp: jax.numpy or torch.
-      arange: the function of n that gives 0 to n - 1, int32, on the device of the call's arrays.
-    """
-
-    xp: Any
-    arange: Callable[[int], Array]
 
 
 # ---- the indexer's logits
@@ -155,13 +139,6 @@ def selected_rows(
         places.append(xp.where(valid, own + first, -1))
         first += count
     return Selected(xp.concatenate(rows, 0), xp.concatenate(places, 1))
-
-
-class Attended(NamedTuple):
-    """out [T, H, L] and lse [T, H]."""
-
-    out: Array
-    lse: Array
 
 
 def sparse_results(
