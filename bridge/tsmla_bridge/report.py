@@ -60,9 +60,19 @@ def _runs(arch: str) -> str:
     if arch == "sm_90":
         return "kernels, for all of them"
     if f"{arch}a" in sm100.ARCHS:
-        named = [name for name in _operations() if name in KERNELS and f"{arch}a" in KERNELS[name].archs]
+        named = [name for name in _operations() if _has_kernel(name, f"{arch}a")]
         return (
-            f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); where implementation='cute' names them also"
-            f" {', '.join(named)}, whose kernels have not run on such a GPU either; no kernel for the others"
+            f"kernels that have not run on such a GPU, only where implementation='cute' names them: {', '.join(named)}"
+            " (of other packages, extra blackwell, for attention and the indexer's logits)"
         )
     return "no kernel is written for it"
+
+
+_MADE_OF = {"indexer_topk": "indexer_logits", "mla_prefill_kv": "mla_prefill"}
+"""The operation whose kernel decides, of those that have none of their own name."""
+
+
+def _has_kernel(name: str, arch: str) -> bool:
+    """Whether torch can launch a kernel of an operation on the architecture."""
+    name = _MADE_OF.get(name, name)
+    return any(arch in KERNELS[each].archs for each in (name, f"{name}_sm100") if each in KERNELS)

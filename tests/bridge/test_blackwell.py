@@ -15,7 +15,6 @@ from tests.emulator.launcher import Gpu
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tests.oracles.sparse_inputs import Call
-from tsmla_bridge import report
 from tsmla_kernels import object_cache
 from tsmla_kernels.topk import chunks
 
@@ -305,9 +304,3 @@ def test_a_missing_package_is_named(gpu: Gpu, call: Callable[..., Any], monkeypa
     with pytest.raises(NotImplementedError, match=r"_sm100 is made of .*, which is not installed: pip install"):
         call(implementation="cute")
     assert not gpu.launches
-
-
-def test_doctor_names_the_kernels() -> None:
-    line = report.lines_of(report.Torch((report.GPU("NVIDIA B200", "sm_100"),), None, report._operations()))[-1]
-    assert all(name in line for name in ("mla_decode", "indexer_logits", "indexer_topk", "sparse_mla"))
-    assert "implementation='cute'" in line and "not run" in line

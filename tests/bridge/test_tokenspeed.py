@@ -22,7 +22,6 @@ from tests.bridge.inputs import Inputs, assert_close, inputs, served
 from tests.emulator.launcher import Gpu
 from tests.oracles import attention as oracle
 from tsmla_bridge import blackwell, tokenspeed_mla
-from tsmla_bridge.ops import plans
 from tsmla_bridge.tokenspeed_mla import (
     get_num_sm,
     mla_kv_pack_quantize_fp8,
@@ -454,44 +453,17 @@ def test_it_is_not_installed_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Blackwell, where the real package runs the calls
 
 
-class RealPackage:
-    """Stands for the real package: what it was asked, answered by the reference but for what it gets wrong."""
-
-    __name__ = "tokenspeed_mla"
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-
-    def tokenspeed_mla_decode(self, **asked: Any) -> Any:
-        self.asked.append(asked)
-        assert asked["seq_lens"].min() > 0 and asked["block_tables"][asked["seq_lens"] == 1].max() < 2**31 - 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blackwell, "is_device", lambda device: False)
-            patch.setattr(plans, "_plans", {})
-            patch.setattr(plans, "latest_plans", {})
-            patch.setattr(blackwell.devices, "kind", lambda device: "cpu")
-            out, lse = tokenspeed_mla_decode(**asked)
-        return torch.where(lse[..., None] == -torch.inf, torch.nan, out), lse.nan_to_num(neginf=-1e6)
-
-
 def test_on_blackwell_the_real_package_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.capability = (10, 0)
-    real = RealPackage()
+    asked: list[tuple[Any, ...]] = []
+    real = types.ModuleType("tokenspeed_mla")
+    real.tokenspeed_mla_decode = lambda *given, **named: asked.append((*given, named))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tokenspeed_mla", real)
-    case = inputs(
-        [5, 33, 0, 2], s=3, q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32
-    )
-    options = case.options | {"kv_scale": 2.0, "return_lse": True, "implementation": "cute"}
-    out, lse = tsmla_bridge.mla_decode(*case.arrays, **options)
-    want_out, want_lse = case.want(kv_scale=2.0)
-    assert_close(out, want_out, 2**-6)
-    assert_close(lse, want_lse, 1e-4)
-    (asked,) = real.asked
-    assert asked["softmax_scale"] == pytest.approx(2 * case.case.scale) and asked["output_scale"] == 2.0
-    with pytest.raises(NotImplementedError, match="takes numbers alone"):
-        tsmla_bridge.mla_decode(*case.arrays, **(options | {"kv_scale": torch.tensor(2.0)}))
-    with pytest.raises(NotImplementedError, match="tokenspeed_mla promises no such thing"):
-        tsmla_bridge.mla_decode(*case.arrays, **options, batch_invariant=True)
+    case = inputs([5, 33], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32)
+    run(case, output_scale=2.0)
+    ((query, kv_cache, *_, named),) = asked
+    assert query is case.q and kv_cache is case.kv_cache and "local_visible_lens" in named
+    assert not gpu.launches
 
 
 def test_on_blackwell_without_the_package(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +472,7 @@ def test_on_blackwell_without_the_package(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "tokenspeed_mla", raising=False)  # another test may have imported it
     monkeypatch.setattr(blackwell.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match="the package tokenspeed-mla runs the call, and it isn't installed"):
-        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+        run(case)
     monkeypatch.setitem(sys.modules, "tokenspeed_mla", tokenspeed_mla)
     with pytest.raises(NotImplementedError, match="was replaced by tsmla_bridge's module"):
         run(case)

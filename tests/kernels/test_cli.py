@@ -385,10 +385,12 @@ def test_doctor_names_the_kernels_for_blackwell() -> None:
     for kernel in KERNELS.values():
         assert ("sm_100a" not in kernel.archs) or kernel.name.removesuffix("_sm100") in said
     assert "none of them has run on such a GPU" in said
-    gpu = torch_report.GPU("NVIDIA B200", "sm_100")
-    line = next(line for line in torch_report.lines_of(torch_report.Torch((gpu,), None, ())) if "B200" in line)
-    assert "mla_decode and mla_prefill" in line and "select_topk" in line and "not run on one by us" in line
-    assert "sparse_mla" not in line and "indexer_logits" not in line
+    for arch, selected in (("sm_100", True), ("sm_107", False)):
+        report = torch_report.Torch((torch_report.GPU("NVIDIA B200", arch),), None, ())
+        line = next(line for line in torch_report.lines_of(report) if "B200" in line)
+        assert "have not run on such a GPU, only where implementation='cute' names them" in line
+        assert all(name in line for name in ("mla_decode", "mla_prefill_kv", "select_topk"))
+        assert all((name in line) == selected for name in ("sparse_mla", "indexer_logits", "indexer_topk"))
 
 
 @pytest.mark.parametrize(

@@ -264,10 +264,10 @@ def run(
             max_logits.copy_(greatest)
         return layout.hand_over((results[0], results[1]), return_lse, out, lse)
     if prefill_launch.is_blackwell(device):
-        for name, tensor in zip(PrefillArrays._fields, inputs, strict=False):
+        given = PrefillArrays(*inputs[:5])
+        for name, tensor in given._asdict().items():
             tensors.check_dense(name, tensor)
-        found = blackwell.mla_prefill(spec, PrefillArrays(*inputs[:5]), pair)
-        return layout.hand_over(found, return_lse, out, lse)
+        return layout.hand_over(blackwell.mla_prefill(spec, given, pair), return_lse, out, lse)
     out, lse = layout.take(return_lse, out, lse)
     wide = wide_v and not inputs.v.is_contiguous()
     prefill_launch.launch(spec, inputs, pair, out, lse, max_logits=max_logits, wide_v=wide)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _CUDA13_DRIVER = 580
 _SM100 = "_sm100"
-_JAX_ALONE = ("indexer_logits", "sparse_mla")  # the kernels for Blackwell that torch does not launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +68,9 @@ def _architectures() -> dict[str, str]:
     packaged = [name.removesuffix(_SM100) for name in written if name.endswith(_SM100)]
     blackwell = (
         f"kernels for {', '.join(ours)}, and of other packages (extra blackwell) for {', '.join(packaged)}; none of"
-        ' them has run on such a GPU, so jax takes one only where implementation="cute" names it, and otherwise runs'
-        f" xla; torch has none for {' and '.join(_JAX_ALONE)}, nor has SM107"
+        ' them has run on such a GPU, so one is taken only where implementation="cute" names it; otherwise jax runs'
+        " xla, and torch its own operations, or raises an error for attention; SM107 has none for indexer_logits and"
+        " sparse_mla"
     )
     others = (
         "in jax every operation runs as xla; the products of experts and of fp8 matrices are in Pallas, as on Hopper"
@@ -101,9 +101,9 @@ def advise(
         advice += _advise_jax(installed, driver, jax)
     if torch is not None:
         advice += _advise_torch(driver, torch)
-    wanted = {DSL: "cuda13" if jax is not None else "torch", "tokenspeed-mla": "blackwell", "matplotlib": "bench"}
+    wanted = {DSL: "cuda13" if jax is not None else "torch", "matplotlib": "bench"}
+    wanted |= dict.fromkeys(("tokenspeed-mla", "flashinfer-python", "nvidia-cudnn-frontend"), "blackwell")
     if jax is not None:
-        wanted |= {"flashinfer-python": "blackwell", "nvidia-cudnn-frontend": "blackwell"}
         wanted |= {"flax": "flax", "safetensors": "hf", "tokenizers": "hf", TORCH: "torch"}
     for package in PACKAGES:
         if package.distribution in wanted and installed[package.distribution] is None:

@@ -36,8 +36,8 @@ PACKAGES = (
     Package(TORCH, "torch", "the front end for PyTorch, tsmla_bridge", "torch"),
     Package(DSL, "cutlass", 'compiling the kernels, implementation="cute"', "cuda13"),
     Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell: mla_decode and mla_prefill", "blackwell"),
-    Package("flashinfer-python", "flashinfer", "Blackwell: indexer_logits in jax", "blackwell"),
-    Package("nvidia-cudnn-frontend", "cudnn", "Blackwell: sparse_mla in jax", "blackwell"),
+    Package("flashinfer-python", "flashinfer", "Blackwell: indexer_logits", "blackwell"),
+    Package("nvidia-cudnn-frontend", "cudnn", "Blackwell: sparse_mla", "blackwell"),
     Package("matplotlib", "matplotlib", "make figures", "bench"),
 )
 

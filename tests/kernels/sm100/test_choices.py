@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import operator
 import random
 import sys
 import types
@@ -23,16 +22,15 @@ import numpy as np
 import pytest
 
 from tsmla_kernels import contract
-from tsmla_kernels.arrays import Library
 from tsmla_kernels.sm100 import config as sm100
 from tsmla_kernels.sm100.dense_arrays import visible_keys
 
 torch = pytest.importorskip("torch")
 upstream = pytest.importorskip("tokenspeed_mla.mla_decode")
+library_of = pytest.importorskip("tsmla_bridge.runtime.library").library_of
 
 DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CALLS = 10_000
-NUMPY = Library(np, functools.partial(np.arange, dtype=np.int32), operator.getitem)
 
 
 class Call(NamedTuple):
@@ -204,7 +202,8 @@ def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> Non
         lens = numbers.integers(0, num_keys + 1, 4, dtype=np.int32)
         lens[0], lens[1] = rng.choice([0, num_keys]), min(rng.randint(0, tokens), num_keys)  # fewer keys than queries
         q_lens = numbers.integers(0, tokens + 3, 4, dtype=np.int32) if ragged else None
-        visible = visible_keys(NUMPY, lens, q_lens, tokens=tokens, causal=causal)
+        given = (None if each is None else torch.from_numpy(each) for each in (lens, q_lens))
+        visible = visible_keys(library_of(torch.device("cpu")), *given, tokens=tokens, causal=causal).numpy()
         assert visible.shape == (4, tokens) and visible.dtype == np.int32
         assert (visible >= 0).all() and (visible <= lens[:, None]).all()  # as the package requires
 

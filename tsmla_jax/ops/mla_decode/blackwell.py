@@ -30,7 +30,7 @@ def behind_check(spec: DecodeSpec, kv_cache: jax.Array, block_tables: jax.Array,
 
 
 def _check_finite(seq_lens: np.ndarray, bad: np.ndarray) -> None:
-    sm100.check_finite(bad)
+    sm100.check_finite(bad.tolist())
 
 
 def on_one_device(
