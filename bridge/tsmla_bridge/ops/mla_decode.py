@@ -119,7 +119,7 @@ def mla_decode(
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
-        tensors on Hopper, the reference for CPU tensors. On Blackwell, where no one has run them, kernels must be named.
+        tensors on Hopper, the reference for CPU tensors. On Blackwell kernels must be named: no one has run them.
       out, lse: contiguous tensors for the results; lse only with return_lse.
       workspace: memory for intermediate results; torch's allocator gives it otherwise.
 
