@@ -63,6 +63,17 @@ def runtime_library(prefer: str | None = None) -> Path | None:
     return None
 
 
+def why_not_made(kernel: Kernel, config: Config, arch: str) -> list[str]:
+    """Why no object is stored or can be compiled: the package with the kernel's code isn't installed. Empty if that is
+    not so."""
+    package = kernel.package
+    if package is None or importlib.util.find_spec(package.module) is not None:
+        return []
+    if object_cache.is_stored(kernel, config, arch):
+        return []
+    return [f"{kernel.name} is made of {package.distribution}, which is not installed: {package.install}"]
+
+
 def _cuda_of_torch() -> str:
     version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     return "cu12" if isinstance(version, str) and version.partition(".")[0] in ("11", "12") else "cu13"

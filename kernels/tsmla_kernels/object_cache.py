@@ -169,15 +169,6 @@ def stored(kernel: Kernel, config: Config, arch: str) -> Path | None:
     return None
 
 
-def why_not_made(kernel: Kernel, config: Config, arch: str) -> list[str]:
-    """Why no object is stored or can be compiled: the package with the kernel's code isn't installed. Empty if that is
-    not so."""
-    package = kernel.package
-    if package is None or importlib.util.find_spec(package.module) is not None or is_stored(kernel, config, arch):
-        return []
-    return [f"{kernel.name} is made of {package.distribution}, which is not installed: {package.install}"]
-
-
 def _why_untrusted(where: Path) -> str | None:
     """Why the files of a folder may be another user's code; None if they can't be."""
     try:

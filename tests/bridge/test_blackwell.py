@@ -15,20 +15,20 @@ from tests.emulator.launcher import Gpu
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tests.oracles.sparse_inputs import Call
-from tsmla_kernels import object_cache
+from tsmla_kernels import launch, object_cache
 from tsmla_kernels.topk import chunks
 
 P, Z, M, T, K, HEADS = 40, 64, 9, 72, 70, 8
 LENS, OFFSETS = (576, 0, 257), (0, 3, 3, 70)  # two rows behind the last request
 
 
-WHY_NOT_MADE = object_cache.why_not_made
+WHY_NOT_MADE = launch.why_not_made
 
 
 @pytest.fixture(autouse=True, params=[(10, 0), (10, 3)], ids=["sm_100a", "sm_103a"])
 def blackwell(gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.capability = request.param
-    monkeypatch.setattr(object_cache, "why_not_made", lambda kernel, config, arch: [])
+    monkeypatch.setattr(launch, "why_not_made", lambda kernel, config, arch: [])
 
 
 def dense(seq_lens: list[int], *, dtype: str = "bfloat16", **shape: Any) -> Inputs:
@@ -298,8 +298,8 @@ def logits_call(**options: Any) -> Any:
 
 @pytest.mark.parametrize("call", [sparse_call, logits_call, decode_call, prefill_call])
 def test_a_missing_package_is_named(gpu: Gpu, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_cache, "why_not_made", WHY_NOT_MADE)
-    monkeypatch.setattr(object_cache.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "why_not_made", WHY_NOT_MADE)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(object_cache, "is_stored", lambda kernel, config, arch: False)
     with pytest.raises(NotImplementedError, match=r"_sm100 is made of .*, which is not installed: pip install"):
         call(implementation="cute")

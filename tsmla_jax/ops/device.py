@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from tsmla_kernels import contract, launch, object_cache
+from tsmla_kernels import contract, launch
 from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested
 
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
@@ -113,7 +113,7 @@ def why_not_made(kernel: Kernel, config: Config) -> list[str]:
     """Why no object of `kernel` for `config` is stored or can be compiled: the package with its code isn't installed.
     Empty if that is not so."""
     arch = target_arch()
-    return [] if arch is None else object_cache.why_not_made(kernel, config, arch)
+    return [] if arch is None else launch.why_not_made(kernel, config, arch)
 
 
 def why_not_by_default() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from tsmla_bridge.runtime import devices, scales
 from tsmla_bridge.runtime.tensors import Scale, dtype_name
-from tsmla_kernels import contract, launch, object_cache
+from tsmla_kernels import contract, launch
 from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested, written_for
 
 IMPLEMENTATIONS = ("cute", "reference")
@@ -61,7 +61,7 @@ def kernel_for(device: torch.device, *kernels: Kernel) -> Kernel:
 
 def why_not_made(kernel: Kernel, config: Config, device: torch.device) -> list[str]:
     """Why no object of `kernel` can be made for a GPU: the package with its code isn't installed. Empty if it can."""
-    return object_cache.why_not_made(kernel, config, devices.arch(devices.index_of(device)))
+    return launch.why_not_made(kernel, config, devices.arch(devices.index_of(device)))
 
 
 def check_named(op: str, implementation: str | None, device: torch.device) -> None:
