@@ -1,4 +1,4 @@
-"""What a GPU was measured to do a second: floors of times and the lines of figures are made of it."""
+"""Measured rates of a GPU, from which floors of times and the lines in figures are computed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
 
 
 def bytes_per_s(device: str) -> float:
-    """What the memory of a GPU of that name reads a second, as it was measured."""
+    """Bytes that the memory of a GPU of that name reads in a second, as measured."""
     return H100_BYTES_PER_S if "H100" in device else BYTES_PER_S
 
 
 def floor_us(flops: float, moved: float, dtype: str = "bf16") -> float:
-    """The longer of what so many operations of that dtype and so many bytes take an H200, in microseconds."""
+    """Microseconds that an H200 takes for so many operations of that dtype or for so many bytes, whichever is
+    longer."""
     return max(flops / FLOPS_PER_S[dtype], moved / BYTES_PER_S) * 1e6

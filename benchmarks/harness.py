@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, the cases, timing on one GPU, and recording."""
+"""Common parts of the benchmarks: flags, cases, timing on one GPU, and recording."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PACKAGES = (
 FIRST_PATIENCE = 180  # seconds before a process' first word, which follows imports, peers' libraries and inputs
 PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--compare": "FILE",
           "--compilation_cache": "DIR", "--profile": "DIR"}  # fmt: skip
-"""Flags whose values are paths, and what a recorded command has in their place."""
+"""Flags whose values are paths, and the word that a recorded command has in the place of each path."""
 
 Run = Callable[[], Any]
 Object = tuple[str, Mapping[str, Any]]  # an operation and the options of `tsmla compile --config`, of what a call loads
@@ -50,10 +50,10 @@ class Case:
     Attributes:
       points: all that are measured by default, tuples of plain values.
       common: fields of all rows.
-      peers: those that may run, and the library of `benchmarks.peers` that each needs.
-      read: if points are names, what reads one; ValueError if there is no such point.
-      point: this object's. iterations: replays of each function. patience: seconds
-        without a word after which its process is ended.
+      peers: the names of the peers that may run, and the library of `benchmarks.peers` that each needs.
+      read: if points are names, the function that reads one; ValueError if there is no such point.
+      point: the point of this object. iterations: replays of each function. patience: seconds without a word after
+        which the process of the points is ended.
     """
 
     points: ClassVar[tuple[Any, ...]] = ()
@@ -91,7 +91,7 @@ class Case:
 
     @classmethod
     def objects(cls, point: Any) -> Iterable[Object]:
-        """What ours loads at a point."""
+        """The compiled objects that ours loads at a point."""
         return ()
 
     def ours(self) -> dict[str, Run]:
@@ -103,7 +103,7 @@ class Case:
         raise NotImplementedError
 
     def floor_us(self, name: str) -> float:
-        """The time that the point's bytes or products take at least; 0 if the record has rates."""
+        """The least time that the point's bytes or products can take; 0 if the record has rates."""
         return 0.0
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
@@ -150,13 +150,15 @@ class Case:
 
 
 class Errors:
-    """rel_err of rows of out (norm) and, where their lse is given, lse_err, the greatest one, against float64."""
+    """Errors against float64 over rows that are added: rel_err of out (norm of the difference over norm) and, if their
+    lse is given, lse_err, its greatest difference."""
 
     def __init__(self) -> None:
         self.differs, self.norm, self.worst = 0.0, 0.0, None
 
     def add(self, out: Any, lse: Any, scores: Any, values: Any, sinks: Any = None) -> None:
-        """Rows [n, V], and their lse [n] or None: of scaled scores [n, N] over values [N, V], both float64."""
+        """Add rows [n, V], and their lse [n] or None, of attention with scaled scores [n, N] over values [N, V], both
+        float64."""
         want_lse = scores.logsumexp(-1)
         want = scores.softmax(-1) @ values
         if sinks is not None:
@@ -197,8 +199,8 @@ def ints(values: Any) -> Any:
 def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
     """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each.
 
-    The order rotates because at the power limit it matters what ran before. The flush reads: one that writes leaves the
-    cache full of lines that have yet to go to memory, and what is timed pays for them: 8 to 10 us over 150 MB of reads.
+    The order rotates because at the power limit it matters what ran before. The flush reads: a flush that writes leaves
+    the cache full of lines that have yet to go to memory, which adds 8 to 10 us to a function that reads 150 MB.
     """
     flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
     stream = torch.cuda.Stream()
@@ -238,7 +240,8 @@ def share_scales(stream: int) -> None:
 
 
 def least_seconds(function: Run, turns: int) -> float:
-    """The shortest time on the host's clock of `function`, which waits for what it starts, after a call to warm up."""
+    """The shortest of `turns` times of `function` on the host's clock, after a call to warm up. The function waits for
+    what it starts."""
     function()
     return min(timeit.repeat(function, number=1, repeat=turns))
 
@@ -350,7 +353,7 @@ def command(argv: list[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed here, and of the peers."""
+    """Versions of the packages that are installed here, and of the peers."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}

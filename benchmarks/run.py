@@ -26,7 +26,7 @@ SKIP = flags.DEFINE_string("skip", "", "points of peers to leave out, as flashml
 
 
 def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: list[str]) -> None:
-    """In a process of its own, as harness.in_processes wants it."""
+    """Measure points and send their rows; the process is one that harness.in_processes has made."""
     kind = case(flags.FLAGS(argv)[1])
     for point in points:
         rows = kind(point).rows(skipped, lambda name, point=point: said.send(("at", name, point)))
@@ -35,7 +35,7 @@ def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: l
 
 
 def show_list() -> None:
-    """A line for each case: what can run here, ours and peers, and what the others lack."""
+    """Print a line for each case: what can run here, ours and peers, and what the other peers lack."""
     for name in CASES:
         try:
             reasons = {harness.OURS: peers.no_gpu()}

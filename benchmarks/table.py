@@ -75,16 +75,16 @@ class Record:
     """How a file of `benchmarks/results` is shown.
 
     Attributes:
-      name: its stem, and the name of its part of a README. folder: that of the file.
-      title: of its full page; empty if it has none.
+      name: the file's stem, and the name of the record's part of a README. folder: the file's folder.
+      title: the title of the full page; empty if there is no such page.
       key: the fields that tell points apart; none of them if each row is a point.
       caption: the paragraph that both pages begin with.
       full, short: the blocks of the full page, and those between caption and plots on the README.
       panels: the plots. unit: what stands before the caption on the full page.
-      peer: the name of a row's peer. order: a key to sort points by, instead of the file's order.
+      peer: the name of a row's peer. order: a key by which points are sorted, instead of the file's order.
       readme: the README that has the part. part: the part's name, if it is not the record's.
       rows_of: the rows to show, if not all.
-      full_caption: that of the full page, if it is another one; the README's then has the link itself.
+      full_caption: the caption of the full page, if it is another one; the README's caption then has the link itself.
     """
 
     name: str
@@ -143,7 +143,7 @@ def load(path: Path, record: Record) -> Loaded:
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    """What rows were measured on and when."""
+    """The devices, commits and dates of rows, in a sentence."""
     said = {name: ", ".join(sorted({str(row[name]) for row in rows})) for name in ("device", "commit", "date")}
     return f"Device: {said['device']}; commit {said['commit']}; {said['date']}."
 
@@ -171,12 +171,12 @@ EMPTY = "\b"
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A cell of a time; "-" if it is missing."""
+    """The cell of a time; "-" if the time is missing."""
     return f"{value:.{digits}f}" if value else "-"
 
 
 def quotient(ours: float | None, theirs: float | None) -> str:
-    """A cell of one time over another; "-" if one is missing."""
+    """The cell of one time over another; "-" if one of them is missing."""
     return f"{ours / theirs:.2f}" if ours and theirs else "-"
 
 

@@ -1,7 +1,7 @@
-"""What an eager call costs the host, in microseconds: ours through torch, and FlashMLA's operator called the same way.
+"""Cost of an eager call on the host, in microseconds: ours through torch, and FlashMLA's operator called the same way.
 
 The GPU is given little to do (B 4, S 1, H 16, 256 keys; sparse_mla as many slots of V3.2 rows), and every function is
-called 300 times in a row without waiting, then waited for; a call's time is that until it returns. The functions take
+called 300 times in a row without waiting, then waited for; a call's time ends when it returns. The functions take
 turns, so that a slow moment of the host meets all of them. Medians and 90th percentiles. The record has functions of
 older versions of this file, too.
 """

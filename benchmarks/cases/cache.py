@@ -23,7 +23,8 @@ DTYPES = {
     "gather_kv_cache": ((BF16, BF16), (FP8, BF16)), "write_packed_kv_cache": ((BF16, "uint8"),),
     "write_indexer_cache": ((BF16, "uint8"), ("float32", "uint8")), "indexer_quantize": ((BF16, FP8),),
 }  # fmt: skip
-"""In and cache; query and cache; cache and out; in and cache twice; q and q8."""
+"""Pairs of dtypes of each operation: of its input and the cache, of the query and the cache, of the cache and the
+result, of the input and the cache (twice), and of q before and after."""
 Call = tuple[Run, int]
 """A call, and the bytes that it moves."""
 
@@ -54,7 +55,7 @@ def write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
 
 
 def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
-    """Launched as its compiled object: it is an operation of jax alone."""
+    """A launch of the compiled object, because the operation exists in jax alone."""
     from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE
     from tsmla_kernels.launch import ArrayView, Launcher
 
@@ -74,7 +75,7 @@ def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
 
 
 def gather_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
-    """Of up to 32 requests of about equal length."""
+    """A gather of up to 32 requests of about equal length."""
     cache, requests = pages(tokens, dtypes[0]), min(tokens, 32)
     lens = [tokens // requests] * (requests - 1)
     lens.append(tokens - sum(lens))
@@ -108,7 +109,7 @@ def indexer_quantize(tokens: int, dtypes: tuple[str, str]) -> Call:
 
 
 def merge_attention_states(tokens: int, dtypes: tuple[str, str]) -> Call:
-    """Of two parts of prefill's width, 128 heads."""
+    """A merge of two parts of prefill's width with 128 heads."""
     outs = [randn(tokens, 128, 128, dtype=dtypes[0]) for _ in range(2)]
     lses = [torch.randn(tokens, 128, device=device()) for _ in range(2)]
     run = functools.partial(tsmla_bridge.merge_attention_states, outs, lses)

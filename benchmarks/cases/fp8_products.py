@@ -1,4 +1,4 @@
-"""Products with e4m3 weights that have a scale for 128 x 128, beside DeepGEMM's. A point is "linear" or "experts";
+"""Products with e4m3 weights that have a scale for each 128 x 128, beside DeepGEMM's. A point is "linear" or "experts";
 tokens; and the weight's rows and columns. For experts these are the rows and columns of the joined gate and up
 projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 experts, 8 a token), 4096 x 4096 of V4 (256
 and 6), 2816 x 2048 of V2-Lite (64 and 6).
@@ -130,7 +130,7 @@ class Products(Case):
         return lambda: deep_gemm.fp8_gemm_nt(self.quantised, self.weights[0], out)
 
     def deep_gemm_experts(self) -> Run:
-        """Its two products, of rows that lie as it wants them."""
+        """DeepGEMM's two products, of rows in the layout that it asks for."""
         import deep_gemm
 
         if self.point.t >= MANY_TOKENS:
@@ -157,7 +157,7 @@ class Products(Case):
         return run
 
     def wanted(self, token_rows: Any) -> Any:
-        """The result of some rows in float64, of activations as they are."""
+        """The float64 result of some rows, from activations that are not quantised."""
         if not self.experts:
             return self.x[token_rows].double() @ widened(*self.weights[0]).double().T
         found = []

@@ -21,7 +21,8 @@ HEADS, DIM = 64, 128
 ROW = DIM + 4  # bytes of a key
 CHECKED_TOKENS = 16
 STEP = 2.0**-12
-"""Of the sum of |weight| |q| |k| that logits may be off by: fp8 WGMMA aligns 32 products to the largest of them."""
+"""The part of the sum of |weight| |q| |k| by which a logit may be off: fp8 WGMMA aligns 32 products to the largest of
+them."""
 
 
 class Point(NamedTuple):
@@ -106,6 +107,6 @@ class Logits(Case):
 
 
 def options_of(point: Point) -> dict[str, Any]:
-    """Of the logits' kernel, and with k of the selection's."""
+    """The options of the logits' kernel or, with k, of the selection's."""
     sizes = {"num_tokens": point.b * point.s, "num_requests": point.b, "num_columns": point.keys}
     return sizes | {"index_n_heads": HEADS, "page_size": PAGE, "ragged": point.s > 1}

@@ -1,4 +1,4 @@
-"""What the benchmarks of sparse attention share: random packed rows, what they hold, and errors to them."""
+"""Common parts of the benchmarks of sparse attention: random packed rows, the numbers in them, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def v4_pages(count: int) -> Any:
 
 
 def values(cache: Any, slots: Any) -> Any:
-    """What the rows of slots [n] hold, float32 [n, 576], or [n, 512] of V4 pages; exact: scales are powers of two."""
+    """The numbers in the rows of slots [n], float32 [n, 576], or [n, 512] of V4 pages. They are exact, as scales are
+    powers of two."""
     if cache.dim() == 3:
         rows = cache.view(-1, 656)[slots]
         latent = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(-1, 4, 128)
@@ -69,8 +70,9 @@ def widened(*caches: Any) -> Any:
 
 
 def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any = None, lse: Any = None) -> Any:
-    """rel_err of out (norm) and, with an lse, lse_err, the greatest one, against float64 on the tokens of `keys`, which
-    has the rows that each of them selects. out and lse may have more heads than q [T, H, D]."""
+    """Errors against float64 on the tokens of `keys`, which has the rows that each of them selects: rel_err of out
+    (norm of the difference over norm) and, with an lse, lse_err, its greatest difference. out and lse may have more
+    heads than q [T, H, D]."""
     found, out = Errors(), out.reshape(len(q), -1, LATENT)[:, : q.shape[1]]
     for token, rows in keys.items():
         rows = rows.double()
@@ -114,6 +116,6 @@ class PackedCase(Case):
         return functools.partial(tsmla_bridge.sparse_mla, q, self.caches[0], self.indices, self.lengths, **options)
 
     def selected(self, token: int) -> Any:
-        """What the rows hold that a token selects."""
+        """The numbers in the rows that a token selects."""
         slots = [section[token].long() for section in self.sections]
         return torch.cat([values(cache, at[at >= 0]) for cache, at in zip(self.caches, slots, strict=True)])

@@ -92,7 +92,7 @@ class Prefill(Case):
 
     @property
     def flops(self) -> int:
-        """Of the products over the pairs that the causal mask leaves."""
+        """Operations of the products over the pairs that the causal mask leaves."""
         pairs = sum(n * m - n * (n - 1) // 2 for n, m in zip(self.q_lens, self.kv_lens, strict=True))
         return 2 * self.heads * pairs * sum(self.dims)
 

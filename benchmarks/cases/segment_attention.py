@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Shape:
-        """From a name like 4x4096h16s8; ValueError for another."""
+        """The shape of a name like 4x4096h16s8; ValueError for a text of another form."""
         if not (found := re.fullmatch(r"(\d+)x(\d+)h(\d+)s(\d+)", name)):
             raise ValueError(f"got point {name!r}; legal: ROWSxTOKENShHEADSsSEGMENTS, as 4x4096h16s8")
         return cls(*map(int, found.groups()))
@@ -116,7 +116,7 @@ def functions(shape: Shape, implementation: str = "cute", dtype: Any = jnp.bfloa
     q, kv, k_rope = (draw(key, (*rows, *w)).astype(dtype) for key, w in zip(keys, widths, strict=True))
     rope = jnp.broadcast_to(k_rope[:, :, None], (*rows, *heads, ROPE_DIM))
     k, v = jnp.concatenate([kv[..., :NOPE_DIM], rope], axis=-1), kv[..., NOPE_DIM:]
-    used = jnp.asarray(shape.ids() != 0)[..., None, None]  # the result of padding is no one's
+    used = jnp.asarray(shape.ids() != 0)[..., None, None]  # nobody reads the results of padding
     d_out = jnp.where(used, draw(jax.random.key(1), (*rows, *heads, V_DIM)), 0).astype(dtype)
     padded = jnp.pad(v, ((0, 0),) * 3 + ((0, QK_DIM - V_DIM),))
     return {

@@ -19,7 +19,7 @@ from benchmarks.peers import sparse
 
 K = 2048
 MODES = {"tsmla": "position", "tsmla value": "value", "tsmla equal": "position", "tsmla halfzero": "position"}
-"""The order of the indices of each of ours; the mode of its row is the second word."""
+"""The order of the indices that each of our functions writes. The second word of a name is the mode of its row."""
 CHECKED_ELEMENTS = 1 << 26  # at once
 
 

@@ -5,8 +5,8 @@ Modes: "v3.2 decode", 2048 random slots of a request's packed rows; "v4-flash" a
 128 slots, alone ("window") or beside the 512 or 1024 slots that the indexer selects of entries of 4 tokens ("c4") or
 beside all 128 entries of 128 tokens ("c128"), with lengths and sinks; "v3 decode" and "v3 fp8 decode", dense.
 
-h is the heads of a GPU: a model's, or an eighth of them. For sgl-flash-mla SGLang pads sparse models' queries to 64 or
-128, which is done beforehand here, as is what it does once a step, a schedule.
+h is how many heads a GPU has: all of a model's, or an eighth of them. For sgl-flash-mla SGLang pads sparse models'
+queries to 64 or 128 heads, and makes a schedule once a step. Here both are done before the timing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Sparse(packed.PackedCase):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What SGLang passes, the schedule apart."""
+        """The arguments that SGLang passes, apart from the schedule."""
         near, *far = (each[:, None] for each in self.sections)
         found: dict[str, Any] = {
             "q": self.q[:, None], "block_table": None, "cache_seqlens": None, "head_dim_v": LATENT,

@@ -180,7 +180,7 @@ class SparsePrefill(packed.PackedCase):
         return sparse.prefill(sparse.padded(self.q, -2), self.bf16, indices, self.scale, self.lengths, sinks)
 
     def floor_us(self, name: str) -> float:
-        """What the arithmetic takes, or the bytes if these take longer: each row of the context is read once."""
+        """The time of the arithmetic or, if it is longer, that of the bytes: each row of the context is read once."""
         if name == "widen":
             return CONTEXT * (656 + 1152) / BYTES_PER_S * 1e6
         t, h = self.point[1:]
@@ -200,7 +200,7 @@ class SparsePrefill(packed.PackedCase):
         return max(2 * pairs * h * (scores + LATENT) / FLOPS_PER_S["bf16"], moved / BYTES_PER_S) * 1e6
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        """Errors on a sample of tokens; ours with lse_err, and of fp8 queries own_err."""
+        """Errors on a sample of tokens: with lse_err of ours, and with own_err of fp8 queries."""
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
         case |= {"form": FORMS.get(name, "direct")}

@@ -1,4 +1,5 @@
-"""Kernels of others that ours are timed beside: where they come from, whether they are here, and how they are loaded.
+"""Kernels of other projects, beside which ours are timed: where they come from, whether they are here, and how they are
+loaded.
 
 Libraries are taken from the folder that --peers names, or from installed packages. `python -m benchmarks.peers DIR`
 downloads the wheels and puts their libraries into DIR, which needs no installation of vLLM or SGLang; the kernels are
@@ -117,7 +118,7 @@ def load(name: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What versions.json in the folder of --peers says."""
+    """The versions that versions.json in the folder of --peers has."""
     path = Path(PEERS.value or ".") / "versions.json"
     return json.loads(path.read_text()) if PEERS.value and path.exists() else {}
 

@@ -1,5 +1,5 @@
-"""Decode and prefill of others, over torch tensors. Each function plans what can be planned ahead, and returns one
-without arguments that runs the kernel on the current stream.
+"""Decode and prefill of other projects, over torch tensors. Each function plans what can be planned ahead, and returns
+a function without arguments that runs the kernel on the current stream.
 
 q [B, S, H, 576] or, of prompts, [T, H, 192]; cache [P, 64, 576]; table [B, M] and lens [B] int32; masks causal.
 """

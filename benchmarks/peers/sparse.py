@@ -1,4 +1,5 @@
-"""Sparse attention and the indexer of others, over torch tensors: planned ahead, then functions without arguments."""
+"""Sparse attention and the indexer of other projects, over torch tensors. Each function plans what can be planned
+ahead, and returns a function without arguments."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from benchmarks.floors import LATENT, PAGE
 from benchmarks.peers import dense
 
 Run = Callable[[], Any]
-V4_ROW = 584  # bytes that FlashMLA counts a row of a V4 page as
+V4_ROW = 584  # bytes of a row of a V4 page, as FlashMLA counts them
 
 
 def padded(x: Any, axis: int) -> Any:
-    """Queries or sinks with zero heads up to 64 or 128, which is what the engines do for FlashMLA."""
+    """Queries or sinks with zeros in further heads up to 64 or 128, as the engines pad them for FlashMLA."""
     heads = x.shape[axis]
     more = (64 if heads <= 64 else 128) - heads
     return torch.nn.functional.pad(x, (0, 0, 0, more) if axis == -2 else (0, more)) if more else x
@@ -37,16 +38,18 @@ def _decode(namespace: str, q: Any, kv: Any, indices: Any, scale: float, sinks: 
 
 
 NAMESPACES = {"flashmla": "_flashmla_C", "legacy": "flash_mla_legacy"}
-"""vLLM's build of FlashMLA, and SGLang's frozen one of its Hopper kernels."""
+"""The operators' namespaces of vLLM's build of FlashMLA, and of SGLang's frozen build of FlashMLA's Hopper kernels."""
 
 
 def v32(name: str, q: Any, cache: Any, indices: Any, scale: float) -> Run:
-    """q [B, S, 64 or 128, 576]; cache uint8 [P, 64, 656]; indices [B, S, K], K a multiple of 64."""
+    """FlashMLA's sparse decode of V3.2's rows. q [B, S, 64 or 128, 576]; cache uint8 [P, 64, 656]; indices [B, S, K], K
+    a multiple of 64."""
     return _decode(NAMESPACES[name], q, cache.unsqueeze(2), indices, scale)
 
 
 def v4(name: str, q: Any, caches: tuple[Any, Any], indices: tuple[Any, Any], scale: float, sinks: Any) -> Run:
-    """q [B, S, 64 or 128, 512]; caches and indices: of the window and of the compressed entries."""
+    """FlashMLA's sparse decode of V4's pages. q [B, S, 64 or 128, 512]; caches and indices are pairs: of the window and
+    of the compressed entries."""
     near, far = map(v4_rows, caches)
     return _decode(NAMESPACES[name], q, near, indices[0], scale, sinks, far, indices[1])
 
@@ -133,7 +136,7 @@ TOPK = {"vllm_cooperative": "vllm_c", "vllm_persistent": "vllm_c", "vllm_rows": 
 
 
 class Memory(NamedTuple):
-    """What a top-k writes, its workspace, and the longest row."""
+    """The memory that a top-k writes to, its workspace, and the length of the longest row."""
 
     chosen: Any
     work: Any
@@ -172,7 +175,7 @@ def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None
 
 def cudnn_gradient(q: Any, kv: Any, indices: Any, saved: tuple[Any, Any, Any], scale: float) -> Run:
     """cudnn-frontend's gradients of q and kv [P, Z, D], from out, lse and the cotangent of out. A first call compiles.
-    There are always sinks: here those that weigh nothing."""
+    The function always takes sinks: here sinks of -inf, which have no weight."""
     from cudnn.deepseek_sparse_attention.sparse_attention_backward import sparse_attention_backward_wrapper
 
     out, lse, d_out = saved

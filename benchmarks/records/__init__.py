@@ -29,7 +29,8 @@ SUMMARY: tuple[tuple[str, str, str, Callable[[Point], float | None]], ...] = (
     ("top-k", "select_topk", "vLLM, SGLang", beside(*operations.TOPK)),
     ("the indexer's selection", "indexer_topk", "DeepGEMM and a top-k", operations.over_sum),
 )  # fmt: skip
-"""What is compared, its record, the others, and our time over the fastest other's at a point."""
+"""Lines of the summary: what is compared, the record, the other projects, and our time over the fastest other's at a
+point."""
 
 
 def write_summary(results: Path, page: Path) -> str:

@@ -129,7 +129,7 @@ def sglang() -> tb.Record:
     )  # fmt: skip
 
     def kind(mode: str) -> str:
-        """What the sparse modes of a model have in common; "v3" of dense ones."""
+        """The first word of a sparse mode, which a model's modes have in common; "v3" for dense modes."""
         return mode.partition(" ")[0]
 
     def caption(loaded: tb.Loaded) -> str:
@@ -249,7 +249,7 @@ def prefill() -> tb.Record:
     )  # fmt: skip
 
     def earlier(loaded: tb.Loaded) -> tuple[str, tb.Loaded] | None:
-        """A run with FA4, which is compared within itself alone, and what is said of it."""
+        """The text on an earlier run with FA4, and its record. Times of that run are compared with each other alone."""
         path = loaded.path.with_name("prefill_fa4.json")
         if not path.exists():
             return None

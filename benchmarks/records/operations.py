@@ -17,7 +17,7 @@ from benchmarks.table import OURS
 TOPK = {"vllm_cooperative": "vLLM, cooperative", "vllm_persistent": "vLLM, persistent", "vllm_rows": "vLLM, rows",
         "sgl": "SGLang"}  # fmt: skip
 TOPK_MODES = {"value": "by value", "equal": "equal rows", "halfzero": "half zeros"}
-"""Times of ours alone, beside those of ascending positions."""
+"""Modes of which only ours has times, and their names beside that of ascending positions."""
 NAME: tb.Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + ", prefill" * (p["mode"] == "prefill")
 
 
@@ -282,7 +282,7 @@ def write_errors(results: Path, figures: Path) -> str:
 # ---- products
 
 EXPERTS_OF = {(4096, 7168): "V3's experts", (4096, 4096): "V4's experts", (2816, 2048): "V2-Lite's experts"}
-"""Whose experts they are, by the size of their gate and up projections."""
+"""The model that has such experts, by the size of their gate and up projections."""
 PRODUCT_PEERS = {"deep_gemm": "DeepGEMM", "cublas": "cuBLAS, bf16"}
 
 
