@@ -87,9 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--cache-pages", type=int, metavar="P", help="pages of each device's cache (default: as the prompts need)"
     )
-    cache.add_argument(
-        "--cache-tokens", type=int, metavar="N", help="its tokens instead, rounded up to pages"
-    )
+    cache.add_argument("--cache-tokens", type=int, metavar="N", help="its tokens instead, rounded up to pages")
     parser.add_argument(
         "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
     )

@@ -41,7 +41,7 @@ from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Co
 from tsmla_jax.nn.checkpoints.checkpoint import int4_parts
 from tsmla_jax.nn.checkpoints.quantised import refuse_config, refuse_tensors
 from tsmla_jax.nn.checkpoints.weights import LayerWeights, is_chooser
-from tsmla_jax.nn.mla.names import stored_names as longcat_names
+from tsmla_jax.nn.mla.names import stored_names as names_of_others
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, stack_size, with_products
 from tsmla_jax.nn.products.mxfp4 import MXFP4, can_be_kept
@@ -218,7 +218,7 @@ def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]
             names = names.difference(int4_parts(weight)) | {weight}
     if any(name.startswith(_TEXT_MODEL) for name in names):  # beside one of images, as in Kimi-K2.5
         return {name.removeprefix(_TEXT_MODEL): name for name in names if name.startswith(_TEXT_MODEL)}
-    return longcat_names(names)
+    return names_of_others(names)
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:

@@ -21,7 +21,7 @@ from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint
 from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
 from tsmla_jax.nn.checkpoints.weights import check_dtype, open_checkpoint
-from tsmla_jax.nn.mla.names import stored_name as longcat_name
+from tsmla_jax.nn.mla.names import longcat_name
 from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name

@@ -19,7 +19,7 @@ from tsmla_jax.generate.expert_parallel import gather_tokens, mixture_of_split_e
 from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
 from tsmla_jax.generate.moe import mixture_of_experts
 from tsmla_jax.nn import Checkpoint, MLAConfig, load_hf_attention, param_shapes
-from tsmla_jax.nn.mla.names import stored_name, stored_names
+from tsmla_jax.nn.mla.names import longcat_name, stored_names
 
 FIELDS: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name not in ("intermediate_size", "moe_intermediate_size")},
@@ -91,7 +91,7 @@ NAMES = {
 
 def test_names_of_tensors() -> None:
     assert stored_names(NAMES) == {own: stored for stored, own in NAMES.items()}
-    assert [stored_name(own) for own in NAMES.values()] == list(NAMES)
+    assert [longcat_name(own) for own in NAMES.values()] == list(NAMES)
     others = ["model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight"]
     assert stored_names(others) == {name: name for name in others}
 

@@ -28,6 +28,7 @@ from tsmla_jax.nn.checkpoints.dequantise import (
 from tsmla_jax.nn.checkpoints.hf_config import read_json, why_no_file
 
 INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAMES = (INDEX_NAME, "consolidated.safetensors.index.json")  # the second is Mistral's own
 SINGLE_NAME = "model.safetensors"
 
 # Tensor types of the safetensors format that checkpoints use.
@@ -397,9 +398,9 @@ class Checkpoint:
     def _locate(self) -> dict[str, Path]:
         """Which file holds each tensor."""
         # A pipe, a device or a broken link of this name counts as found: the function that reads it refuses it.
-        index = self.directory / INDEX_NAME
-        if os.path.lexists(index):
-            return self._read_index(index)
+        for index in (self.directory / name for name in INDEX_NAMES):
+            if os.path.lexists(index):
+                return self._read_index(index)
         single = self.directory / SINGLE_NAME
         if os.path.lexists(single):
             return dict.fromkeys(self._header(single), single)
@@ -408,7 +409,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
         if len(files) > 1:
             raise CheckpointError(
-                f"{index}: the index is missing; without it {len(files)} shards ({files[0].name}, ...) can't be read"
+                f"{self.directory / INDEX_NAME}: the index is missing; without it {len(files)} shards"
+                f" ({files[0].name}, ...) can't be read"
             )
         return dict.fromkeys(self._header(files[0]), files[0])
 
@@ -427,7 +429,7 @@ class Checkpoint:
                 raise CheckpointError(f"{index}: shard {file!r} must be a plain file name")
             shard = self.directory / file
             if what := why_no_file(shard, "the shard is missing"):
-                raise CheckpointError(f"{shard}: {what}, though {INDEX_NAME} names it")
+                raise CheckpointError(f"{shard}: {what}, though {index.name} names it")
         return {name: self.directory / file for name, file in weight_map.items()}
 
     def _header(self, file: Path) -> dict[str, TensorInfo]:

@@ -8,8 +8,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tsmla_jax.nn.checkpoints.mistral_params import hf_fields
 from tsmla_jax.nn.yarn import YarnConfig
 
+MISTRAL_NAME = "params.json"
+"""The config in Mistral's own checkpoints."""
 _ABSENT: Any = object()
 
 
@@ -57,7 +60,8 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     """The fields of a Hugging Face config, and a name for it in error texts.
 
     Args:
-        source: a mapping (returned as it is), a `config.json`, or the directory that holds one.
+        source: a mapping (returned as it is), a `config.json`, or the directory that holds one, or that holds Mistral's
+            `params.json` in its place.
 
     Raises:
         ValueError: no such file, not JSON, or not a JSON object; names the file.
@@ -69,7 +73,10 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
         raise TypeError(f"source={type(source).__name__} must be a mapping, or the path of a config.json or its folder")
     path = Path(source)
     try:
-        path = path / "config.json" if path.is_dir() else path
+        if path.is_dir():
+            own = path / MISTRAL_NAME
+            path = path / "config.json"
+            path = own if not os.path.lexists(path) and own.is_file() else path
         fields = read_json(path)
     except FileNotFoundError:
         raise ValueError(
@@ -82,7 +89,7 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
-    return fields, str(path)
+    return hf_fields(fields, str(path)) if path.name == MISTRAL_NAME else fields, str(path)
 
 
 def read_optional_config(path: Path) -> tuple[Mapping[str, Any], str]:
