@@ -34,10 +34,12 @@ def block_scaled_matmul(
 
 
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor | None, weight_scales: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor | None, weight_scales: torch.Tensor | None
 ) -> torch.Tensor:
-    """The product itself, [T, N] float32."""
-    if weight.dtype == torch.uint8:
+    """The product itself, [T, N] float32. weight_scales: None if the weight has 16 bits."""
+    if weight_scales is None:
+        columns = weight.float()
+    elif weight.dtype == torch.uint8:
         columns = _unpacked(weight, weight_scales)
     else:
         columns = _widened(weight, weight_scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]])
@@ -72,7 +74,7 @@ def grouped_block_scaled_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     x_scales: torch.Tensor | None,
-    weight_scales: torch.Tensor,
+    weight_scales: torch.Tensor | None,
     cu_rows: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> Result:
@@ -82,8 +84,9 @@ def grouped_block_scaled_matmul(
         x, x_scales = x[places], None if x_scales is None else x_scales[places]
     out = torch.zeros((x.shape[0], weight.shape[1]), device=x.device)
     row = torch.arange(x.shape[0], device=x.device)
-    for group in range(weight_scales.shape[0]):
-        product = _product(x, weight[group], x_scales, weight_scales[group])
+    for group in range(cu_rows.shape[0] - 1):
+        scales = None if weight_scales is None else weight_scales[group]
+        product = _product(x, weight[group], x_scales, scales)
         own = (row >= cu_rows[group]) & (row < cu_rows[group + 1])
         out = torch.where(own[:, None], product, out)
     return _finished(out, spec)

@@ -90,6 +90,20 @@ def test_packed_weights_mean_what_jax_means(op: str) -> None:
     np.testing.assert_allclose(got.numpy(), np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
+def test_weights_of_16_bits_mean_what_jax_means() -> None:
+    x, weight = torch.randn(ROWS, 96, generator=GENERATOR), torch.randn(4, 40, 96, generator=GENERATOR)
+    given = {"x": x.half(), "weight": weight.half(), "cu_rows": GROUPED["cu_rows"]}
+    form: dict[str, Any] = {"x_scales": None, "weight_scales": None, "gated": True}
+    want = tsmla_jax.grouped_block_scaled_matmul(
+        **{name: as_jax(x) for name, x in given.items()}, **form, out_dtype="float32"
+    )  # fmt: skip
+    multiply = tsmla_bridge.grouped_block_scaled_matmul
+    got = multiply(**given, **form, out_dtype=torch.float32)
+    np.testing.assert_allclose(got.numpy(), np.asarray(want), rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(multiply, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**given, **form, out_dtype=torch.float32), got)
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_blocks_are_quantised_as_in_jax(power_of_two: bool) -> None:
     x = torch.randn(5, 300, generator=GENERATOR) * torch.logspace(-12, 6, 5)[:, None]

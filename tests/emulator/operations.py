@@ -101,7 +101,7 @@ def select_topk(logits: jax.Array, lens: jax.Array, *tables: jax.Array, config: 
 
 def product(x: jax.Array, weight: jax.Array, *others: jax.Array, kernel: Kernel, config: Any, **_: object) -> Results:
     function, form = getattr(tsmla_jax, kernel.name), {"gated": config.gated, "limit": config.limit}
-    given = [None, *others] if config.wide else list(others)
+    given = [None] * (config.wide + config.plain) + list(others)
     if config.picked:
         form["rows"] = given.pop()
     return jax.tree.leaves(function(x, weight, *given, out_dtype=config.out_dtype, implementation="reference", **form))

@@ -701,6 +701,23 @@ def packed_product_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"packed gated groups of {counts} {out_dtype}", function, picked, options)
 
 
+def plain_product_calls(generator: torch.Generator) -> Iterator[Call]:
+    """Groups' products with weights of 16 bits, gated with picked rows, too."""
+    function = functools.partial(gated_and_back, function=tsmla_bridge.grouped_block_scaled_matmul)
+    scales = {"x_scales": None, "weight_scales": None}
+    for dtype, counts in ((torch.bfloat16, [0, 3, 0, 65, 1]), (torch.float16, [250, 0, 130]), (torch.bfloat16, [1])):
+        x = normal(generator, sum(counts) + 5, 400, dtype=dtype)
+        x[-5:] = torch.nan
+        weight = normal(generator, len(counts) + 1, 264, 400, dtype=dtype)
+        given = {"x": x, "weight": weight, "cu_rows": offsets_of(counts)}
+        yield Call(f"groups of {counts}", tsmla_bridge.grouped_block_scaled_matmul, given, scales)
+        picked = {**given, "weight": normal(generator, len(counts), 512, 400, dtype=dtype)}
+        picked["rows"] = torch.randint(0, sum(counts), (sum(counts) + 2,), generator=generator).int()
+        for out_dtype in (torch.float32, FP8):
+            options = {**scales, "out_dtype": out_dtype, "limit": 4.0}
+            yield Call(f"gated groups of {counts} {out_dtype}", function, picked, options)
+
+
 def product_calls(generator: torch.Generator) -> Iterator[Call]:
     """block_scaled_matmul and the grouped one: every kind of tile, rows and terms that fill no tile or block, groups
     without rows and one with all, NaN behind the last group."""
@@ -761,6 +778,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "block_scaled_matmul": product_calls,
     "gated_block_scaled_matmul": gated_calls,
     "packed_block_scaled_matmul": packed_product_calls,
+    "plain_grouped_matmul": plain_product_calls,
 }
 
 

@@ -154,6 +154,30 @@ def test_packed(counts: list[int]) -> None:
             close(out[begin:end], x[begin:end].double() @ wide[group].T, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", SKEWS)
+def test_weights_of_16_bits(counts: list[int], dtype: torch.dtype) -> None:
+    rows, groups = sum(counts), len(counts)
+    x, weight = (torch.randn(*size, 1488, device=DEVICE).to(dtype) for size in ((rows + 9,), (groups + 1, 512)))
+    x[-9:], weight[-1] = torch.nan, torch.nan
+    cu_rows = [0, *itertools.accumulate(counts)]
+    arrays = (x, weight, None, None, torch.tensor(cu_rows, dtype=torch.int32, device=DEVICE))
+    picks = torch.randint(0, rows, (rows + 3,), dtype=torch.int32, device=DEVICE)
+    form = {"out_dtype": torch.float32, "implementation": "cute"}
+    out = tsmla_bridge.grouped_block_scaled_matmul(*arrays, **form)
+    picked = tsmla_bridge.grouped_block_scaled_matmul(*arrays, rows=picks, gated=True, limit=4.0, **form)
+    narrow = restored(tsmla_bridge.grouped_block_scaled_matmul(
+        *arrays, rows=picks, gated=True, limit=4.0, **form | {"out_dtype": torch.float8_e4m3fn}
+    ))  # fmt: skip
+    assert not out[-9:].any() and not picked[-3:].any() and not narrow[-3:].any()
+    for group, (begin, end) in enumerate(itertools.pairwise(cu_rows)):
+        if begin < end:
+            own, columns = x[picks[begin:end].long()].double(), weight[group].double()
+            close(out[begin:end], x[begin:end].double() @ columns.T, 2e-6)
+            close(picked[begin:end], gated(own @ columns.T, 4.0), 2e-6)
+            close(narrow[begin:end], gated(own @ columns.T, 4.0), 0.04)
+
+
 def test_a_stack_of_more_than_2_to_the_31_weights() -> None:
     x, of_x, of_weight = numbers(40, 4096), scales(40, 32), scales(160, 32, 32)
     weight, offsets = numbers(160, 4096, 4096), [0] * 100 + [7] * 59 + [7, 40]

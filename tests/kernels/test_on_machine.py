@@ -34,6 +34,7 @@ FAST = {
     "mla_prefill_selection": ("torch.float8_e4m3fn [130, 1] over [300, 64] causal",),
     "packed_block_scaled_matmul": ("packed 7 rows", "packed gated groups of [0, 3, 0, 0, 9, 1] torch.bfloat16"),
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),
+    "plain_grouped_matmul": ("gated groups of [0, 3, 0, 65, 1] torch.float32", "groups of [250"),
     "select_topk": ("3001 bits from their starts",),
     "selection_bits": ("77 lengths starts",),
     "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),

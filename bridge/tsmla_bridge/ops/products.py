@@ -73,7 +73,7 @@ def grouped_block_scaled_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     x_scales: torch.Tensor | None,
-    weight_scales: torch.Tensor,
+    weight_scales: torch.Tensor | None,
     cu_rows: torch.Tensor,
     *,
     rows: torch.Tensor | None = None,
@@ -88,11 +88,11 @@ def grouped_block_scaled_matmul(
 
     Args:
       x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
-      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; more weights may
-        follow, which are not read.
+      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; or [E, N, K] bfloat16
+        or float16, with x of the same dtype. More weights may follow, which are not read.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
-        uint8.
+        uint8. None if weight has 16 bits.
       cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
         none. With `rows` they count these.
       rows: [R] int32, of each row of the result the row of x that it is made of, so that no sorted copy of x is
@@ -161,7 +161,7 @@ def _grouped(
     x: torch.Tensor,
     weight: torch.Tensor,
     x_scales: torch.Tensor | None,
-    weight_scales: torch.Tensor,
+    weight_scales: torch.Tensor | None,
     cu_rows: torch.Tensor,
     rows: torch.Tensor | None,
     gated: bool,
@@ -274,6 +274,7 @@ def _quantize(x: torch.Tensor, power_of_two: bool, implementation: str | None) -
 # ---- the operators
 
 _PRODUCT = "Tensor x, Tensor weight, Tensor? x_scales, Tensor weight_scales"
+_GROUPED = "Tensor x, Tensor weight, Tensor? x_scales, Tensor? weight_scales, Tensor cu_rows, Tensor? rows"
 _OPTIONS = "bool gated, float? limit, ScalarType out_dtype, str? implementation"
 
 
@@ -305,7 +306,7 @@ def _register(name: str, multiply: Callable[..., Result], arguments: str) -> Non
 
 
 _register("block_scaled_matmul", _dense, _PRODUCT)
-_register("grouped_block_scaled_matmul", _grouped, f"{_PRODUCT}, Tensor cu_rows, Tensor? rows")
+_register("grouped_block_scaled_matmul", _grouped, _GROUPED)
 
 quantize_operator = operators.register(
     "quantize_blocks", _quantize, "(Tensor x, bool power_of_two, str? implementation) -> (Tensor, Tensor)"

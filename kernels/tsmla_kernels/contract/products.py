@@ -3,7 +3,7 @@ quantize_blocks.
 
 Imports neither jax nor torch. Axes: T rows of activations, K terms of a sum, N columns of the result, E groups. Blocks
 have 128 terms, of weights 128 x 128; K and N need not be whole blocks. Weights of e2m1 (MXFP4) are packed, two a byte,
-and have a scale for 32 of a row.
+and have a scale for 32 of a row. Groups may also have weights of 16 bits, without scales.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LEAST_AMAX = 1e-10
 INVERSE_MAX = 1 / FP8_MAX
 """A block's scale is this, rounded to float32, times its greatest magnitude: compilers divide by a constant in ways
 that differ in the last bit, which decides how a value between two of e4m3 is rounded; they multiply in one way."""
+PLAIN = ("bfloat16", "float16")
+"""Dtypes of weights without scales, which are also those of their activations."""
 QUANTIZED = ("float16", "bfloat16", "float32")
 """Dtypes that quantize_blocks takes, those of a product's result, and of activations without scales."""
 
@@ -47,7 +49,7 @@ class ProductSpec:
       num_rows: how many rows the result has. num_columns: how many rows the weight has.
       num_groups: None without groups.
       num_picked: how many rows x has, if `rows` picks the result's rows from them; else None.
-      packed: whether the weight has two numbers of e2m1 in a byte.
+      packed: whether the weight has two numbers of e2m1 in a byte. plain: whether it has x's 16 bits, and no scales.
       gated, limit: as in block_scaled_matmul.
     """
 
@@ -61,6 +63,7 @@ class ProductSpec:
     limit: float | None = None
     num_picked: Dim | None = None
     packed: bool = False
+    plain: bool = False
 
     @property
     def out_columns(self) -> Dim:
@@ -101,7 +104,7 @@ def grouped_product_spec(
     x: Array,
     weight: Array,
     x_scales: Array | None,
-    weight_scales: Array,
+    weight_scales: Array | None,
     cu_rows: Array,
     rows: Array | None = None,
     gated: bool = False,
@@ -119,7 +122,7 @@ class _Operands:
     x: Array
     weight: Array
     x_scales: Array | None
-    weight_scales: Array
+    weight_scales: Array | None
     cu_rows: Array | None = None
     rows: Array | None = None
 
@@ -134,8 +137,13 @@ class _Form:
 
 
 def _spec(operands: _Operands, form: _Form) -> ProductSpec:
+    if operands.cu_rows is not None and operands.weight.dtype in PLAIN:
+        return _plain_spec(operands, operands.cu_rows, form)
     x, weight, x_scales = operands.x, operands.weight, operands.x_scales
     weight_scales, cu_rows = operands.weight_scales, operands.cu_rows
+    if weight_scales is None:
+        with_none = f"None, with a weight of {listed(PLAIN)}; " if cu_rows is not None else ""
+        raise ValueError(f"weight_scales: got None with a weight of {weight.dtype}; legal: {with_none}an array")
     stack = "" if cu_rows is None else "E "
     check_array("x", x, "T K", (FP8, *QUANTIZED))
     check_at_least_one("x", x.shape, 1, "K")
@@ -178,23 +186,58 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
     )  # fmt: skip
     if cu_rows is not None:
         check_array("cu_rows", cu_rows, "E + 1", ("int32",), (groups + 1, "E + 1, of weight_scales' groups"))
-    limit, picked = _check_form(form, weight), None
-    if operands.rows is not None:
-        check_array("rows", operands.rows, "R", ("int32",))
-        check_at_least_one("x", x.shape, 0, "T, with rows")
-        rows, picked = operands.rows.shape[0], rows
     return ProductSpec(
-        rows,
+        rows if operands.rows is None else _picked_rows(operands.rows, x),
         terms,
         columns,
         num_groups=groups,
         out_dtype=form.out_dtype,
         x_dtype=x.dtype,
         gated=form.gated,
-        limit=limit,
-        num_picked=picked,
+        limit=_check_form(form, weight),
+        num_picked=None if operands.rows is None else rows,
         packed=packed,
     )
+
+
+def _plain_spec(operands: _Operands, cu_rows: Array, form: _Form) -> ProductSpec:
+    """The spec of a grouped product with a weight of 16 bits, whose groups are those of cu_rows."""
+    x, weight = operands.x, operands.weight
+    check_array("x", x, "T K", (weight.dtype,))
+    check_at_least_one("x", x.shape, 1, "K")
+    for name, scales in (("x_scales", operands.x_scales), ("weight_scales", operands.weight_scales)):
+        if scales is not None:
+            raise ValueError(f"{name}: got an array with a weight of {weight.dtype}; legal: None")
+    check_array("cu_rows", cu_rows, "E + 1", ("int32",))
+    check_rank("weight", weight, "E N K")
+    groups, (count, columns, _) = cu_rows.shape[0] - 1, weight.shape
+    check_at_least_one("weight", weight.shape, 1, "N")
+    check_array("weight", weight, "E N K", PLAIN, (count, "E"), (columns, "N"), (x.shape[1], "K, x's terms"))
+    if isinstance(groups, int) and groups < 1:
+        raise ValueError(f"cu_rows: got shape {show(cu_rows.shape)}; axis 0 must be at least 2 (E + 1)")
+    if isinstance(groups, int) and isinstance(count, int) and count < groups:
+        got = f"weight: got shape {show(weight.shape)}"
+        raise ValueError(f"{got}; axis 0 must be at least {groups} (E, cu_rows' groups)")
+    rows = x.shape[0]
+    return ProductSpec(
+        rows if operands.rows is None else _picked_rows(operands.rows, x),
+        x.shape[1],
+        columns,
+        num_groups=groups,
+        out_dtype=form.out_dtype,
+        x_dtype=x.dtype,
+        gated=form.gated,
+        limit=_check_form(form, weight),
+        num_picked=None if operands.rows is None else rows,
+        plain=True,
+    )
+
+
+def _picked_rows(rows: Array, x: Array) -> Dim:
+    """How many rows of x `rows` picks."""
+    check_array("rows", rows, "R", ("int32",))
+    check_at_least_one("x", x.shape, 0, "T, with rows")
+    return rows.shape[0]
 
 
 def _half(x: Array) -> Dim:

@@ -449,6 +449,23 @@ def mxfp4_product(grouped: bool) -> Row:
     )  # fmt: skip
 
 
+def plain_product() -> Row:
+    """Of bfloat16 and weights of bfloat16, of groups alone."""
+
+    def arrays(seed: int) -> Arrays:
+        rng = np.random.default_rng(seed)
+        return drawn(rng, 12, 384), drawn(rng, 3, 512, 384), ints([0, 2, 2, 9])
+
+    columns_of = P(None, "model")
+    split = Split((P(), columns_of, P()), (columns_of,))
+    names = "x weight cu_rows"
+    return Row(
+        named(tsmla_jax.grouped_block_scaled_matmul, names, x_scales=None, weight_scales=None), arrays,
+        ("t, 384", "3, 512, 384", "4"), [], [(0, 0, 0)], splits={"columns": split}, own=(0, None, 0),
+        derivative=r"^grouped_block_scaled_matmul has no derivative .*'reference'", inputs=(0,),
+    )  # fmt: skip
+
+
 def quantize() -> Row:
     data = P("data")
     return Row(
@@ -518,6 +535,7 @@ ROWS: dict[str, Row] = {
     "grouped_block_scaled_matmul-gated": product(grouped=True, gated=True),
     "block_scaled_matmul-mxfp4": mxfp4_product(grouped=False),
     "grouped_block_scaled_matmul-mxfp4": mxfp4_product(grouped=True),
+    "grouped_block_scaled_matmul-plain": plain_product(),
     "quantize_blocks": quantize(), "selection_bits": bits(), "compress_write_kv_cache": compress(),
 }  # fmt: skip
 

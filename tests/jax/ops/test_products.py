@@ -174,6 +174,57 @@ def test_packed_calls_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             tsmla_jax.block_scaled_matmul(*given)
 
 
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_16_bits(name: str, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.standard_normal((9, 104)), dtype).at[7:].set(jnp.nan)
+    weight = jnp.asarray(rng.standard_normal((4, 32, 104)), dtype).at[3].set(jnp.nan)  # one more than there are groups
+    given, form = (x, weight, None, None, ints([0, 0, 5, 7])), {**FLOAT32, "implementation": name}
+    out = tsmla_jax.grouped_block_scaled_matmul(*given, **form)
+    gated = tsmla_jax.grouped_block_scaled_matmul(*given, rows=ints([6, 0, 0, 3, 2, 5, 4, 8]), gated=True, **form)
+    rows, columns = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    for group, own, picks in ((1, slice(0, 5), [6, 0, 0, 3, 2]), (2, slice(5, 7), [5, 4])):
+        np.testing.assert_allclose(out[own], rows[own] @ columns[group].T, rtol=1e-5, atol=1e-4)
+        want = gated_of(rows[picks] @ columns[group].T, None)
+        np.testing.assert_allclose(gated[own], want, rtol=1e-5, atol=1e-4)
+    assert not out[7:].any() and not gated[7:].any()
+
+
+def test_calls_of_the_kernel_with_weights_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    x, weight, cu_rows = jnp.ones((9, 256), jnp.bfloat16), jnp.ones((3, 512, 256), jnp.bfloat16), ints([0, 2, 2, 9])
+    multiply: Any = tsmla_jax.grouped_block_scaled_matmul
+    call = functools.partial(multiply, implementation="cute", gated=True, rows=cu_rows)
+    ((_, config),) = kernels(jax.make_jaxpr(lambda *given: call(*given[:2], None, None, given[2]))(x, weight, cu_rows))
+    assert config.plain and config.picked and config.gated and config.tokens_first
+    for change, text in (
+        ((x.astype(jnp.float16), weight, None, None, cu_rows), r"x: got dtype float16; legal: bfloat16"),
+        (
+            (x, weight, None, jnp.ones((3, 4, 2)), cu_rows),
+            r"weight_scales: got an array with a weight of bfloat16; legal",
+        ),
+        (
+            (x, weight, jnp.ones((9, 2)), None, cu_rows),
+            r"x_scales: got an array with a weight of bfloat16; legal: None",
+        ),
+        (
+            (x, weight[:2], None, None, cu_rows),
+            r"weight: got shape \[2, 512, 256\]; axis 0 must be at least 3 \(E, cu_",
+        ),
+        ((x, weight[0], None, None, cu_rows), r"weight: got shape \[512, 256\] of rank 2; legal: \[E, N, K\]"),
+        ((x, weight, None, None, cu_rows[:1]), r"cu_rows: got shape \[1\]; axis 0 must be at least 2 \(E \+ 1\)"),
+        (
+            (x, weight.astype(jnp.float8_e4m3fn), None, None, cu_rows),
+            r"weight_scales: got None with a weight of float8_e4m3fn; legal: None, with a weight of bfloat16, float16",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            multiply(*change)
+    with pytest.raises(ValueError, match=r"weight: got dtype bfloat16; legal: float8_e4m3fn, uint8"):
+        tsmla_jax.block_scaled_matmul(x, weight[0], None, jnp.ones((4, 2)))
+
+
 def gated_of(product: np.ndarray, limit: float | None) -> np.ndarray:
     """silu(gate) * up of a product in float64."""
     gate, up = np.split(product, 2, axis=-1)

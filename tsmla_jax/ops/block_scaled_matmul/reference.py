@@ -20,9 +20,13 @@ def block_scaled_matmul(
     return finished(product(x, weight, x_scales, weight_scales), spec)
 
 
-def product(x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array) -> jax.Array:
-    """The product itself, [T, N] float32."""
-    if weight.dtype == PACKED:
+def product(
+    x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array | None
+) -> jax.Array:  # fmt: skip
+    """The product itself, [T, N] float32. weight_scales: None if the weight has 16 bits."""
+    if weight_scales is None:
+        columns = weight.astype(jnp.float32)
+    elif weight.dtype == PACKED:
         columns = unpacked(weight, weight_scales)
     else:
         columns = widened(weight, spread(weight_scales, weight.shape[0], axis=0))

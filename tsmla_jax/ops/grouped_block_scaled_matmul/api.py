@@ -22,7 +22,7 @@ def grouped_block_scaled_matmul(
     x: Float[Array, "T K"],
     weight: Float[Array, "E N K"] | UInt8[Array, "E N K/2"],
     x_scales: Float32[Array, "T K/128"] | None,
-    weight_scales: Float32[Array, "E N/128 K/128"] | UInt8[Array, "E N K/32"],
+    weight_scales: Float32[Array, "E N/128 K/128"] | UInt8[Array, "E N K/32"] | None,
     cu_rows: Int32[Array, " E+1"],
     *,
     rows: Int32[Array, " R"] | None = None,
@@ -37,11 +37,11 @@ def grouped_block_scaled_matmul(
 
     Args:
       x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
-      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; more weights may
-        follow, which are not read.
+      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; or [E, N, K] bfloat16
+        or float16, with x of the same dtype. More weights may follow, which are not read.
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
-        uint8, as of block_scaled_matmul.
+        uint8, as of block_scaled_matmul. None if weight has 16 bits.
       cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
         none. It stays on the device. With `rows` they count these.
       rows: [R] int32, of each row of the result the row of x that it is made of: so no sorted copy of x is written,
@@ -72,9 +72,10 @@ def grouped_block_scaled_matmul(
         out_dtype=out_dtype,
     )
     chosen = OPERATION.select(spec, implementation)
-    x_scales, rows = (None if array is None else jnp.asarray(array) for array in (x_scales, rows))
+    given = (x_scales, weight_scales, rows)
+    x_scales, weight_scales, rows = (None if array is None else jnp.asarray(array) for array in given)
     cu_rows = checks.grouped_product(spec, jnp.asarray(cu_rows), rows)
-    arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, jnp.asarray(weight_scales), cu_rows, rows)
+    arrays = (jnp.asarray(x), jnp.asarray(weight), x_scales, weight_scales, cu_rows, rows)
     out: Array | tuple[Array, Array] = chosen.call(arrays, lambda: out_specs(spec, arrays[0], arrays[1]), spec=spec)
     return out
 

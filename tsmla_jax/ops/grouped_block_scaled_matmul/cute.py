@@ -38,7 +38,7 @@ def grouped_block_scaled_matmul(
     x: jax.Array,
     weight: jax.Array,
     x_scales: jax.Array | None,
-    weight_scales: jax.Array,
+    weight_scales: jax.Array | None,
     cu_rows: jax.Array,
     rows: jax.Array | None,
     *,
@@ -56,32 +56,34 @@ def grouped_block_scaled_matmul(
 
 @functools.cache
 def _transformable(form: ProductSpec, arch: str, num_sms: int) -> Callable[..., Any]:
-    """The call as a function (x[, x_scales][, rows], cu_rows, weight, weight_scales) -> out or its values and scales.
+    """The call as a function (x[, x_scales][, rows], cu_rows, weight[, weight_scales]) -> out or its values and scales.
     form: the spec `without_sizes`."""
-    scaled, picks = form.x_dtype == FP8, form.num_picked is not None
+    scaled, picks, blocks = form.x_dtype == FP8, form.num_picked is not None, not form.plain
 
     def on_device(x: jax.Array, *others: jax.Array) -> Result:
-        *given, cu_rows, weight, weight_scales = others
+        weight_scales = others[len(others) - blocks :]
+        *given, cu_rows, weight = others[: len(others) - blocks]
         x_scales, rows = given[:scaled], given[scaled:]
         sizes: dict[str, Any] = {
             "num_terms": x.shape[1],
             "num_columns": weight.shape[1],
-            "num_groups": weight_scales.shape[0],
+            "num_groups": cu_rows.shape[0] - 1,
         }
         sizes |= {"num_rows": rows[0].shape[0], "num_picked": x.shape[0]} if picks else {"num_rows": x.shape[0]}
         spec = dataclasses.replace(form, **sizes)
-        arrays = (x, weight, *x_scales, weight_scales, cu_rows, *rows)
+        arrays = (x, weight, *x_scales, *weight_scales, cu_rows, *rows)
         config = product_config(spec, num_sms)
         out = kernel_call(GROUPED_BLOCK_SCALED_MATMUL, config, arrays, shapes_of(spec), arch=arch)
         return (out[0], out[1]) if form.out_dtype == FP8 else out[0]
 
     results, whole = results_of(form, "r" if picks else "t")
     weight, of_weight = weight_axes(form).split(", ")
-    absent = {"m", "s"} if form.packed else {"p", "u"}
+    absent = {"m", "s", "p", "u"} - (set() if form.plain else {"p", "u"} if form.packed else {"m", "s"})
     absent |= set() if picks else {"r"}
+    absent |= {"e"} if form.plain else set()
     return transforms.transformable(
         on_device,
-        rule=f"t k,{' t s,' * scaled}{' r,' * picks} b, w {weight}, e {of_weight} -> {results}",
+        rule=f"t k,{' t s,' * scaled}{' r,' * picks} b, w {weight}{f', e {of_weight}' * blocks} -> {results}",
         fixed=tuple(
             name for name in ("t", "k", "s", "r", "b", "w", *whole[:1], "p", "e", "u", *whole[1:]) if name not in absent
         ),
@@ -92,7 +94,8 @@ def _transformable(form: ProductSpec, arch: str, num_sms: int) -> Callable[..., 
 
 def _partition(form: ProductSpec, shapes: Sequence[Any]) -> transforms.Partition:
     """The weights' rows where devices have whole blocks of them, of a gated product whole; everything else whole."""
-    columns = None if form.gated else column_axes(shapes[-2])
+    of_weight = 1 if form.plain else 2
+    columns = None if form.gated else column_axes(shapes[-of_weight])
     theirs, out = P(None, columns, None), P(None, columns)
-    whole = tuple(P(*(None,) * len(each.shape)) for each in shapes[:-2])
-    return (*whole, theirs, theirs), (out, out) if form.out_dtype == FP8 else out
+    whole = tuple(P(*(None,) * len(each.shape)) for each in shapes[:-of_weight])
+    return (*whole, *(theirs,) * of_weight), (out, out) if form.out_dtype == FP8 else out

@@ -15,7 +15,7 @@ def grouped_block_scaled_matmul(
     x: jax.Array,
     weight: jax.Array,
     x_scales: jax.Array | None,
-    weight_scales: jax.Array,
+    weight_scales: jax.Array | None,
     cu_rows: jax.Array,
     rows: jax.Array | None,
     *,
@@ -25,14 +25,14 @@ def grouped_block_scaled_matmul(
     x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
     row = jnp.arange(x.shape[0], dtype=jnp.int32)
 
-    def add(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def add(out: jax.Array, group: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         values, scales, begin, end = group
         product = reference.product(x, values, x_scales, scales)
         own = (row >= begin) & (row < end)
         return jnp.where(own[:, None], product, out), None
 
     start = jnp.zeros((x.shape[0], weight.shape[1]), jnp.float32)
-    operands = (weight[: weight_scales.shape[0]], weight_scales, cu_rows[:-1], cu_rows[1:])
+    operands = (weight[: cu_rows.shape[0] - 1], weight_scales, cu_rows[:-1], cu_rows[1:])
     given = [array for array in (x, x_scales, *operands) if array is not None]
     return reference.finished(lax.scan(add, carry(start, *given), operands)[0], spec)
 

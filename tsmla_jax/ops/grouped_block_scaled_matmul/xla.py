@@ -1,4 +1,5 @@
-"""grouped_block_scaled_matmul in portable XLA: jax.lax.ragged_dot of block after block of terms."""
+"""grouped_block_scaled_matmul in portable XLA: jax.lax.ragged_dot of block after block of terms, or, of weights without
+scales, of all terms."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def grouped_block_scaled_matmul(
     x: jax.Array,
     weight: jax.Array,
     x_scales: jax.Array | None,
-    weight_scales: jax.Array,
+    weight_scales: jax.Array | None,
     cu_rows: jax.Array,
     rows: jax.Array | None,
     *,
@@ -26,10 +27,18 @@ def grouped_block_scaled_matmul(
 ) -> Result:
     """out [T, N] as the public grouped_block_scaled_matmul documents it."""
     x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
-    row, weight = jnp.arange(x.shape[0], dtype=jnp.int32), weight[: weight_scales.shape[0]]
+    row, weight = jnp.arange(x.shape[0], dtype=jnp.int32), weight[: cu_rows.shape[0] - 1]
+    used = (row < cu_rows[-1])[:, None]
+    if weight_scales is None:
+        rows = jnp.where(used, x, jnp.zeros((), x.dtype))
+        columns = weight.transpose(0, 2, 1)
+        total = lax.ragged_dot(rows, columns, jnp.diff(cu_rows), preferred_element_type=jnp.float32)
+        total = jnp.where(used, total, 0)
+        return finished(
+            refuse_derivative(total, [x, weight, cu_rows], "grouped_block_scaled_matmul", ALTERNATIVE), spec
+        )
     if spec.packed:
         weight, weight_scales = unpacked_blocks(weight, weight_scales)
-    used = (row < cu_rows[-1])[:, None]
     group = jnp.clip(jnp.searchsorted(cu_rows, row, side="right") - 1, 0, weight.shape[0] - 1)
     terms, columns = whole_blocks(jnp.where(used, x, jnp.zeros((), x.dtype))), whole_blocks(weight)
 

@@ -1,8 +1,8 @@
-"""The products of a stage's block of terms, in four forms.
+"""The products of a stage's block of terms, in five forms.
 
 WeightBlocks and TokenBlocks multiply e4m3 by e4m3: M of the WGMMA are weight rows in WeightBlocks and tokens in
 TokenBlocks. WideBlocks multiplies activations of 16 bits by weights of e4m3 that are widened in registers, which is
-exact, and PackedBlocks by packed weights.
+exact, and PackedBlocks by packed weights. PlainBlocks multiplies activations by weights of their own 16 bits.
 """
 
 from __future__ import annotations
@@ -332,6 +332,38 @@ class PackedBlocks:
         if const_expr(empty is not None):
             warpgroup.wait_group(0)
             leave(empty)
+
+
+class PlainBlocks:
+    """Device functions for weights of x's 16 bits. M are tokens, and N are all weight rows of the tile: no block of
+    them has a scale of its own, so the tensor cores add all terms to the sums."""
+
+    def __init__(self, config: ProductConfig) -> None:
+        self.config, self.dtype = config, DTYPES[config.x_dtype]
+
+    def mma(self) -> cute.TiledMma:
+        """A tiled MMA for the product of a block."""
+        k_major, shape = OperandMajorMode.K, (GROUP_ROWS, self.config.rows)
+        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), shape)
+
+    def held(self) -> Held | None:
+        """None: the WGMMAs read both operands from shared memory."""
+        return None
+
+    @cute.jit
+    def multiply(self, shared: Shared, mma: Mma, sums: cute.Tensor, index: Int32, part: Part) -> None:
+        """Issue the product in stage `index`, which is added to the sums of all waves."""
+        config = self.config
+        thr = mma.more.get_slice(part.thread)
+        rows = shared.x.toint() + index * (config.tokens * BLOCK) + part.group * (GROUP_ROWS * BLOCK)
+        columns = shared.weight.toint() + index * (config.rows * BLOCK)
+        a = mma.more.make_fragment_A(thr.partition_A(operand(uniform(rows), GROUP_ROWS, self.dtype)))
+        b = mma.more.make_fragment_B(thr.partition_B(operand(uniform(columns), config.rows, self.dtype)))
+        acc = cute.make_tensor(sums.iterator, cute.make_layout(thr.partition_shape_C((GROUP_ROWS, config.rows))))
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(config.block_terms // 16):
+            cute.gemm(mma.more, acc, a[None, None, step], b[None, None, step], acc)
+        warpgroup.commit_group()
 
 
 @cute.jit

@@ -44,8 +44,10 @@ class ProductConfig:
     Attributes:
       out_dtype: the dtype of the result. e4m3, which only gated products have, comes with a scale per 128 columns.
       x_dtype: the dtype of the activations: e4m3 with scales, or bfloat16 or float16 without scales.
-      packed: whether weights are e2m1, two in a byte, with a scale for every 32 of a row; otherwise they are e4m3. Only
-        with activations of bfloat16.
+      packed: whether weights are e2m1, two in a byte, with a scale for every 32 of a row. Only with activations of
+        bfloat16.
+      plain: whether weights have the dtype of the activations, 16 bits, and no scales. Only with tokens_first. If
+        weights are neither packed nor plain, they are e4m3.
       grouped: whether rows of x belong to groups, each with a weight of its own.
       gated: whether the result is silu(x first^T) * (x second^T), where `first` and `second` are the halves of the
         weight. A tile then has as many rows of the first half as of the second.
@@ -80,6 +82,7 @@ class ProductConfig:
     picked: bool = False
     tail: int = 0
     packed: bool = False
+    plain: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -93,8 +96,18 @@ class ProductConfig:
 
     @property
     def wide(self) -> bool:
-        """Whether x has 16 bits, and weights are widened."""
+        """Whether x has 16 bits. Weights are then widened, unless they are plain."""
         return self.x_dtype != FP8
+
+    @property
+    def block_terms(self) -> int:
+        """How many terms a block has."""
+        return BLOCK // 2 if self.plain else BLOCK
+
+    @property
+    def x_boxes(self) -> int:
+        """How many boxes a block of x has. A box has 128 bytes of each of the tile's rows."""
+        return 2 if self.wide and not self.plain else 1
 
     @property
     def rows(self) -> int:
@@ -103,7 +116,8 @@ class ProductConfig:
 
     @property
     def columns(self) -> int:
-        """N of a WGMMA: all tokens of the tile or, with tokens_first, 128 weight rows."""
+        """Columns of a wave's product: all tokens of the tile or, with tokens_first, 128 weight rows. They are N of a
+        WGMMA, but with plain weights, where one WGMMA computes all waves."""
         return BLOCK if self.tokens_first else self.tokens
 
     @property
@@ -141,13 +155,15 @@ class ProductConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a block of terms of a weight row."""
+        """Bytes of a weight row in a block."""
         return BLOCK // 2 if self.packed else BLOCK
 
     @property
     def scale_words(self) -> int:
         """How many words a stage has for scales, rounded up to a multiple of 4. Packed weights have a word for each
-        row: the exponents of a block's four scales."""
+        row: the exponents of a block's four scales. Plain weights have none, but the space must not be empty."""
+        if self.plain:
+            return 4
         if self.packed:
             return self.rows
         return -(-self.scale_blocks * self.block_scales // 4) * 4
@@ -155,7 +171,7 @@ class ProductConfig:
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: a block of terms of the tile's weights and of x."""
-        return self.rows * self.weight_bytes + self.tokens * (1 + self.wide) * BLOCK
+        return self.rows * self.weight_bytes + self.tokens * self.x_boxes * BLOCK
 
     @property
     def copied_bytes(self) -> int:
@@ -256,7 +272,7 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
     config = ProductConfig(
         spec.out_dtype, spec.x_dtype, groups is not None, num_sms=num_sms, gated=spec.gated, limit=spec.limit
     )
-    config = replace(config, picked=spec.num_picked is not None, packed=spec.packed)
+    config = replace(config, picked=spec.num_picked is not None, packed=spec.packed, plain=spec.plain)
     if groups is not None:
         known = isinstance(rows, int) and isinstance(groups, int)
         return _grouped(config, -(-rows // groups) if known else LARGE_MEAN)
@@ -264,9 +280,11 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
 
 
 def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
-    """The configuration for groups of `mean` rows on average, the fastest of those that LOG.md lists.  With few rows
+    """The configuration for groups of `mean` rows on average, the fastest of those that LOG.md lists. With few rows
     reading the weights takes most of the time, so a tile holds all rows of most groups. A second tile of a group reads
     the group's weights again, from L2."""
+    if config.plain:
+        return replace(config, tokens_first=True, tail=GROUP_ROWS)
     few = not (config.gated or config.picked)  # two CTAs have room on a multiprocessor
     if mean <= FEW_MEAN and (config.wide or mean <= 2):
         config = replace(config, tokens=16)
@@ -305,6 +323,10 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
         candidates = [_whole_blocks(replace(config, tokens=tokens, waves=1, ctas=2 if tokens <= 32 else 1))]
         if tokens == 64 and not config.wide and not config.gated:
             candidates.append(replace(candidates[0], groups=3))
+        if tokens <= 16 and config.wide and not config.gated and not config.packed:
+            at_once = replace(config, tokens=tokens, groups=3, waves=1)
+            if LEAST_CTAS <= _tiles(at_once, rows, spec.num_columns) <= config.num_sms:
+                return at_once
     elif config.wide:
         candidates = [config] if config.quantized else [replace(config, waves=1), config]
     else:

@@ -26,10 +26,10 @@ class Copies:
     def __init__(self, config: ProductConfig, tiles: Tiles) -> None:
         self.config, self.tiles = config, tiles
         self.x_dtype = DTYPES[config.x_dtype]
-        self.weight_dtype = Uint8 if config.packed else Float8E4M3FN
-        self.x_boxes = 1 + config.wide  # boxes of a block of x; a box has 128 bytes of each of the tile's rows
+        self.weight_dtype = self.x_dtype if config.plain else Uint8 if config.packed else Float8E4M3FN
+        self.row_items = config.weight_bytes * 8 // self.weight_dtype.width  # of a weight row in a block
         self.scales_of_lane = 0 if config.wide else -(-config.tokens // 32)
-        self.weight_scales_of_lane = config.rows // 32 if config.packed else config.scale_blocks
+        self.weight_scales_of_lane = config.rows // 32 if config.packed else config.scale_blocks * (not config.plain)
         self.scale_dtype = Int32 if config.packed else Float32
         read_once = config.grouped or config.tokens < 128
         self.picked = PickedRows(config)
@@ -49,7 +49,7 @@ class Copies:
             groups, stride = weight.shape[0], cute.assume(weight.stride[0], divby=16)
         weights = self.weight_rows(arrays, weight_pitch, (groups, stride))
         tokens = cute.make_tensor(x.iterator, cute.make_layout(x.shape, stride=(pitch, 1)))
-        weight_box, x_box = (*self.box_rows(), config.weight_bytes), (config.tokens, BLOCK // self.x_boxes)
+        weight_box, x_box = (*self.box_rows(), self.row_items), (config.tokens, config.block_terms // config.x_boxes)
         weight_layout, x_layout = self.weight_box_layout(), self.box_layout(self.x_dtype, x_box)
         load = cpasync.CopyBulkTensorTileG2SOp()
         return Tma(
@@ -79,8 +79,8 @@ class Copies:
     def weight_box_layout(self) -> cute.ComposedLayout:
         """The layout of a stage's weights in shared memory, in the modes of `weight_rows`."""
         if not self.config.gated:
-            return self.box_layout(self.weight_dtype, (self.config.rows, self.config.weight_bytes))
-        pitch = self.config.weight_bytes
+            return self.box_layout(self.weight_dtype, (self.config.rows, self.row_items))
+        pitch = self.row_items
         rows = cute.make_layout((*self.box_rows(), pitch), stride=(pitch, 8 * pitch, 16 * pitch, 1))
         return cute.make_composed_layout(layout_atom(self.weight_dtype).inner, 0, rows)
 
@@ -111,10 +111,11 @@ class Copies:
     def copy_x(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of `config.tokens` rows of x, from the tile's first row on. Some of these rows may belong to
         the next group; rows past x's end become 0."""
-        rows, terms = self.config.tokens, BLOCK // self.x_boxes
-        boxes = self.boxes_at(shared.x, self.x_dtype, rows, self.x_boxes)
-        for i in cutlass.range_constexpr(self.x_boxes):
-            first = (tile.row, b * BLOCK + i * terms)
+        config = self.config
+        rows, terms = config.tokens, config.block_terms // config.x_boxes
+        boxes = self.boxes_at(shared.x, self.x_dtype, rows, config.x_boxes)
+        for i in cutlass.range_constexpr(config.x_boxes):
+            first = (tile.row, b * config.block_terms + i * terms)
             box = cute.local_tile(cute.domain_offset(first, copy.tensor), (rows, terms), (0, 0))
             target, source = cpasync.tma_partition(
                 copy.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(box, 0, 2)
@@ -125,7 +126,7 @@ class Copies:
     @cute.jit
     def copy_weights(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of the tile's weight rows."""
-        modes = (*self.box_rows(), self.config.weight_bytes)
+        modes = (*self.box_rows(), self.row_items)
         boxes = self.boxes_at(shared.weight, self.weight_dtype, self.config.rows, 1)
         place: tuple[Int32, ...] = (tile.column, b, tile.group)
         if const_expr(self.config.gated):
@@ -149,7 +150,7 @@ class Copies:
 
     def gated_boxes(self) -> cute.Layout:
         """The weights of all stages as (row of eight, half, eight rows, term, stage)."""
-        rows, pitch = self.config.rows, self.config.weight_bytes
+        rows, pitch = self.config.rows, self.row_items
         return cute.make_layout(
             (8, 2, rows // 16, pitch, self.config.stages), stride=(pitch, 8 * pitch, 16 * pitch, 1, rows * pitch)
         )
@@ -175,7 +176,8 @@ class Copies:
         config = self.config
         index, phase, ahead = turn, Int32(1), turn  # ahead: how many other warps' blocks come before this warp's next
         item = place.cluster
-        values = cute.make_rmem_tensor((self.scales_of_lane + self.weight_scales_of_lane,), self.scale_dtype)
+        held = max(self.scales_of_lane + self.weight_scales_of_lane, 1)
+        values = cute.make_rmem_tensor((held,), self.scale_dtype)
         rows = cute.make_rmem_tensor((-(-config.tokens // 32) if config.picked else 1,), Int32)
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
         while tile.group >= 0:
@@ -190,7 +192,7 @@ class Copies:
                     self.picked.copy(arrays, shared, index, tile, b, rows)
                 if const_expr(config.packed):
                     self.store_exponents(shared, index, values)
-                else:
+                elif const_expr(not config.plain):
                     self.store_scales(shared, index, values)
                 if const_expr(config.picked):
                     self.picked.wait()
@@ -221,7 +223,7 @@ class Copies:
             values[i] = scale
         if const_expr(config.packed):
             self.load_exponents(arrays, tile, b, values)
-        else:
+        elif const_expr(not config.plain):
             self.load_weight_scales(arrays, tile, b, values)
 
     @cute.jit

@@ -1,4 +1,5 @@
-"""Products of activations (e4m3 or 16 bits) with block-scaled weights in one launch, dense or grouped, for Hopper.
+"""Products of activations (e4m3 or 16 bits) with block-scaled weights in one launch, dense or grouped, for Hopper; of
+groups also with weights of 16 bits.
 
 DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, where M of the WGMMAs are weight rows, or,
 with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:
@@ -44,7 +45,8 @@ class BlockScaledMatmul:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
         config = self.config
-        given = (True, True, not config.wide, True, config.grouped, config.picked, True, config.quantized)
+        scaled = not config.wide, not config.plain
+        given = (True, True, *scaled, config.grouped, config.picked, True, config.quantized)
         operand = iter(operands)
         arrays = Arrays._make([next(operand) if const_expr(has) else None for has in given])
         clusters = Int32(config.num_sms * config.ctas // config.splits)

@@ -20,11 +20,11 @@ class Arrays(NamedTuple):
     """The arrays of a launch, in the order of its operands.
 
     Attributes:
-      x: [R, K], or [T, K] if there are `rows`. weight: [N, K] or [E, N, K] of e4m3; if packed, [N, K / 2] or
-        [E, N, K / 2] bytes.
+      x: [R, K], or [T, K] if there are `rows`. weight: [N, K] or [E, N, K] of e4m3, or, if plain, of x's dtype; if
+        packed, [N, K / 2] or [E, N, K / 2] bytes.
       x_scales: [R, K / 128], or [T, K / 128] if there are `rows`, rounded up, float32; None if x has 16 bits.
       weight_scales: [N / 128, K / 128] or [E, N / 128, K / 128], rounded up, float32; if packed, the exponents
-        [N, K / 32] or [E, N, K / 32], one byte each.
+        [N, K / 32] or [E, N, K / 32], one byte each; None if plain.
       cu_rows: [E + 1] int32; None without groups.
       rows: [R] int32; None if x's rows come in order.
       out: [R, N], if gated [R, N / 2].
@@ -34,7 +34,7 @@ class Arrays(NamedTuple):
     x: cute.Tensor
     weight: cute.Tensor
     x_scales: cute.Tensor | None
-    weight_scales: cute.Tensor
+    weight_scales: cute.Tensor | None
     cu_rows: cute.Tensor | None
     rows: cute.Tensor | None
     out: cute.Tensor
@@ -133,7 +133,8 @@ def make_storage(config: ProductConfig) -> Any:
         fields["amax"] = cute.struct.Align[arrays[Float32, config.amax_words], 128]
     # The stages lie together, because the parts of a split sum take their place.
     fields["weight"] = cute.struct.Align[arrays[Float8E4M3FN, stages * config.rows * config.weight_bytes], 1024]
-    fields["x"] = cute.struct.Align[arrays[DTYPES[config.x_dtype], stages * config.tokens * 128], 1024]
+    of_x = stages * config.tokens * config.block_terms
+    fields["x"] = cute.struct.Align[arrays[DTYPES[config.x_dtype], of_x], 1024]
     return storage_of_fields(fields, config)
 
 

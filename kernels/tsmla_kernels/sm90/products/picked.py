@@ -26,7 +26,7 @@ class PickedRows:
 
     def __init__(self, config: ProductConfig) -> None:
         self.config = config
-        self.boxes = 1 + config.wide
+        self.boxes = config.x_boxes
         self.item_bytes = DTYPES[config.x_dtype].width // 8
 
     @cute.jit

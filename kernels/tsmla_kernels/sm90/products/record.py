@@ -23,12 +23,15 @@ def product_operands(config: ProductConfig) -> tuple[Operand, ...]:
     256."""
     stack = (None,) if config.grouped else ()
     x_scales = () if config.wide else (Operand("x_scales", "float32", (None, None), align=4),)
+    weight = config.x_dtype if config.plain else PACKED if config.packed else FP8
+    of_weight = PACKED if config.packed else "float32"
+    weight_scales = () if config.plain else (Operand("weight_scales", of_weight, (*stack, None, None), align=4),)
     offsets = (Operand("cu_rows", "int32", (None,), align=4),) if config.grouped else ()
     return (
         Operand("x", config.x_dtype, (None, None)),
-        Operand("weight", PACKED if config.packed else FP8, (*stack, None, None)),
+        Operand("weight", weight, (*stack, None, None)),
         *x_scales,
-        Operand("weight_scales", PACKED if config.packed else "float32", (*stack, None, None), align=4),
+        *weight_scales,
         *offsets,
         *((Operand("rows", "int32", (None,), align=4),) if config.picked else ()),
         Operand("out", config.out_dtype, (None, None), output=True),

@@ -8,9 +8,19 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.products.blocks import Held, PackedBlocks, Part, TokenBlocks, WeightBlocks, WideBlocks, leave
+from tsmla_kernels.sm90.products.blocks import (
+    Held,
+    PackedBlocks,
+    Part,
+    PlainBlocks,
+    TokenBlocks,
+    WeightBlocks,
+    WideBlocks,
+    leave,
+)
 from tsmla_kernels.sm90.products.config import GROUP_ROWS, ProductConfig
 from tsmla_kernels.sm90.products.memory import Arrays, Lane, Mma, Place, Shared, Tile, wait_busily
 from tsmla_kernels.sm90.products.results import Results
@@ -28,7 +38,8 @@ class Turn(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """A lane's registers: the product of a block, the sums of all waves, and what `held` of the products returns."""
+    """A lane's registers: the product of a block (if weights are plain, the sums), the sums of all waves, and what
+    `held` of the products returns."""
 
     acc: cute.Tensor
     sums: cute.Tensor
@@ -47,6 +58,7 @@ class Sums:
         self.values = config.columns // 2  # sums of a lane in each wave
         self.results = Results(config)
         self.tail: Blocks | None = None
+        self.plain = PlainBlocks(config) if config.plain else None
         if config.wide:
             kind = PackedBlocks if config.packed else WideBlocks
             self.blocks: Blocks = kind(config, config.tokens)
@@ -57,7 +69,8 @@ class Sums:
 
     def mma(self) -> Mma:
         """The tiled MMAs of a block's product."""
-        return Mma(self.blocks.mma(), self.blocks.mma())
+        blocks = self.plain or self.blocks
+        return Mma(blocks.mma(), blocks.mma())
 
     @cute.jit
     def run(self, arrays: Arrays, shared: Shared, mma: Mma, place: Place, group: Int32) -> None:
@@ -67,18 +80,20 @@ class Sums:
         lane = kept(thread % 32)
         mma.first.set(Field.ACCUMULATE, False)
         mma.more.set(Field.ACCUMULATE, True)
-        acc = cute.make_rmem_tensor(
-            mma.first.get_slice(thread).partition_shape_C((GROUP_ROWS, config.columns)), Float32
-        )
         sums = cute.make_rmem_tensor((self.values, config.waves), Float32)
-        registers = Registers(acc, sums, self.blocks.held())
+        registers = self.registers(mma, sums, thread)
         index, phase = Int32(0), Int32(0)
         item = place.cluster
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
         while tile.group >= 0:
             sums.fill(0.0)
             part = Part(group, 0, thread)
-            if const_expr(config.tail == 0):
+            if const_expr(config.plain):
+                if tile.rows > group * GROUP_ROWS:
+                    index, phase = self.sum_plain(shared, mma, sums, Turn(index, phase), tile, part)
+                else:
+                    index, phase = self.skip_blocks(shared, Turn(index, phase), tile)
+            elif const_expr(config.tail == 0):
                 index, phase = self.sum_blocks(shared, mma, registers, Turn(index, phase), tile, part, False)
             elif const_expr(config.tokens_first):
                 # A warpgroup whose tokens all lie past the group leaves the tensor cores to the others.
@@ -96,6 +111,13 @@ class Sums:
                 self.results.store(arrays, shared, sums, tile, Lane(group, thread // 32, lane))
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
+
+    def registers(self, mma: Mma, sums: cute.Tensor, thread: Int32) -> Registers:
+        """A lane's registers. Plain weights need none but the sums."""
+        if self.plain:
+            return Registers(sums, sums, None)
+        shape = mma.first.get_slice(thread).partition_shape_C((GROUP_ROWS, self.config.columns))
+        return Registers(cute.make_rmem_tensor(shape, Float32), sums, self.blocks.held())
 
     def products(self, few: bool) -> Blocks:
         """The products of a tile or, if `few`, of its first config.tail tokens."""
@@ -144,6 +166,26 @@ class Sums:
         )
         few = Registers(acc, registers.sums, registers.held)
         return self.sum_blocks(shared, mma, few, turn, tile, part, True)
+
+    @cute.jit
+    def sum_plain(
+        self, shared: Shared, mma: Mma, sums: cute.Tensor, turn: Turn, tile: Tile, part: Part
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """`sum_blocks` of plain weights. A block's product runs while the next one is issued."""
+        index, phase = turn
+        before = index
+        for b in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
+            wait_busily(shared.full + index, phase)
+            self.plain.multiply(shared, mma, sums, index, part)
+            warpgroup.wait_group(1)
+            if b > tile.begin:
+                leave(shared.empty + before)
+            before = index
+            index, phase = advance(index, phase, self.config.stages)
+        warpgroup.wait_group(0)
+        if tile.end > tile.begin:
+            leave(shared.empty + before)
+        return index, phase
 
     @cute.jit
     def skip_blocks(self, shared: Shared, turn: Turn, tile: Tile) -> tuple[Int32, Int32]:

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.sm90.products.config import BLOCK, ProductConfig
+from tsmla_kernels.sm90.products.config import ProductConfig
 from tsmla_kernels.sm90.products.memory import Arrays, Place, Tile, Walk
 from tsmla_kernels.sm90.warp import divide, quotient
 
@@ -49,7 +49,8 @@ class Tiles:
 
     def blocks(self, arrays: Arrays) -> Int32:
         """How many blocks of terms there are."""
-        return quotient(Int32(arrays.x.shape[1]) + (BLOCK - 1), BLOCK)
+        terms = self.config.block_terms
+        return quotient(Int32(arrays.x.shape[1]) + (terms - 1), terms)
 
     def start(self) -> Walk:
         return Walk(Int32(0), Int32(0))

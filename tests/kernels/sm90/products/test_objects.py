@@ -35,6 +35,7 @@ CONFIGS = {
     "4096 rows": product_config(spec(4096)),
     "4096 rows of f32": product_config(dataclasses.replace(spec(4096), out_dtype="float32")),
     "16 rows of bf16": product_config(dataclasses.replace(spec(16), x_dtype="bfloat16")),
+    "16 rows of bf16, 24576 columns": product_config(dataclasses.replace(spec(16, 24576, 1536), x_dtype="bfloat16")),
     "4096 rows of bf16": product_config(dataclasses.replace(spec(4096), x_dtype="bfloat16")),
     "128 rows of f16 a group": product_config(dataclasses.replace(spec(32768, groups=256), x_dtype="float16")),
     "1 row a group": product_config(spec(256, groups=256)),
@@ -78,7 +79,21 @@ CONFIGS |= {
         dataclasses.replace(MX, num_rows=32768, num_picked=4096, gated=True, out_dtype="float8_e4m3fn")
     ),
 }
-FAST = ("16 rows", "128 rows a group", "picked 128 rows a group, float8_e4m3fn to float8_e4m3fn")
+PLAIN = dataclasses.replace(spec(4096, 2816, 2048, 64), x_dtype="bfloat16", plain=True)
+CONFIGS |= {
+    "plain": product_config(PLAIN),
+    "plain f16 to f32": product_config(dataclasses.replace(PLAIN, x_dtype="float16", out_dtype="float32")),
+    "plain, gated and picked": product_config(dataclasses.replace(PLAIN, num_picked=4096, gated=True, limit=7.0)),
+    "plain, gated and picked, to e4m3": product_config(
+        dataclasses.replace(PLAIN, num_picked=4096, gated=True, out_dtype="float8_e4m3fn")
+    ),
+}
+FAST = (
+    "plain, gated and picked",
+    "16 rows",
+    "128 rows a group",
+    "picked 128 rows a group, float8_e4m3fn to float8_e4m3fn",
+)
 """Compiled in every run of the tests. The others are slow tests."""
 
 
@@ -116,6 +131,8 @@ def test_a_configuration_fits(rows: int, matrix: tuple[int, int]) -> None:
             grouped = dataclasses.replace(spec(rows, *matrix, groups=64), **form)
             fits(product_config(grouped))
             fits(product_config(dataclasses.replace(grouped, num_picked=7)))
+            if dtype == "bfloat16":
+                fits(product_config(dataclasses.replace(grouped, plain=True)))
 
 
 def test_a_split_sum_has_terms_in_each_part() -> None:
