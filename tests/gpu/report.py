@@ -37,6 +37,7 @@ def arrays() -> dict[str, Callable[[], Callable[..., Any]]]:
 
     import tsmla_jax
     from tsmla_jax import sparse
+    from tsmla_kernels.contract.layouts import V4_PACKED
 
     rng = np.random.default_rng(0)
     bf16, fp8, i32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32
@@ -60,6 +61,11 @@ def arrays() -> dict[str, Callable[[], Callable[..., Any]]]:
         jnp.arange(pages * size, dtype=i32),
         implementation="reference",
     )
+
+    def v4_pages() -> Any:
+        rows, every = normal(pages * size, 512), jnp.arange(pages * size, dtype=i32)
+        return sparse.write_v4_cache(jnp.zeros((pages, V4_PACKED.page_bytes(size)), jnp.uint8), rows, every)
+
     q8, weights = normal(300, 64, 128, dtype=fp8), normal(300, 64, dtype=jnp.float32)
     offsets = jnp.asarray([0, 3, 3, 90, 300], i32)
     indices = jnp.asarray(rng.integers(-1, pages * size, (16, 512)), i32)
@@ -85,6 +91,16 @@ def arrays() -> dict[str, Callable[[], Callable[..., Any]]]:
         "sparse_mla": lambda: call(tsmla_jax.sparse_mla, normal(16, 128, 576), packed(), indices, **scale),
         "sparse_mla, plain": lambda: call(
             tsmla_jax.sparse_mla, normal(16, 64, 576), normal(pages, size, 576), indices, **scale
+        ),
+        "sparse_mla, V4's two caches": lambda: call(
+            tsmla_jax.sparse_mla,
+            normal(16, 64, 512),
+            v4_pages(),
+            indices,
+            compressed_kv_cache=v4_pages(),
+            window=128,
+            sinks=normal(64, dtype=jnp.float32),
+            **scale,
         ),
         "mla_decode": lambda: call(
             tsmla_jax.mla_decode, normal(batch, 1, 16, 576), normal(pages, size, 576), tables, lens, **scale
