@@ -25,6 +25,7 @@ from benchmarks.floors import LATENT, PAGE, floor_us
 from benchmarks.harness import Case, Object, Run, device, ints, randn
 from benchmarks.peers import sparse
 from tsmla_bridge.engines import flash_mla
+from tsmla_bridge.engines.flash_mla import selected
 from tsmla_bridge.ops.sparse_mla import WARM_TOKENS
 
 PEER = "legacy"
@@ -106,6 +107,7 @@ class Sparse(packed.PackedCase):
         return found
 
     def run(self) -> Run:
+        selected.read_no_lse()  # as with TSMLA_SGLANG=flash_mla
         return functools.partial(
             flash_mla.flash_mla_with_kvcache, **self.arguments, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0]
         )

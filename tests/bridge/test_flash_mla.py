@@ -16,7 +16,7 @@ from tests.bridge.inputs import BF16, Inputs, assert_close, inputs
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tsmla_bridge.engines import flash_mla
-from tsmla_bridge.engines.flash_mla import joining, warming
+from tsmla_bridge.engines.flash_mla import joining, selected, warming
 from tsmla_bridge.ops import mla_decode
 
 HEADS, SCALE = 4, 192**-0.5
@@ -422,6 +422,25 @@ def test_the_base_of_a_prompts_lse(base: bool | None) -> None:
     else:
         assert lse is not None and torch.isposinf(lse[2]).all()
         torch.testing.assert_close(lse, natural * (1 if base is None else np.log2(np.e)))
+
+
+@pytest.fixture(autouse=True)
+def lse_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without SGLang, and undone after the test."""
+    monkeypatch.setattr(selected, "_lse_is_read", True)
+
+
+def test_an_engine_that_reads_no_lse_gets_that_of_the_operation() -> None:
+    torch.manual_seed(0)
+    q, kv = torch.randn(2, HEADS, 576).bfloat16(), torch.randn(9, 1, 576).bfloat16()
+    indices = torch.tensor([[[0, 3]], [[-1, -1]]], dtype=torch.int32)
+    out, _, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE)
+    selected.read_no_lse()
+    same, _, as_it_is = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE)
+    assert lse is not None and as_it_is is not None
+    assert torch.isposinf(lse[1]).all() and torch.isneginf(as_it_is[1]).all()
+    torch.testing.assert_close((same, as_it_is[0]), (out, lse[0]))
+    assert torch.isposinf(attend(case([0]), "cpu")[1]).all()  # without indices SGLang reads it
 
 
 def test_fused_attention_is_refused_by_name() -> None:

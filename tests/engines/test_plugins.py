@@ -57,7 +57,8 @@ register()
 import flash_mla
 from flash_mla import fused_norm_rope_attn_rope_cast
 from flash_mla.flash_mla_interface import FlashMLASchedMeta
-print(flash_mla.__name__)
+from tsmla_bridge.engines.flash_mla import selected
+print(flash_mla.__name__, selected._lse_is_read)
 """
 
 
@@ -71,7 +72,7 @@ def test_sglangs_variable_gives_flash_mla(before: str, child_environment: dict[s
     if before:
         assert done.returncode and "SGLang's FlashMLA backends run on their own kernels" in done.stderr
     else:
-        assert done.stdout == "tsmla_bridge.engines.flash_mla\n", done.stderr
+        assert done.stdout == "tsmla_bridge.engines.flash_mla False\n", done.stderr
         assert done.stderr.count("FlashMLA's backends run on these kernels") == 1
 
 

@@ -144,7 +144,7 @@ def flash_mla_with_kvcache(
             q, near, far, head_dim_v=head_dim_v, softmax_scale=softmax_scale, attn_sink=attn_sink,
             batch_invariant=enable_batch_invariant,
         )  # fmt: skip
-        return out, selected.as_the_packages(lse).transpose(1, 2)
+        return out, selected.lse_of_selected(lse).transpose(1, 2)
     if given := [name for name in selecting | extra if name in present]:
         raise ValueError(f"{', '.join(given)}: got tensors; they go with indices alone")
     if kv_format is not None:
@@ -222,4 +222,4 @@ def flash_mla_sparse_fwd(
     out, lse = selected.attend_rows(q, kv, indices, topk_length, d_v=d_v, sm_scale=sm_scale, attn_sink=attn_sink)
     if return_log2_lse is False:
         return out, None, None
-    return out, None, selected.as_the_packages(lse / math.log(2) if return_log2_lse else lse)
+    return out, None, selected.lse_of_selected(lse / math.log(2) if return_log2_lse else lse)

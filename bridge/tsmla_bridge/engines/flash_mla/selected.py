@@ -167,6 +167,22 @@ def attend_rows(
     return out, lse
 
 
+_lse_is_read = True
+"""Whether anybody reads the lse of calls with indices."""
+
+
+def read_no_lse() -> None:
+    """From now on give the lse of calls with indices as `sparse_mla` does, with -inf where no key is seen. This saves a
+    kernel in every call of an engine that reads no such lse."""
+    global _lse_is_read
+    _lse_is_read = False
+
+
+def lse_of_selected(lse: torch.Tensor) -> torch.Tensor:
+    """The lse of a call with indices as the package gives it, if anybody reads it."""
+    return as_the_packages(lse) if _lse_is_read else lse
+
+
 def as_the_packages(lse: torch.Tensor) -> torch.Tensor:
     """lse with +inf where no key is seen; one kernel."""
     return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
