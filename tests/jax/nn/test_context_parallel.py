@@ -28,6 +28,7 @@ CONFIG = MLAConfig(
     qk_rope_head_dim=8,
     v_head_dim=10,
     query_scale=QueryScale(0.5, 5),
+    output_gate="head",
 )
 WIDTH = CONFIG.cache_dim
 TABLES = np.arange(len(LENS) * COLUMNS, dtype=np.int32).reshape(len(LENS), COLUMNS)
@@ -234,7 +235,7 @@ def test_rows_of_16_bits_are_rounded_once(mesh: Mesh, few_tokens: int, monkeypat
 
 
 INDEXER: dict[str, Any] = {"index_n_heads": 4, "index_head_dim": 12, "index_topk": 64}
-V32 = v32.V32Config(mla=replace(CONFIG, q_lora_rank=12, query_scale=None), **INDEXER)
+V32 = v32.V32Config(mla=replace(CONFIG, q_lora_rank=12, query_scale=None, output_gate=None), **INDEXER)
 V4 = v4.V4Config(
     kind="csa",
     ratio=4,

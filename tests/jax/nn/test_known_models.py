@@ -30,9 +30,11 @@ V4: dict[str, Any] = {**V4_FIELDS, "model_type": "deepseek_v4", "index_topk": 5,
 # Where transformers has the layer of a model type: its package, and the prefix of its classes.
 SAME_LAYERS = {
     "axk1": ("axk1", "AXK1"),
+    "bailing_hybrid": ("bailing_hybrid", "BailingHybrid"),
     "deepseek_v2": ("deepseek_v2", "DeepseekV2"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite"),
+    "kimi_linear": ("kimi_linear", "KimiLinear"),
     "longcat_flash": ("longcat_flash", "LongcatFlash"),
     "mistral4": ("mistral4", "Mistral4"),
     "sarvam_mla": ("deepseek_v3", "DeepseekV3"),
@@ -60,7 +62,7 @@ def prefill() -> Any:
 
 @pytest.mark.parametrize("model_type", SAME_LAYERS)
 def test_the_same_layer(model_type: str) -> None:
-    """One program serves all but longcat_flash and mistral4: their configs are equal. mistral4's text crosses the steps
+    """One program serves all but five models: their configs are equal. mistral4's text crosses the steps
     of its queries' factor twice."""
     package, name = SAME_LAYERS[model_type]
     modeling = module(package, "modeling")
@@ -81,10 +83,11 @@ def test_the_same_layer(model_type: str) -> None:
         parameter.data = torch.randn_like(parameter) * scale + shift
     x, positions = torch.randn(1, 40, TINY["hidden_size"]), torch.arange(40)[None]
     mask = torch.full((40, 40), torch.finfo(torch.float32).min).triu(1)[None, None]
-    embeddings = getattr(modeling, f"{name}RotaryEmbedding")(theirs)(x, positions)
+    given: dict[str, Any] = {"position_ids": positions} if model_type == "mistral4" else {}
+    if model_type != "kimi_linear":
+        given["position_embeddings"] = getattr(modeling, f"{name}RotaryEmbedding")(theirs)(x, positions)
     with torch.no_grad():
-        given = {"position_ids": positions} if model_type == "mistral4" else {}
-        y = layer(hidden_states=x, position_embeddings=embeddings, attention_mask=mask, **given)[0][0].numpy()
+        y = layer(hidden_states=x, attention_mask=mask, **given)[0][0].numpy()
 
     saved = json.loads(theirs.to_json_string())
     assert saved["model_type"] == model_type
@@ -96,8 +99,9 @@ def test_the_same_layer(model_type: str) -> None:
 
 
 def test_every_model_type_is_compared() -> None:
-    """V3.2, GLM-5 and V4 elsewhere; Kimi-K2 has no layer of its own in transformers, which reads them as V3's."""
-    assert set(SAME_LAYERS) == set(MLA_TYPES) - {"kimi_k2", *V32_TYPES}
+    """V3.2, GLM-5 and V4 elsewhere, Kimi-K3 in test_hybrid_layers.py; Kimi-K2 has no layer of its own in transformers,
+    which reads them as V3's."""
+    assert set(SAME_LAYERS) == set(MLA_TYPES) - {"kimi_k2", "kimi_k3", *V32_TYPES}
 
 
 def packages_with_latents() -> list[str]:
@@ -122,7 +126,7 @@ def test_other_models_are_refused_by_name() -> None:
         for read in (MLAConfig.from_hf, V32Config.from_hf, lambda fields: V4Config.from_hf(fields, 0)):
             with pytest.raises(ValueError, match=f"^config: model_type: got '{model_type}'; legal: .*deepseek_v"):
                 read(fields)
-    assert refused >= {"bailing_hybrid", "kimi_linear", "minicpm3"}
+    assert refused >= {"glm5_next_text", "minicpm3"}
     assert known <= {*MLA_TYPES, *V4_TYPES}
 
 
@@ -134,7 +138,7 @@ def test_a_layer_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     for fields, load in (
         ({**V32, "model_type": "glm5_next"}, v32.load_hf_attention),
-        ({**V3, "model_type": "kimi_linear"}, load_hf_attention),
+        ({**V3, "model_type": "minicpm3"}, load_hf_attention),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         with pytest.raises(ValueError, match=f"config.json: model_type: got '{fields['model_type']}'; legal: "):

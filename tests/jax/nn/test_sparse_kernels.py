@@ -38,9 +38,7 @@ DTYPES = [(jnp.uint8, 1), (jnp.float8_e4m3fn, 1), (jnp.bfloat16, 1), (jnp.float3
 def on_hopper(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stands against kernels by default, except what the kernels themselves say."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    table = {
-        name: dataclasses.replace(each, why_not_by_default=list) for name, each in api.OPERATION.table.items()
-    }
+    table = {name: dataclasses.replace(each, why_not_by_default=list) for name, each in api.OPERATION.table.items()}
     monkeypatch.setitem(vars(api.OPERATION), "table", table)
     monkeypatch.setattr(device, "num_sms", lambda arch: 132)
 
@@ -91,9 +89,7 @@ def test_v4(kind: str, dtype: Any, count: int) -> None:
         "index_n_heads": 4, "index_head_dim": 128, "index_topk": 64, "num_hidden_layers": 1, "layer_types": [kind],
         "max_position_embeddings": 512, "rope_theta": 1e4, "compress_rope_theta": 4e4, "rms_norm_eps": 1e-6,
     }, 0)  # fmt: skip
-    cache = v4.init_cache(
-        config, window_pages=PAGES, compressed_pages=PAGES, num_states=2, page_size=PAGE, dtype=dtype
-    )
+    cache = v4.init_cache(config, window_pages=PAGES, compressed_pages=PAGES, num_states=2, page_size=PAGE, dtype=dtype)
     made = v4.make_step(
         config,
         step(),

@@ -14,23 +14,33 @@ Legal = Mapping[str, tuple[Any, ...]]
 
 MLA_TYPES = (
     "axk1",
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_k2",
+    "kimi_k3",
+    "kimi_linear",
     "longcat_flash",
     "mistral4",
     "sarvam_mla",
     "youtu",
 )
-"""Model types whose attention is DeepSeek-V2's; V3.2's and GLM-5's is it without the indexer, SCALED_TYPES' and
-LONGCAT_TYPES' without their factors."""
+"""Model types whose attention is DeepSeek-V2's, or that have such layers. Some of it is missing there: V3.2's and
+GLM-5's indexer. Some is not DeepSeek's: the factors of SCALED_TYPES and LONGCAT_TYPES, the gates of GATES; NOPE_TYPES
+rotate nothing."""
 SCALED_TYPES = ("mistral4",)
 """Those of MLA_TYPES whose queries may have a factor by their position."""
 LONGCAT_TYPES = ("longcat_flash",)
 """Those of MLA_TYPES whose queries and latents are multiplied by constants."""
+NOPE_TYPES = ("kimi_k3", "kimi_linear")
+"""Those of MLA_TYPES that rotate nothing."""
+GATES = {"bailing_hybrid": "head", "kimi_k3": "element"}
+"""Those of MLA_TYPES whose results a gate multiplies, and what each factor is of (`MLAConfig.output_gate`)."""
+HYBRID_TYPES = ("bailing_hybrid", *NOPE_TYPES)
+"""Those of MLA_TYPES whose other layers have linear attention."""
 V32_TYPES = ("deepseek_v32", "glm_moe_dsa")
 SHARING_TYPES = ("glm_moe_dsa",)
 """Those of V32_TYPES whose layers may share a choice; their indexer's rope is interleaved."""
@@ -73,6 +83,10 @@ _LONGCAT: Legal = {
     "mla_scale_q_lora": (True,),
     "rope_interleave": (True,),
 }
+# Fields of layers with linear attention, and those that say what NOPE_TYPES and GATES do.
+_HYBRID_PARTS = re.compile(r"^(kda|linear)_|^layer_group_size$")
+_NOPE: Legal = {"mla_use_nope": (True,)}
+_GATED: Legal = {"mla_use_output_gate": (True,)}
 _MLA_KNOWN = (
     "attention_bias",
     "kv_lora_rank",
@@ -127,9 +141,13 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
     has_indexer = fields.get("model_type") in (None, *V32_TYPES)
     if fields.get("use_sliding_window") is False:
         fields = {**fields, "sliding_window": None}
+    hybrid = fields.get("model_type") in HYBRID_TYPES
+    if hybrid:
+        fields = {name: value for name, value in fields.items() if not _HYBRID_PARTS.search(name)}
     check_values(fields, where, _MLA)
     kinds: dict[str | None, tuple[str, ...]] = {None: ("full_attention", "indexed_attention")}
     kinds |= dict.fromkeys(V32_TYPES, ("indexed_attention",))
+    kinds |= dict.fromkeys(HYBRID_TYPES, ("full_attention", "linear_attention"))
     layers: Legal = {"layer_types": kinds.get(fields.get("model_type"), ("full_attention",))}
     if has_indexer:
         shares = fields.get("model_type") in SHARING_TYPES
@@ -140,6 +158,12 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
     if fields.get("model_type") in LONGCAT_TYPES:
         check_values(fields, where, _LONGCAT)
         known = tuple(_LONGCAT)
+    if fields.get("model_type") in NOPE_TYPES:
+        check_values(fields, where, _NOPE)
+        known = tuple(_NOPE)
+    if fields.get("model_type") == "kimi_k3":
+        check_values(fields, where, _GATED)
+        known = (*_NOPE, *_GATED)
     refuse_named(fields, where, _ATTENTION_PARTS, (*_MLA, *_MLA_KNOWN, *known))
 
 

@@ -27,7 +27,10 @@ _Config = TypeVar("_Config")
 
 # The axis of heads (or of groups of heads) of each parameter that has one; the others are replicated, as the caches
 # are: latents, compressors and indexers belong to all heads.
-_HEAD_AXIS = {"q_proj": 1, "q_b_proj": 1, "w_uk": 0, "w_uv": 0, "o_proj": 0, "sinks": 0, "o_a_proj": 0, "o_b_proj": 0}
+_HEAD_AXIS = {
+    "q_proj": 1, "q_b_proj": 1, "g_proj": 1, "w_uk": 0, "w_uv": 0, "o_proj": 0, "sinks": 0, "o_a_proj": 0,
+    "o_b_proj": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,23 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 
 from tsmla_jax.nn.checkpoints.hf_config import RopeFields, hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.checkpoints.known_fields import LONGCAT_TYPES, SCALED_TYPES, check_mla, check_values
+from tsmla_jax.nn.checkpoints.known_fields import (
+    GATES,
+    LONGCAT_TYPES,
+    NOPE_TYPES,
+    SCALED_TYPES,
+    check_mla,
+    check_values,
+)
 from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]
+OutputGate = Literal["head", "element"]
 
 _REQUIRED_SIZES = (
     "hidden_size",
@@ -55,7 +63,8 @@ class QueryScale:
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
     """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer;
-    with a query_scale, of Mistral Small 4, and with scale_latents, of LongCat-Flash.
+    with a query_scale, of Mistral Small 4, and with scale_latents, of LongCat-Flash; without rotates or with an
+    output_gate, of models that have such layers among linear ones (Kimi-Linear, Kimi-K3, Ling 3).
 
     Attributes:
         hidden_size: E, width of the residual stream.
@@ -77,6 +86,10 @@ class MLAConfig:
         query_scale: the factor that queries have by their position, or None.
         scale_latents: whether queries are multiplied by sqrt(hidden_size / q_lora_rank), and the normed latent by
             sqrt(hidden_size / kv_lora_rank).
+        rotates: whether the R rope columns are rotated. Without it all heads share these columns of the keys all the
+            same, and positions mean nothing.
+        output_gate: what the sigmoids of g_proj multiply before o_proj: each "head", each "element" of a head, or
+            nothing (None).
 
     Raises:
         ValueError: a value is not legal.
@@ -97,6 +110,8 @@ class MLAConfig:
     a_layernorm_eps: float = 1e-6
     query_scale: QueryScale | None = None
     scale_latents: bool = False
+    rotates: bool = True
+    output_gate: OutputGate | None = None
 
     def __post_init__(self) -> None:
         for name in (*_REQUIRED_SIZES, "q_lora_rank"):
@@ -112,6 +127,8 @@ class MLAConfig:
             raise ValueError("MLAConfig: q_lora_rank: got None; legal with scale_latents: a positive integer")
         if not self.rope_theta > 1.0:
             raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta}; legal: above 1")
+        if self.output_gate not in ("head", "element", None):
+            raise ValueError(f"MLAConfig: output_gate: got {self.output_gate!r}; legal: 'head', 'element', None")
         if self.rope_layout not in ("interleaved", "halves"):
             raise ValueError(f"MLAConfig: rope_layout: got {self.rope_layout!r}; legal: 'interleaved' or 'halves'")
 
@@ -154,7 +171,8 @@ class MLAConfig:
             source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
                 is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose
                 layers are the same; mistral4 (Mistral Small 4), whose queries have a query_scale; longcat_flash, with
-                scale_latents; deepseek_v32, whose layer this is without its indexer; or absent.
+                scale_latents; kimi_linear, kimi_k3 (its text_config is read) and bailing_hybrid (Ling 3), for their
+                layers of this kind; deepseek_v32, whose layer this is without its indexer; or absent.
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:
@@ -163,15 +181,20 @@ class MLAConfig:
                 a multiplier, a gate, a window. The text names the field and, when `source` is a path, the file.
         """
         fields, where = read_hf_config(source)
+        if fields.get("model_type") == "kimi_k3":
+            text = hf_field(fields, "text_config", dict, where)
+            fields, where = {**text, "model_type": "kimi_k3"}, f"{where}: text_config"
         check_mla(fields, where)
         interleave = hf_field(fields, "rope_interleave", bool, where, default=True)
         sizes = {name: hf_field(fields, name, int, where) for name in _REQUIRED_SIZES}
         width = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
         check_values(fields, where, {"qk_head_dim": (width,), "q_head_dim": (width,)})
         q_lora_rank = hf_field(fields, "q_lora_rank", int, where, nullable=True)
-        scaled = fields.get("model_type") in SCALED_TYPES
-        rope = rope_fields(fields, where, known=_SCALED_KEYS if scaled else ())
+        model_type = fields.get("model_type")
+        scaled, rotates = model_type in SCALED_TYPES, model_type not in NOPE_TYPES
+        rope = rope_fields(fields, where, known=_SCALED_KEYS if scaled else ()) if rotates else _NO_ROPE
         bias = hf_field(fields, "attention_bias", bool, where, default=False)
+        eps = hf_field(fields, "rms_norm_eps", float, where) if model_type == "kimi_k3" else 1e-6
         try:
             return cls(
                 **sizes,
@@ -182,12 +205,16 @@ class MLAConfig:
                 rope_interleave=interleave,
                 attention_bias=bias,
                 query_scale=_query_scale(rope, where, sizes["qk_rope_head_dim"] / width) if scaled else None,
-                scale_latents=fields.get("model_type") in LONGCAT_TYPES,
+                scale_latents=model_type in LONGCAT_TYPES,
+                rotates=rotates,
+                output_gate=cast(OutputGate | None, GATES.get(str(model_type))),
+                a_layernorm_eps=eps,
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
 
+_NO_ROPE = RopeFields(10000.0, None, {})
 # Keys of rope in configs of Mistral Small 4. max_position_embeddings repeats the model's own.
 _SCALED_KEYS = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
 

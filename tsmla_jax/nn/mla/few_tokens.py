@@ -11,7 +11,7 @@ import tsmla_jax
 from tsmla_jax.nn import few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.mla.functional import scaled_q
+from tsmla_jax.nn.mla.projections import scaled_q
 from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.step import Step
@@ -35,6 +35,8 @@ def why_not(
         return ["parameters are not folded"]
     if config.attention_bias or context_axis is not None or implementation not in (None, "cute"):
         return ["the layer has biases, devices share its keys, or another implementation is asked for"]
+    if config.output_gate is not None:
+        return ["the layer has an output gate"]
     if config.latent_scale != 1:
         return [f"latents are multiplied by {config.latent_scale:.4g}"]
     matrices = ("in_proj", "o_proj") if config.q_lora_rank is None else ("in_proj", "q_b_proj", "o_proj")

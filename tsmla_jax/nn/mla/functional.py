@@ -23,187 +23,22 @@ import tsmla_jax
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.mla.rope import apply_rope, query_scale, rope_cos_sin
-from tsmla_jax.nn.norms import rms_norm
-from tsmla_jax.nn.products.linear import contract, joined_rows, linear, product, rows_of, split_rows, weight_of
+from tsmla_jax.nn.mla.projections import absorb_q as absorb_q
+from tsmla_jax.nn.mla.projections import expand_joint_kv as expand_joint_kv
+from tsmla_jax.nn.mla.projections import fold as fold
+from tsmla_jax.nn.mla.projections import project_latent as project_latent
+from tsmla_jax.nn.mla.projections import project_latent_unrotated as project_latent_unrotated
+from tsmla_jax.nn.mla.projections import project_low_rank_q as project_low_rank_q
+from tsmla_jax.nn.mla.projections import project_out as project_out
+from tsmla_jax.nn.mla.projections import project_q as project_q
+from tsmla_jax.nn.mla.projections import unfold as unfold
+from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.transforms import without_derivative
-
-
-def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
-    """The parameters of a layer as a step reads them fastest, for `decode`, `prefill` and `prefill_with_context`.
-
-    Every matrix has the axis that a product sums over last, so that a single token's product is a sum along rows; the
-    two products of x are one, in_proj [A + L + R, E], with A = rank or H (N + R); q_b_proj becomes [H (N + R), rank],
-    o_proj [E, H V], w_uk [H, L, N]; and w_uk and w_uv side by side are w_ukv [H, N + V, L]. It knows folded parameters
-    by in_proj. They can't be split over heads, and block-scaled weights stay so.
-    """
-    first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
-    folded = dict(params)
-    parts = [rows_of(folded.pop(name)) for name in (first, "kv_a_proj_with_mqa")]
-    folded["in_proj"] = joined_rows(parts)
-    if config.attention_bias:
-        rest = jnp.zeros(config.num_attention_heads * config.qk_head_dim) if config.q_lora_rank is None else None
-        bias = [folded.pop("q_a_proj_bias") if rest is None else rest, folded.pop("kv_a_proj_with_mqa_bias")]
-        folded["in_proj_bias"] = jnp.concatenate([part.astype(bias[1].dtype) for part in bias])
-    if "q_b_proj" in folded:
-        folded["q_b_proj"] = rows_of(folded["q_b_proj"])
-    folded["o_proj"] = rows_of(folded["o_proj"], inputs=2)
-    folded["w_ukv"] = jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
-    folded["w_uk"] = params["w_uk"].swapaxes(1, 2)
-    return folded
-
-
-def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
-    """The inverse of `fold`, bit by bit, where all parameters had one dtype; block-scaled weights stay so."""
-    unfolded = dict(params)
-    bias = unfolded.pop("in_proj_bias", None)
-    first, kv_a = split_rows(unfolded.pop("in_proj"), -config.cache_dim)
-    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
-    if config.q_lora_rank is None:
-        unfolded["q_proj"] = weight_of(first, config.hidden_size, heads, config.qk_head_dim)
-    else:
-        unfolded["q_a_proj"] = weight_of(first, config.hidden_size, config.q_lora_rank)
-        unfolded["q_b_proj"] = weight_of(params["q_b_proj"], config.q_lora_rank, heads, config.qk_head_dim)
-    unfolded["kv_a_proj_with_mqa"] = weight_of(kv_a, config.hidden_size, config.cache_dim)
-    unfolded["o_proj"] = weight_of(params["o_proj"], heads, config.v_head_dim, config.hidden_size)
-    unfolded["w_uk"] = params["w_uk"].swapaxes(1, 2)
-    unfolded["w_uv"] = unfolded.pop("w_ukv")[:, nope:]
-    if bias is not None:
-        if config.q_lora_rank is not None:
-            unfolded["q_a_proj_bias"] = bias[: -config.cache_dim]
-        unfolded["kv_a_proj_with_mqa_bias"] = bias[-config.cache_dim :]
-    return unfolded
-
-
-def _joint_product(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """x times in_proj of folded parameters, [..., A + L + R]. Made in two places of a layer, and once by the
-    compiler."""
-    both = linear(x, params["in_proj"])
-    return both + params["in_proj_bias"] if config.attention_bias else both
-
-
-def _project_in(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x times the first matrix of the query, [..., A], and times kv_a_proj_with_mqa [..., L + R], of folded
-    parameters."""
-    both = _joint_product(params, config, x)
-    return both[..., : -config.cache_dim], both[..., -config.cache_dim :]
-
-
-def _project_heads(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """The heads' queries [..., H, N + R] of folded parameters without a low-rank query."""
-    if config.cache_dim % config.qk_head_dim:
-        q, _ = _project_in(params, config, x)
-        return _by_head(q, config)
-    # The latent is as wide as some heads. Where heads are cut off, the next product reads the heads in their place;
-    # where columns are, XLA copies the query first.
-    both = _by_head(_joint_product(params, config, x), config)
-    return both[..., : -(config.cache_dim // config.qk_head_dim), :]
-
-
-def _by_head(columns: jax.Array, config: MLAConfig) -> jax.Array:
-    """Columns [..., H (N + R)] as [..., H, N + R]."""
-    return columns.reshape(*columns.shape[:-1], columns.shape[-1] // config.qk_head_dim, config.qk_head_dim)
-
-
-def project_q(
-    params: Params,
-    config: MLAConfig,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Queries of tokens x [..., E], with rope applied: q_nope [..., H, N] and q_rope [..., H, R].
-
-    cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers. scale is f32 [...]
-    (`query_scale`), None for a config without one.
-    """
-    if config.q_lora_rank is not None:
-        low = project_low_rank_q(params, config, x)
-        q = product(params, "q_b_proj", low)
-    else:
-        q = _project_heads(params, config, x) if "in_proj" in params else contract(x, params["q_proj"])
-    q = q if q.ndim > x.ndim else _by_head(q, config)
-    return rotated_q(config, q if scale is None else scaled_q(q, scale[..., None]), cos, sin)
-
-
-def scaled_q(q: jax.Array, scale: jax.Array) -> jax.Array:
-    """Queries [..., C] times their factors f32 [...], rounded once."""
-    return (q.astype(jnp.float32) * scale[..., None]).astype(q.dtype)
-
-
-def rotated_q(config: MLAConfig, q: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Heads' queries [..., H, N + R] as q_nope, and q_rope with rope applied."""
-    q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-    return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
-
-
-def project_low_rank_q(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """The normed low-rank query [..., rank] of tokens x [..., E], where the config has a q_lora_rank."""
-    if "in_proj" in params:
-        low, _ = _project_in(params, config, x)
-    else:
-        low = contract(x, params["q_a_proj"])
-        if config.attention_bias:
-            low = low + params["q_a_proj_bias"]
-    return rms_norm(low, params["q_a_layernorm"], config.a_layernorm_eps)
-
-
-def project_latent(
-    params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The cached form of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
-    latent, k_rope = project_latent_unrotated(params, config, x)
-    return latent, apply_rope(config, k_rope, cos, sin)
-
-
-def project_latent_unrotated(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`project_latent` before its rotation, for a cache write that rotates."""
-    if "in_proj" in params:
-        _, joint = _project_in(params, config, x)
-    else:
-        joint = contract(x, params["kv_a_proj_with_mqa"])
-        if config.attention_bias:
-            joint = joint + params["kv_a_proj_with_mqa_bias"]
-    latent, k_rope = jnp.split(joint, [config.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps)
-    if config.latent_scale != 1:
-        latent = (latent.astype(jnp.float32) * config.latent_scale).astype(latent.dtype)
-    return latent, k_rope
-
-
-def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
-    """kv [T, H, N + V], a head's keys without rope columns and its values side by side: `mla_prefill_kv` takes them so,
-    and on Hopper reads them where they lie."""
-    both = params["w_ukv"] if "w_ukv" in params else jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
-    return jnp.einsum("tl,hcl->thc", latent, both)
-
-
-def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
-    """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope. ValueError for another N."""
-    axes = "thn,hln->thl" if "in_proj" in params else "thn,hnl->thl"
-    nope = params["w_uk"].shape[2 if "in_proj" in params else 1]
-    if q_nope.shape[-1] != nope:
-        raise ValueError(f"q_nope: got shape {q_nope.shape}; legal: [..., H, N] with N = {nope}, of w_uk")
-    # One axis of tokens: with two, XLA's GPU compiler joins the parts by a transpose, ten times slower for 64 tokens.
-    tokens = [part.reshape(-1, *part.shape[-2:]) for part in (q_nope, q_rope)]
-    q = jnp.concatenate([jnp.einsum(axes, tokens[0], params["w_uk"]), tokens[1]], axis=-1)
-    return q.reshape(*q_nope.shape[:-1], q.shape[-1])
-
-
-def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Array:
-    """From head outputs [..., H, V] back to [..., E]; the partial sum of local heads under `shard_map`."""
-    if "in_proj" in params:
-        y = linear(heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1]), params["o_proj"])
-    else:
-        y = contract(heads, params["o_proj"], axes=2)
-    return y + params["o_proj_bias"] if config.attention_bias else y
-
 
 _ALWAYS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "w_uk", "w_uv", "o_proj")
 _QUERY = ("q_proj",)
@@ -274,7 +109,7 @@ def prefill(
         deterministic=deterministic,
         implementation=implementation,
     )
-    y = project_out(params, config, out)
+    y = project_out(params, config, out, own[0])
     if context_axis is not None:
         y = context_parallel.gather_rows(y, x.shape[0], context_axis)
     return y, latent, k_rope
@@ -354,7 +189,7 @@ def prefill_with_context(
     if context_axis is None:
         out, lse = attend(q, (latent, k_rope), (cu_seqlens_q, cu_seqlens_q), max_q_len, causal=True)
     else:
-        own_q = context_parallel.own_rows(q, context_axis)
+        own_q, own_x = (context_parallel.own_rows(rows, context_axis) for rows in (q, x))
         own_offsets = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
         own = attend(own_q, (latent, k_rope), own_offsets, max_q_len, causal=True)
         out = jnp.zeros((*q.shape[:2], own[0].shape[-1]), own[0].dtype)
@@ -392,10 +227,10 @@ def prefill_with_context(
     out = without_derivative(out, needed, "prefill_with_context", "train with prefill, on whole texts without a cache")
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     if context_axis is None:
-        return project_out(params, config, out.astype(q.dtype)), kv_cache
+        return project_out(params, config, out.astype(q.dtype), x), kv_cache
     # What devices exchange is rounded as the result is: half the bytes, with activations of 16 bits.
     here, own = (out.astype(q.dtype), lse), (own[0].astype(q.dtype), own[1])
-    y = project_out(params, config, context_parallel.merge_own_rows(*here, context_axis, own)[0])
+    y = project_out(params, config, context_parallel.merge_own_rows(*here, context_axis, own)[0], own_x)
     return context_parallel.gather_rows(y, x.shape[0], context_axis), kv_cache
 
 
@@ -466,9 +301,9 @@ def decode(
     project = partial(project_out, params, config)
     where = (kv_cache, step.block_tables, step.seq_lens)
     if context_axis is None:
-        return project(values(cast(jax.Array, tsmla_jax.mla_decode(q, *where, **options)))), kv_cache
+        return project(values(cast(jax.Array, tsmla_jax.mla_decode(q, *where, **options))), x), kv_cache
     out, lse = context_parallel.mla_decode(q, *where, context_axis=context_axis, **options)
-    y = context_parallel.project_merged(out, lse, context_axis, project, heads=values)
+    y = context_parallel.project_merged(out, lse, context_axis, project, x.reshape(-1, x.shape[-1]), heads=values)
     return y.reshape(x.shape), kv_cache
 
 

@@ -15,6 +15,9 @@ def rope_cos_sin(config: MLAConfig, positions: jax.Array) -> tuple[jax.Array, ja
 
     Angles are products in fp32 for a model of any dtype: bf16 can't tell position 4096 from 4097.
     """
+    if not config.rotates:
+        shape = (*positions.shape, config.qk_rope_head_dim // 2)
+        return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)
     magnitude = jnp.float32(config.rope_magnitude)

@@ -34,6 +34,9 @@ def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
     shapes["w_uk"] = (heads, config.qk_nope_head_dim, config.kv_lora_rank)
     shapes["w_uv"] = (heads, config.v_head_dim, config.kv_lora_rank)
     shapes["o_proj"] = (heads, config.v_head_dim, hidden)
+    if config.output_gate is not None:
+        each = (heads,) if config.output_gate == "head" else (heads, config.v_head_dim)
+        shapes["g_proj"] = (hidden, *each)
     if config.attention_bias:
         if rank is not None:
             shapes["q_a_proj_bias"] = (rank,)

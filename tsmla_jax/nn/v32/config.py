@@ -46,10 +46,10 @@ class V32Config:
                 raise ValueError(f"V32Config: {name}: got {value!r}; legal: a positive integer")
         if self.mla.q_lora_rank is None:
             raise ValueError("V32Config: mla.q_lora_rank: got None; legal: a rank, which the indexer reads")
-        if self.mla.query_scale is not None:
-            raise ValueError(f"V32Config: mla.query_scale: got {self.mla.query_scale}; legal: None")
-        if self.mla.scale_latents:
-            raise ValueError("V32Config: mla.scale_latents: got True; legal: False")
+        plain = {"query_scale": None, "scale_latents": False, "rotates": True, "output_gate": None}
+        for name, legal in plain.items():
+            if (got := getattr(self.mla, name)) != legal:
+                raise ValueError(f"V32Config: mla.{name}: got {got}; legal: {legal}")
         if self.index_head_dim < self.mla.qk_rope_head_dim:
             raise ValueError(
                 f"V32Config: index_head_dim: got {self.index_head_dim}; legal: at least qk_rope_head_dim ="

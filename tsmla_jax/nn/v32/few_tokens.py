@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.nn import few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.mla.functional import rotated_q
+from tsmla_jax.nn.mla.projections import rotated_q
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
