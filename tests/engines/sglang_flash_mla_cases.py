@@ -4,8 +4,9 @@ Run by test_sglang.py in a process of its own."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ wrapper = importlib.import_module("sglang.kernels.ops.attention.flash_mla_interf
 dense = importlib.import_module("sglang.srt.layers.attention.flashmla_backend")
 dsa = importlib.import_module("sglang.srt.layers.attention.dsa_backend")
 dsv4 = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_backend")
+ForwardMode = sglang_model.ForwardMode
 
 HEADS, SCALE = 4, 192**-0.5
 
@@ -87,26 +89,76 @@ def test_dsa_prefill(sinks: bool) -> None:
     assert_close(out, given.want()[0], BF16)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_dsv4_decode(window: int | None) -> None:
-    """The arguments of DeepseekV4AttnBackend.forward, over one cache and two."""
-    given = sparse_inputs.call(layout="v4", window=window, selected=11, lengths=False, sinks=True)
+class V4Pool(dsv4.DeepSeekV4TokenToKVPool):  # type: ignore[misc]
+    """SGLang's pool of V4 as its backend's forward reads it, around pages that are given."""
+
+    request_window = None
+
+    def __init__(self, near: torch.Tensor, far: torch.Tensor | None) -> None:
+        self.near, self.far = near, far
+
+    def get_swa_key_buffer_radix(self, layer_id: int) -> torch.Tensor:
+        return self.near
+
+    def get_extra_key_buffer(self, layer_id: int) -> torch.Tensor | None:
+        return self.far
+
+    def get_swa_key_page_size(self) -> int:
+        return 8
+
+    def get_extra_key_page_size(self, layer_id: int) -> int:
+        return 6
+
+    def get_swa_key_bytes_per_token(self) -> int:
+        return 584
+
+    def get_extra_key_bytes_per_token(self, layer_id: int) -> int:
+        return 584
+
+
+V4Pool.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_dsv4_decode(ratio: int) -> None:
+    """DeepseekV4AttnBackend.forward, over the window alone and beside compressed entries."""
+    selected, window = 11, 6 if ratio else None
+    given = sparse_inputs.call(layout="v4", window=window, selected=selected, lengths=False, sinks=True)
     arrays = {name: numbers(array) for name, array in given.arrays.items()}
-    cut = window or 11
-    near, far = (x.contiguous() for x in arrays["indices"][:, None].split([cut, 11 - cut], dim=2))
-
-    def pages(name: str, size: int) -> torch.Tensor:
-        return arrays[name].as_strided((len(arrays[name]), size, 1, 584), (arrays[name].stride(0), 584, 584, 1))
-
-    extra: dict[str, Any] = {"extra_k_cache": None, "extra_indices_in_kvcache": None, "extra_topk_length": None}
-    if window:
-        extra |= {"extra_k_cache": pages("compressed_kv_cache", 6), "extra_indices_in_kvcache": far}
-    out = wrapper.flash_mla_with_kvcache(
-        q=arrays["q"][:, None], k_cache=pages("kv_cache", 8), head_dim_v=512, block_table=None, cache_seqlens=None,
-        tile_scheduler_metadata=dsv4._create_flashmla_metadata(), softmax_scale=given.options["softmax_scale"],
-        is_fp8_kvcache=True, indices=near, topk_length=None, attn_sink=arrays["sinks"], use_legacy=True, **extra,
-    )[0]  # fmt: skip
-    assert_close(out[:, 0], given.want()[0], BF16)
+    tokens, heads, _ = arrays["q"].shape
+    counts = [window, selected - window] if window else [selected]
+    # As SGLang's metadata has them: columns up to a multiple of 64, and how many of them count.
+    columns = [
+        torch.nn.functional.pad(each, (0, 64 - each.shape[1]), value=-1)
+        for each in arrays["indices"].split(counts, dim=1)
+    ]
+    lengths = [torch.full((tokens,), count, dtype=torch.int32) for count in counts]
+    core = object.__new__(dsv4.DSV4AttnMetadata)
+    names = [("swa_page_indices", "swa_topk_lengths")]
+    names += {
+        0: [],
+        4: [("c4_sparse_page_indices", "c4_sparse_topk_lengths")],
+        128: [("c128_page_indices", "c128_topk_lengths_clamp1")],
+    }[ratio]
+    for (slots, lens), found, count in zip(names, columns, lengths, strict=True):
+        vars(core).update({slots: found, lens: count})
+    vars(core)[f"c{ratio}_flashmla_metadata"] = dsv4._create_flashmla_metadata()
+    self = SimpleNamespace(
+        forward_metadata=SimpleNamespace(core_attn_metadata=core, late_layer_tail=None), mtp_enabled=False,
+        token_to_kv_pool=V4Pool(arrays["kv_cache"], arrays.get("compressed_kv_cache")), trtllm_attn=False,
+        is_dsv41=False, is_dspark_draft=False, head_dim_v=512, softmax_scale=given.options["softmax_scale"],
+        dsv4_prefill_backend=None,
+        _flash_mla_with_kvcache=functools.partial(wrapper.flash_mla_with_kvcache, use_legacy=True),
+    )  # fmt: skip
+    for name in ("_forward_attention", "_use_sparse_prefill"):
+        setattr(self, name, MethodType(getattr(dsv4.DeepseekV4AttnBackend, name), self))
+    k = arrays["q"][:, :1]
+    out = dsv4.DeepseekV4AttnBackend.forward(
+        self, arrays["q"], k, k, SimpleNamespace(layer_id=0, tp_q_head_num=heads, v_head_dim=512),
+        SimpleNamespace(forward_mode=ForwardMode.DECODE), compress_ratio=ratio, save_kv_cache=False,
+        attn_sink=arrays["sinks"],
+    )  # fmt: skip
+    assert_close(out, given.want()[0], BF16)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
