@@ -17,7 +17,7 @@ from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.mesh import CONTEXT, EXPERT, EXPERT_SHARDS, MeshShape
-from tsmla_jax.generate.moe import choose_experts, mix_experts, takes_scaled_rows, without_zero
+from tsmla_jax.generate.moe import choose_experts, gated_mlp, mix_experts, takes_scaled_rows, without_zero
 from tsmla_jax.generate.router import project
 from tsmla_jax.nn import context_parallel
 
@@ -35,8 +35,8 @@ def mixture_of_split_experts(
     """`moe.mixture_of_experts` of this device's tokens.
 
     Args:
-      params: as there, but that gate_up and down hold the experts of this device's shard, then the shared ones
-        (`mesh.put_params`).
+      params: as there, but that gate_up and down hold the experts of this device's shard, then, unless they have
+        parameters of their own, the shared ones (`mesh.put_params`).
       x: [T, C], the same on all devices of the axis CONTEXT.
       tokens: [N T], of `gather_tokens`.
       config: sizes and routing.
@@ -46,20 +46,24 @@ def mixture_of_split_experts(
       [T, C] in x's dtype, the same on all devices of the axis CONTEXT.
     """
     every = lax.all_gather(x, EXPERT, tiled=True) if mesh.expert > 1 else x
-    load = every.shape[0] * (config.top_k + config.num_shared) // mesh.expert_shards
+    shared_apart = "shared_down" in params
+    num_shared = 0 if shared_apart else config.num_shared
+    load = every.shape[0] * (config.top_k + num_shared) // mesh.expert_shards
     with_rows = takes_scaled_rows(every.dtype, params["gate_up"], params["down"], load)
     logits, scaled = project(every, params["router"], with_rows=with_rows)
     experts, weights = choose_experts(params, every, config.choice, tokens, logits=logits)
     kept = None
     if config.num_zero:
         experts, kept = without_zero(experts, weights, config)
+    if shared_apart:
+        experts, weights = experts[:, : config.top_k], weights[:, : config.top_k]
     each, rows = config.num_experts // mesh.expert_shards, jnp.arange(every.shape[0], dtype=jnp.int32)[:, None]
 
     # A shared expert is visited on one device, which is the token's own, or one of those that all have the token.
     own = (rows // x.shape[0] == lax.axis_index(EXPERT)) & (rows % mesh.context == lax.axis_index(CONTEXT))
     routed = experts - lax.axis_index(EXPERT_SHARDS) * each
     is_shared = experts >= config.num_experts
-    held = jnp.where(is_shared, own & (config.num_shared > 0), (routed >= 0) & (routed < each))
+    held = jnp.where(is_shared, own & (num_shared > 0), (routed >= 0) & (routed < each))
     held &= (tokens >= 0)[:, None]
     here = jnp.where(is_shared, experts - config.num_experts + each, routed)
     absent = min(params["gate_up"].shape[0], params["down"].shape[0])
@@ -80,8 +84,12 @@ def mixture_of_split_experts(
         mixed = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0).astype(jnp.float32).sum(axis=0)
     if mesh.context > 1:
         mixed = context_parallel.add_rows(mixed.astype(x.dtype), CONTEXT)
+    first = lax.axis_index(EXPERT) * x.shape[0] if mesh.expert > 1 else 0
+    if shared_apart:
+        shared = gated_mlp(x, params["shared_gate_up"], params["shared_down"], config.swiglu_limit)
+        valid = lax.dynamic_slice_in_dim(tokens, first, x.shape[0]) >= 0
+        mixed = mixed.astype(jnp.float32) + jnp.where(valid[:, None], shared.astype(jnp.float32), 0)
     if kept is not None:
-        first = lax.axis_index(EXPERT) * x.shape[0] if mesh.expert > 1 else 0
         own_kept = lax.dynamic_slice_in_dim(kept, first, x.shape[0])
         mixed = mixed.astype(jnp.float32) + own_kept[:, None] * x.astype(jnp.float32)
     return mixed.astype(x.dtype)

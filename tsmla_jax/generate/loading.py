@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,8 @@ class _Reader:
         return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def keeps_fp4(self, *names: str) -> bool:
-        """Whether all these matrices stay in MXFP4: fp8 weights are to stay, too, and all parameters are on one
-        device."""
-        kept = self._keep_fp8 and self.mesh is None
-        return kept and all(self._checkpoint.is_fp4(self._stored.get(name, name)) for name in names)
+        """Whether all these matrices stay in MXFP4: fp8 weights are to stay, too."""
+        return self._keep_fp8 and all(self._checkpoint.is_fp4(self._stored.get(name, name)) for name in names)
 
     def fp4(self, name: str, shape: Sequence[int]) -> MXFP4:
         """A matrix that stays in MXFP4, on the host."""
@@ -259,9 +258,9 @@ def load_model(
       dtype: of the parameters; None takes the config's. The router and its bias stay f32, where routing happens; so do
         V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
-        so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. On one device
-        experts in MXFP4, as DeepSeek-V4's, stay so, too (`MXFP4`). False widens all here, to two to four
-        times the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
+        so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. Experts in MXFP4,
+        as DeepSeek-V4's, stay so, too (`MXFP4`). False widens all here, to two to four times the memory. None keeps
+        them unless jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps these, and widens the weights in the
         kernel of block_scaled_matmul; None is "exact" on Hopper, and elsewhere widens them as they are read or first.
@@ -409,17 +408,7 @@ def _read_moe(read: _Reader, prefix: str, config: ModelConfig, *, by_token: bool
     kept = read.keeps_fp4(*_expert_names(read, prefix, range(moe.num_experts))) and not _is_merged(read, prefix)
     if kept and can_be_kept(config.hidden_size, moe.intermediate_size):
         return params | _read_fp4_experts(read, prefix, config.hidden_size, moe)
-    if read.mesh is None:
-        stacks = read.put_all(_read_experts(read, prefix, config.hidden_size, moe, range(moe.num_experts)))
-    else:
-        shards = read.mesh.shape[EXPERT] * read.mesh.shape[CONTEXT]
-
-        def read_shard(shard: int) -> Any:
-            return _read_experts(read, prefix, config.hidden_size, moe, experts_of(moe, shards, shard))
-
-        stacks = put_shards(read.mesh, read_shard)
-        for name in _expert_names(read, prefix, range(moe.num_experts)):
-            read.mark(name)
+    stacks = _put_stacks(read, prefix, moe, partial(_read_experts, read, prefix, config.hidden_size, moe))
     return {**params, "gate_up": stacks[0], "down": stacks[1]}
 
 
@@ -462,15 +451,30 @@ def _read_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig, exper
 
 def _read_fp4_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig) -> dict[str, Any]:
     """The routed experts in MXFP4, and the shared ones as one MLP of their own, block-scaled where they can be."""
-    width, experts = moe.intermediate_size, range(moe.num_experts)
-    each = [_read_parts(read.fp4, f"{prefix}.experts.{expert}", hidden, width) for expert in experts]
-    gate_up, down = jax.tree.map(lambda *parts: np.stack(parts), *each)
-    found = {"gate_up": gate_up, "down": down}
+    width, shared = moe.intermediate_size, f"{prefix}.shared_experts"
+
+    def stacks_of(experts: range) -> Any:
+        each = [_read_parts(read.fp4, f"{prefix}.experts.{expert}", hidden, width) for expert in experts]
+        return jax.tree.map(lambda *parts: np.stack(parts), *each)
+
+    gate_up, down = _put_stacks(read, prefix, moe, stacks_of)
+    found: dict[str, Any] = {"gate_up": gate_up, "down": down}
     if moe.num_shared:
-        shared, all_of_them = f"{prefix}.shared_experts", moe.num_shared * width
-        keep = all_of_them % BLOCK == 0 and read.keeps(*mlp_names(shared))
-        found["shared_gate_up"], found["shared_down"] = _read_mlp(read, shared, hidden, all_of_them, keep)
-    return {name: read.put_all(weight) for name, weight in found.items()}
+        keep = moe.num_shared * width % BLOCK == 0 and read.keeps(*mlp_names(shared))
+        parts = _read_mlp(read, shared, hidden, moe.num_shared * width, keep)
+        found |= zip(("shared_gate_up", "shared_down"), map(read.put_all, parts), strict=True)
+    return found
+
+
+def _put_stacks(read: _Reader, prefix: str, moe: MoEConfig, stacks_of: Callable[[range], Any]) -> Any:
+    """A layer's two stacks of experts, on their device or mesh. stacks_of: reads those of some experts, on the host."""
+    if (mesh := read.mesh) is None:
+        return read.put_all(stacks_of(range(moe.num_experts)))
+    shards = mesh.shape[EXPERT] * mesh.shape[CONTEXT]
+    stacks = put_shards(mesh, lambda shard: stacks_of(experts_of(moe, shards, shard)))
+    for name in _expert_names(read, prefix, range(moe.num_experts)):
+        read.mark(name)
+    return stacks
 
 
 def _empty_stack(count: int, shape: tuple[int, int], dtype: Any, keep: bool) -> Any:

@@ -181,11 +181,7 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     for index, layer in enumerate(params["layers"]):
         for name in EXPERT_PARTS:
             mlp = layer.get(name, {})
-            if mesh is not None and isinstance(mlp.get("down"), MXFP4):
-                raise ValueError(
-                    f"params: layer {index} has experts in MXFP4; legal on a mesh: what load_model puts there"
-                )
-            if config.moe is not None and "router" in mlp and not isinstance(mlp["down"], MXFP4):
+            if config.moe is not None and "router" in mlp:
                 stacks = {part: mlp[part] for part in ("gate_up", "down")}
                 layer = {**layer, name: {**mlp, **_put_experts(mesh, f"layer {index}", stacks, config.moe)}}
         layers.append(layer)
@@ -214,19 +210,25 @@ def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoE
         if not _has_shards(weight, moe, 1):
             raise ValueError(
                 f"params: {name} of {layer} has shape {weight.shape}, of experts split for another mesh; legal: "
-                f"{moe.num_experts} routed and {moe.num_shared} shared experts, or those that load_model puts on the "
-                f"same mesh"
+                f"{moe.num_experts} routed and {_num_shared(weight, moe)} shared experts, or those that load_model "
+                f"puts on the same mesh"
             )
     return stacks if mesh is None else put_shards(mesh, partial(_shard_of, mesh, stacks, moe))
 
 
 def _has_shards(weight: Any, moe: MoEConfig, shards: int) -> bool:
-    """Whether a stack is as long as one of `shards` shards, each with the shared experts behind its own."""
-    each = len(experts_of(moe, shards, 0)) + moe.num_shared
+    """Whether a stack is as long as one of `shards` shards, each with the shared experts behind its own, unless these
+    are apart."""
+    each = len(experts_of(moe, shards, 0)) + _num_shared(weight, moe)
     if not isinstance(weight, BlockScaled):
         return bool(weight.shape[0] == shards * each)
     padded = stack_size(each, *weight.shape[1:])
     return weight.scales.shape[0] == shards * each and weight.values.shape[0] in (shards * each, shards * padded)
+
+
+def _num_shared(weight: Any, moe: MoEConfig) -> int:
+    """How many shared experts a stack has in each shard: those of experts in MXFP4 have parameters of their own."""
+    return 0 if isinstance(weight, MXFP4) else moe.num_shared
 
 
 def experts_of(moe: MoEConfig, shards: int, shard: int) -> range:
@@ -236,11 +238,14 @@ def experts_of(moe: MoEConfig, shards: int, shard: int) -> range:
 
 
 def _shard_of(mesh: Mesh, stacks: Any, moe: MoEConfig, shard: int) -> Any:
-    """One shard, with the shared experts behind its own, of stacks [E + S, ...] that this process has whole."""
+    """One shard, with the shared experts behind its own, of stacks [E + S, ...] that this process has whole; of stacks
+    in MXFP4, which have no shared experts, its own."""
     own = experts_of(moe, mesh.shape[EXPERT] * mesh.shape[CONTEXT], shard)
-    ids = np.array([*own, *range(moe.num_experts, moe.num_experts + moe.num_shared)])
 
     def one(weight: Any) -> Any:
+        ids = np.array([*own, *range(moe.num_experts, moe.num_experts + _num_shared(weight, moe))])
+        if isinstance(weight, MXFP4):
+            return MXFP4(weight.values[ids], weight.scales[ids])
         if not isinstance(weight, BlockScaled):
             return weight[ids]
         values = weight.values[ids]
@@ -248,4 +253,4 @@ def _shard_of(mesh: Mesh, stacks: Any, moe: MoEConfig, shard: int) -> Any:
         padded = jax.numpy.pad(values, ((0, unused), (0, 0), (0, 0))) if unused else values
         return dataclasses.replace(weight, values=padded, scales=weight.scales[ids])
 
-    return jax.tree.map(one, stacks, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+    return jax.tree.map(one, stacks, is_leaf=lambda leaf: isinstance(leaf, BlockScaled | MXFP4))
