@@ -15,6 +15,7 @@ from tsmla_jax.ops.selected.layouts import (
 from tsmla_jax.ops.selected.metadata import (
     DecodeMetadata,
     expand_decode_metadata,
+    expand_pools,
     localize_context_lens,
     positions_to_slots,
     remap_slots,
@@ -42,6 +43,7 @@ __all__ = [
     "build_mixed_sparse_indices",
     "compressed_slots",
     "expand_decode_metadata",
+    "expand_pools",
     "indexer_quantize",
     "init_compressor_state",
     "init_v4_cache",

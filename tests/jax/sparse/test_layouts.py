@@ -180,9 +180,7 @@ def test_cache_dtypes() -> None:
     assert resolve("plain", "auto") == resolve("plain", "float16") == resolve("plain", "bfloat16") == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((1, 1, 1), "float32"), ((1, 1, 656), "uint8"), ((1, 1152), "uint8")]
-)
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1), "float32"), ((1, 1, 656), "uint8"), ((1, 1152), "uint8")])
 def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> None:
     assert cache_spec("kv_cache", Array(shape, dtype), page_size=1).num_slots == 1
 

@@ -43,6 +43,10 @@ BY_TOKEN: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
         lambda positions, tables: sparse.positions_to_slots(positions, tables, 4),
         (ints(TOKENS, 5, low=-1), ints(TOKENS, 2)),
     ),
+    "expand_pools": (
+        lambda pools, positions: sparse.expand_pools(pools, positions, 4),
+        (ints(TOKENS, 5, low=-1), ints(TOKENS, low=-1)),
+    ),
     "norm_rope": (
         lambda kv, positions: sparse.norm_rope(kv, floats(16), positions, TABLE, eps=1e-6),
         (floats(TOKENS, 16), ints(TOKENS, high=64)),

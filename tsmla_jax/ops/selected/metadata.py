@@ -150,6 +150,40 @@ def positions_to_slots(
     return jnp.where(positions >= 0, pages * span + safe % page_size, -1)
 
 
+def expand_pools(
+    pools: Int32[Array, "N K"], positions: Int32[Array, " N"], pool_size: int, *, tail: bool = True
+) -> Int32[Array, "N X"]:
+    """Positions of the tokens of chosen pools, pool p being tokens p * pool_size to (p + 1) * pool_size - 1.
+
+    The indexer of GLM-5.3-Flash chooses among pools of keys. A token sees a pool if it sees its last key; it always
+    sees the tail, the keys behind the last such pool, itself included.
+
+    Args:
+      pools: [N, K] int32; a negative one is "nothing here".
+      positions: [N] int32, the position of each row's token, -1 for padding.
+      pool_size: keys of a pool; static.
+      tail: whether the tail's pool_size - 1 columns follow those of the pools; static.
+
+    Returns:
+      [N, K * pool_size + pool_size - 1] int32, or without the tail [N, K * pool_size]: positions for
+      `positions_to_slots`, and -1 where there is nothing; rows of padding are -1.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or pool_size < 1.
+    """
+    rows = (describe_ints("pools", pools, "N K").shape[0], "N, pools's rows")
+    describe_ints("positions", positions, "N", rows)
+    pool_size = contract.static_int("pool_size", pool_size, minimum=1)
+    pools, positions = jnp.asarray(pools), jnp.asarray(positions)
+    keys = pools[:, :, None] * pool_size + jnp.arange(pool_size, dtype=jnp.int32)
+    found = jnp.where((pools >= 0)[:, :, None], keys, -1).reshape(pools.shape[0], pools.shape[1] * pool_size)
+    if tail:
+        seen = positions[:, None] + 1
+        keys = seen // pool_size * pool_size + jnp.arange(pool_size - 1, dtype=jnp.int32)
+        found = jnp.concatenate([found, jnp.where(keys < seen, keys, -1)], axis=1)
+    return jnp.where(positions[:, None] >= 0, found, -1)
+
+
 def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> Int32[Array, "*N"]:
     """Slots of pages of `page_size` rows as rows of an array whose pages are `page_span` rows apart.
 
