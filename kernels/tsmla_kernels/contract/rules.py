@@ -88,8 +88,8 @@ def unknown_implementation(implementation: object, legal: Sequence[str]) -> Valu
 
 
 def not_runnable(op: str, implementation: str | tuple[str, ...] | None, reasons: Sequence[str]) -> NotImplementedError:
-    """The error for an implementation, or several, that can't run this call, and for None where it chooses none. It
-    carries every reason."""
+    """The error for an implementation, or several, that can't run this call, or for None: none was named, and none is
+    chosen. It carries every reason."""
     return NotImplementedError(f"{op}: implementation={implementation!r} can't run this call: {'; '.join(reasons)}")
 
 

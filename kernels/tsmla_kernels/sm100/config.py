@@ -201,7 +201,7 @@ def decode_outputs(
     minimum: Callable[[Any, Any], Any] = min,
     maximum: Callable[[Any, Any], Any] = max,
 ) -> tuple[tuple[Dim, ...], ...]:
-    """The shapes of out, lse and the workspace of a call. Requests of a batch-invariant one are in one piece each."""
+    """The shapes of out, lse and the workspace of a call. A batch-invariant call does not cut requests into pieces."""
     bounds = {"minimum": minimum, "maximum": maximum}
     num_keys = spec.max_pages * spec.page_size
     splits = 1 if spec.batch_invariant else split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)

@@ -126,7 +126,7 @@ def whole_tiles(library: Library, block_tables: Array, seq_lens: Array, page_siz
 
 
 def not_finite(library: Library, spec: DecodeSpec, kv_cache: Array, block_tables: Array, seq_lens: Array) -> Array:
-    """Which requests leave a slot of their last page unused that is not finite, [B]; sm100.config.FINITE is legal."""
+    """Which requests leave a slot of their last page unused that is not finite, [B]."""
     xp, most = library.xp, spec.max_pages * spec.page_size
     last = xp.clip(seq_lens, 1, most) - 1
     request = library.arange(spec.batch)

@@ -70,7 +70,7 @@ class SparseOperands(NamedTuple):
 
     Attributes:
       q: [Q, 64, D]. rows: [N, D] of q's dtype. indices: [Q, padded columns] int32, -1 for no row. lengths: [Q] int32,
-        the columns.
+        the number of columns before the padding.
     """
 
     q: Array

@@ -60,8 +60,8 @@ class ProductConfig:
         the group multiplies nothing. 0 if all tiles are multiplied whole.
       groups: how many math warpgroups a CTA has.
       waves: how many products of a block of terms each math warpgroup computes, one after the other.
-      tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows; otherwise M are 64 of
-        the tile's weight rows, and N are all of its tokens.
+      tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows (if plain, all of the
+        tile's); otherwise M are 64 of the tile's weight rows, and N are all of its tokens.
       splits: how many CTAs a cluster has; each sums a part of the terms of one tile, and the first adds these up.
       ctas: how many CTAs a multiprocessor holds at a time.
       num_sms: how many multiprocessors the GPU has.
@@ -117,7 +117,7 @@ class ProductConfig:
     @property
     def columns(self) -> int:
         """Columns of a wave's product: all tokens of the tile or, with tokens_first, 128 weight rows. They are N of a
-        WGMMA, but with plain weights, where one WGMMA computes all waves."""
+        WGMMA, except with plain weights, where one WGMMA computes all waves."""
         return BLOCK if self.tokens_first else self.tokens
 
     @property
@@ -149,8 +149,8 @@ class ProductConfig:
 
     @property
     def block_scales(self) -> int:
-        """How many scales a stage has for each block of 128 weight rows: one for each token, or a single one if x has
-        16 bits."""
+        """How many scales a stage has for each block of 128 weight rows, if they have scales: one for each token, or a
+        single one if x has 16 bits."""
         return 1 if self.wide else self.tokens
 
     @property
