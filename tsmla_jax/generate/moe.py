@@ -25,7 +25,7 @@ from tsmla_jax.nn.products.linear import by_scaled_products, linear, scaled_prod
 from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
 from tsmla_jax.nn.products.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
-from tsmla_jax.nn.products.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
+from tsmla_jax.nn.products.tiles import COPIED_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 
 _MAX_BLOCK_ROWS = 128
@@ -209,7 +209,7 @@ def mix_experts(
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
     if takes_scaled_products(x.dtype, gate_up, down):
-        per_pair = _scaled_experts(x, experts, cast(Any, gate_up), cast(Any, down), limit)
+        per_pair = _scaled_experts(x, experts, cast(Any, gate_up), cast(Any, down), limit, load)
     elif isinstance(down, MXFP4):
         # Where no kernel takes them: all at once, as a loader would have widened them.
         wide_gate_up, wide_down = (widened(weight, x.dtype) for weight in (gate_up, down))
@@ -294,10 +294,15 @@ def _grouped_experts(
 
 
 def _scaled_experts(
-    x: jax.Array, experts: jax.Array, gate_up: BlockScaled | MXFP4, down: BlockScaled | MXFP4, limit: float | None
+    x: jax.Array,
+    experts: jax.Array,
+    gate_up: BlockScaled | MXFP4,
+    down: BlockScaled | MXFP4,
+    limit: float | None,
+    load: int | None,
 ) -> jax.Array:
     """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
-    products are quantised if the weights' `products` says so."""
+    products are quantised if the weights' `products` says so. load: as in `mix_experts`."""
     num_experts = min(gate_up.shape[0], down.shape[0])
     rows, cu_rows, places = sort_rows(experts, num_experts)
     # One row for all pairs without an expert here, whose values the caller drops: of split experts they are most.
@@ -308,8 +313,16 @@ def _scaled_experts(
 
     gated: dict[str, Any] = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
     given = quantized(x, gate_up) if isinstance(gate_up, BlockScaled) else (x, None)
+    if _copies_rows(x, gate_up, experts.size if load is None else load, num_experts):
+        given, gated["rows"] = (x[rows], None), None
     inner = product(*given, weight=gate_up, **gated)
     return _down(functools.partial(product, weight=down), inner, x.dtype)[places]
+
+
+def _copies_rows(x: jax.Array, gate_up: BlockScaled | MXFP4, load: int, num_experts: int) -> bool:
+    """Whether the rows of x are copied, expert by expert, before the experts' first products. load: the pairs."""
+    exact = isinstance(gate_up, BlockScaled) and gate_up.products != "quantized" and x.dtype.itemsize == 2
+    return exact and COPIED_PAIRS[0] * num_experts <= load <= COPIED_PAIRS[1] * num_experts
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:

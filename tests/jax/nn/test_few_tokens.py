@@ -145,6 +145,22 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cache_directory: Any) -> Any:
     jax.clear_caches()
 
 
+def test_one_token_of_large_experts_in_e4m3_takes_products_of_groups(hopper: Any) -> None:
+    def reasons(columns: int, depth: int, dtype: Any) -> list[str]:
+        def stack(*shape: int) -> Any:
+            values = jax.ShapeDtypeStruct(shape, dtype)
+            blocks = jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.float32)
+            return values if dtype == jnp.bfloat16 else BlockScaled(values, blocks)  # type: ignore[arg-type]
+
+        params = {"router": None, "gate_up": stack(9, columns, depth), "down": stack(9, depth, columns // 2)}
+        x = jax.ShapeDtypeStruct((1, depth), jnp.bfloat16)
+        return few_token_mlp.why_not(params, EXPERTS, x, None)  # type: ignore[arg-type]
+
+    assert reasons(4096, 7168, jnp.float8_e4m3fn)[0].startswith("experts are large, and in e4m3")
+    for sizes in ((4096, 4096, jnp.float8_e4m3fn), (2816, 2048, jnp.float8_e4m3fn), (4096, 7168, jnp.bfloat16)):
+        assert not reasons(*sizes)
+
+
 def primitives(jaxpr: Any) -> list[str]:
     """The kernels and products of a traced program: names of kernels, and of the primitives that are some of XLA's."""
     found: list[str] = []

@@ -13,6 +13,10 @@ WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 """Pairs of each expert, on average, from which block-scaled weights of experts are widened before the products, and the
 most bytes that the larger of their two stacks may have then. They are rounded to 16 bits, as above MANY_ROWS."""
 
+COPIED_PAIRS = (120, 150)
+"""Fewest and most pairs of each expert, on average, with which rows are copied before exact products of e4m3 experts:
+most experts' rows then fill one tile of the kernel of 144 rows that lie together, but two of 128 rows that it picks."""
+
 FEW_ROWS = 8
 """Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16."""
 

@@ -274,8 +274,13 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
     )
     config = replace(config, picked=spec.num_picked is not None, packed=spec.packed, plain=spec.plain)
     if groups is not None:
-        known = isinstance(rows, int) and isinstance(groups, int)
-        return _grouped(config, -(-rows // groups) if known else LARGE_MEAN)
+        if not isinstance(rows, int) or not isinstance(groups, int):
+            return _grouped(config, LARGE_MEAN)
+        config = _grouped(config, -(-rows // groups))
+        # Nearly as many tiles of rows as rows: if these take several rounds, smaller tiles waste less of the last one.
+        apart = rows <= 2 * groups and config.wide and not config.quantized and not config.packed and not config.plain
+        rounds = rows * -(-spec.num_columns // config.rows) > config.num_sms
+        return replace(config, waves=1) if apart and rounds else config
     return _dense(config, spec, rows if isinstance(rows, int) else 4096)
 
 
@@ -308,6 +313,8 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
         return replace(config, tokens=48, tail=24)
     if mean <= 80:
         return replace(config, tokens=96, tail=48)
+    if 112 < mean <= 150 and not config.picked and not config.packed and not config.quantized:
+        return replace(config, tokens=144, waves=1)
     return replace(config, tokens=176, waves=1) if mean <= 160 and not config.gated else config
 
 

@@ -79,6 +79,11 @@ CONFIGS |= {
         dataclasses.replace(MX, num_rows=32768, num_picked=4096, gated=True, out_dtype="float8_e4m3fn")
     ),
 }
+WIDE = dataclasses.replace(spec(256, 4096, 7168, 256), x_dtype="bfloat16", gated=True)
+CONFIGS |= {
+    "gated 1 row a group of bf16, picked": product_config(dataclasses.replace(WIDE, num_picked=32)),
+    "gated 128 rows a group of bf16": product_config(dataclasses.replace(WIDE, num_rows=32768)),
+}
 PLAIN = dataclasses.replace(spec(4096, 2816, 2048, 64), x_dtype="bfloat16", plain=True)
 CONFIGS |= {
     "plain": product_config(PLAIN),
@@ -133,6 +138,7 @@ def test_a_configuration_fits(rows: int, matrix: tuple[int, int]) -> None:
             fits(product_config(dataclasses.replace(grouped, num_picked=7)))
             if dtype == "bfloat16":
                 fits(product_config(dataclasses.replace(grouped, plain=True)))
+                fits(product_config(dataclasses.replace(grouped, num_rows=128 * 64)))
 
 
 def test_a_split_sum_has_terms_in_each_part() -> None:
@@ -140,6 +146,13 @@ def test_a_split_sum_has_terms_in_each_part() -> None:
         for columns, terms in (*MATRICES, (128, 128), (128, 512)):
             config = product_config(spec(rows, columns, terms))
             assert config.splits <= -(-terms // 128), (rows, columns, terms)
+
+
+def test_few_rows_take_smaller_tiles_if_larger_ones_take_rounds() -> None:
+    """Of V3's and V2-Lite's experts for one token and for 16."""
+    form, v3, lite = {"x_dtype": "bfloat16", "gated": True, "num_picked": 16}, (4096, 7168), (2816, 2048)
+    for rows, size, groups, waves in ((9, v3, 257, 1), (144, v3, 257, 1), (8, lite, 66, 2), (128, lite, 66, 1)):
+        assert product_config(dataclasses.replace(spec(rows, *size, groups=groups), **form)).waves == waves
 
 
 def test_rows_of_unknown_number_have_a_configuration() -> None:
