@@ -2,7 +2,7 @@
 
 Tensors are read one at a time; the host holds at most one layer beside the memory map, and on a mesh at most a
 device's experts of one layer: a process reads those that its devices hold and no others. Matrices in e4m3 with scales
-for blocks of 128 x 128 may stay so; other block-scaled weights, fp4 and int4 come dequantised to the dtype asked for.
+for blocks of 128 x 128 may stay so; other scaled weights, fp4 and int4 come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tsmla_jax.generate.mesh import (
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.checkpoints.checkpoint import int4_parts
-from tsmla_jax.nn.checkpoints.quantised import refuse_config, refuse_tensors
+from tsmla_jax.nn.checkpoints.quantised import is_activation_scale, refuse_config, refuse_tensors
 from tsmla_jax.nn.checkpoints.weights import LayerWeights, is_chooser
 from tsmla_jax.nn.mla.names import stored_names as names_of_others
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
@@ -237,7 +237,7 @@ def _is_left_out(name: str, stored: str, config: ModelConfig) -> bool:
     # transformers stores two unused matrices of each expert that returns its input.
     expert = re.match(r"model\.layers\.\d+\.shortcut\.experts\.(\d+)\.", name)
     unused = expert and config.moe is not None and int(expert[1]) >= config.moe.num_experts
-    return bool(drafting or copied or unused or stored.endswith("rotary_emb.inv_freq"))
+    return bool(drafting or copied or unused) or is_activation_scale(stored) or stored.endswith("rotary_emb.inv_freq")
 
 
 def load_model(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -175,3 +176,52 @@ def test_params_that_are_refused(change: dict[str, Any], text: str, tmp_path: Pa
     (tmp_path / "params.json").write_text(json.dumps(PARAMS | change))
     with pytest.raises(ValueError, match=text):
         ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_fp8_with_a_scale_for_each_matrix(keep: bool, tmp_path: Path) -> None:
+    """As Mistral Small 4 is published: experts in stacks, fixed scales of activations, which are left out."""
+    config = fields(hidden_size=160)  # wider than a block
+    quantised = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    rng = np.random.default_rng(0)
+
+    def narrow(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Values, a scale for each matrix, and what they stand for."""
+        shape = (len(weight), 1, 1) if weight.ndim == 3 else ()
+        scale = rng.uniform(0.5, 2, shape).astype(np.float32)
+        values = weight.astype(ml_dtypes.float8_e4m3fn)
+        return values, scale, values.astype(np.float32) * scale
+
+    tensors = {name: x for name, x in tiny_tensors(tiny_config(hidden_size=160)).items() if "bias" not in name}
+    stacks: dict[str, np.ndarray] = {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: [tensors.pop(f"{prefix}.{expert}.{part}_proj.weight") for expert in range(8)]
+            for part in ("gate", "up", "down")
+            if f"{prefix}.0.{part}_proj.weight" in tensors
+        }
+        if parts:
+            gate_up = [np.concatenate(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+            stacks |= {f"{prefix}.gate_up_proj": np.stack(gate_up), f"{prefix}.down_proj": np.stack(parts["down"])}
+    stored, wide = {}, {}
+    for name, weight in (tensors | stacks).items():
+        if "_proj" not in name:
+            stored[name] = wide[name] = weight
+            continue
+        stored[name], stored[f"{name}_scale_inv"], wide[name] = narrow(weight)
+        stored[f"{name.removesuffix('.weight')}{'_' if name in stacks else '.'}activation_scale"] = np.ones(
+            (), np.float32
+        )
+    for folder, held, more in (("fp8", stored, {"quantization_config": quantised}), ("wide", wide, {})):
+        (tmp_path / folder).mkdir()
+        safetensors_numpy.save_file(held, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+    read = ModelConfig.from_hf(tmp_path / "fp8")
+    found = load_model(tmp_path / "fp8", read, keep_fp8=keep)
+    wanted = load_model(tmp_path / "wide", read)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+    layer_found = load_hf_attention(tmp_path / "fp8", 1, dtype="float32")
+    np.testing.assert_array_equal(layer_found["w_uk"], wanted["layers"][1]["attention"]["w_uk"])

@@ -5,8 +5,6 @@ of hundreds of gigabytes costs its headers only. Values are numpy arrays (bf16 a
 `jnp.asarray` or `jax.device_put` with a sharding.
 """
 
-import dataclasses
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,53 +22,18 @@ from tsmla_jax.nn.checkpoints.dequantise import (
     dequantise_blocks,
     dequantise_fp4,
     dequantise_int4,
+    dequantise_whole,
 )
 from tsmla_jax.nn.checkpoints.hf_config import read_json, why_no_file
+from tsmla_jax.nn.checkpoints.safetensors_header import CheckpointError as CheckpointError
+from tsmla_jax.nn.checkpoints.safetensors_header import TensorInfo, read_header, require_safetensors
 
 INDEX_NAME = "model.safetensors.index.json"
 INDEX_NAMES = (INDEX_NAME, "consolidated.safetensors.index.json")  # the second is Mistral's own
 SINGLE_NAME = "model.safetensors"
 
-# Tensor types of the safetensors format that checkpoints use.
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 _BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
-
-
-class CheckpointError(ValueError):
-    """Something is missing, misshapen or broken in a checkpoint; the text names the file and, if any, the tensor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """Where one tensor lies.
-
-    Attributes:
-        file: the safetensors file.
-        dtype: stored element type.
-        shape: stored shape.
-        start, stop: byte range in the file.
-    """
-
-    file: Path
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class Checkpoint:
@@ -88,7 +51,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        _require_safetensors()
+        require_safetensors()
         self.directory = Path(directory)
         try:
             found = self.directory.is_dir()
@@ -136,10 +99,10 @@ class Checkpoint:
         """One tensor's values.
 
         An fp8 tensor with its scales beside it (one per 128 x 128 block, the last block of a row or column possibly
-        smaller) comes dequantised: `<name>_scale_inv` in f32 (DeepSeek-V3's format), or `<module>.scale` for
-        `<module>.weight` in powers of two (V4's). So does an fp4 tensor: bytes of two e2m1 values each, the lower four
-        bits first, with one such scale per 32 values of a row (V4's experts). And an int4 tensor, which is stored in
-        three under other names (`is_int4`).
+        smaller; or one for a whole matrix, also of a stack) comes dequantised: `<name>_scale_inv` in f32 (DeepSeek-V3's
+        format), or `<module>.scale` for `<module>.weight` in powers of two (V4's). So does an fp4 tensor: bytes of two
+        e2m1 values each, the lower four bits first, with one such scale per 32 values of a row (V4's experts). And an
+        int4 tensor, which is stored in three under other names (`is_int4`).
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -174,6 +137,9 @@ class Checkpoint:
             return self._in_range(name, wide, raw)
         if info.dtype in _FP8:
             scales = self._scales(name, info, stored_shape, self.block)
+            if self._is_whole_scaled(name):
+                with np.errstate(over="ignore"):  # `_in_range` says so
+                    return self._in_range(name, dequantise_whole(raw, scales, rows, dtype=narrow), raw)
             with np.errstate(over="ignore"):  # `_in_range` says so
                 wide = dequantise_blocks(raw, scales, block=self.block, dtype=narrow)[rows]
             return self._in_range(name, wide, raw)
@@ -305,7 +271,16 @@ class Checkpoint:
             and self.info(name).dtype == ml_dtypes.float8_e4m3fn
             and self.block == DEFAULT_BLOCK
             and self.scale_name(name) is not None
+            and not self._is_whole_scaled(name)
         )
+
+    def _is_whole_scaled(self, name: str) -> bool:
+        """Whether an fp8 tensor with scales has one for each matrix: [M, N], or a stack [E, M, N] as transformers holds
+        experts. Mistral Small 4's do."""
+        shape, scales = self.info(name).shape, self.info(self.scale_name(name) or name).shape
+        blocks = tuple(-(-size // step) for size, step in zip(shape[-2:], self.block, strict=False))
+        legal = ((), (1,), (1, 1)) if len(shape) == 2 else ((shape[0],), (shape[0], 1, 1))
+        return len(shape) in (2, 3) and scales in legal and scales != blocks
 
     def read_block_scaled(
         self, name: str, *, shape: Sequence[int]
@@ -365,11 +340,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} is {info.dtype.name} but its block scales '{name}_scale_inv' are missing"
             )
-        if len(shape) != 2:
+        whole, scale_info = info.dtype in _FP8 and self._is_whole_scaled(name), self.info(scale_name)
+        if len(shape) != 2 and not whole:
             raise CheckpointError(f"{info.file}: fp8 tensor {name!r} must have 2 axes, got shape {shape}")
-        scale_info = self.info(scale_name)
-        legal = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
-        if scale_info.shape != legal:
+        legal = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
+        if scale_info.shape != legal and not whole:
             raise CheckpointError(
                 f"{scale_info.file}: tensor {scale_name!r} must have shape {legal} (one scale per "
                 f"{block[0]} x {block[1]} block of {shape}), got {scale_info.shape}"
@@ -434,14 +409,14 @@ class Checkpoint:
 
     def _header(self, file: Path) -> dict[str, TensorInfo]:
         if file not in self._headers:
-            self._headers[file] = _read_header(file)
+            self._headers[file] = read_header(file)
         return self._headers[file]
 
     def _block_size(self) -> tuple[int, int]:
         """The block of fp8 scales, from config.json's quantization_config when it says so."""
         try:
             config = read_json(self.directory / "config.json")
-            block = config["quantization_config"]["weight_block_size"]
+            block = config["quantization_config"]["weight_block_size"] or [*DEFAULT_BLOCK]
         except (OSError, ValueError, KeyError, TypeError):
             # The reader of config.json reports a missing or broken file; the block has a default.
             return DEFAULT_BLOCK
@@ -460,40 +435,3 @@ class Checkpoint:
 def int4_parts(name: str) -> tuple[str, str, str]:
     """The tensors that a weight of `Checkpoint.is_int4` is stored in: values, scales and shape."""
     return f"{name}_packed", f"{name}_scale", f"{name}_shape"
-
-
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file.
-
-    The package safetensors validates the file (lengths, offsets, overlaps); the byte ranges are then taken from the
-    header itself, because its numpy reader doesn't know the fp8 types.
-    """
-    safe_open, safetensor_error = _require_safetensors()
-    if what := why_no_file(file, "no such file"):
-        raise CheckpointError(f"{file}: {what}")  # opening a named pipe would wait for ever
-    try:
-        with safe_open(file, framework="np"), file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-    except safetensor_error as error:
-        raise CheckpointError(f"{file}: truncated, or not a safetensors file: {error}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{file}: tensor {name!r} has dtype {entry['dtype']}; legal are {', '.join(_DTYPES)}")
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        tensors[name] = TensorInfo(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, stop)
-    return tensors
-
-
-def _require_safetensors() -> tuple[Any, type[Exception]]:
-    """safetensors' opener and its error type; imported late, because only checkpoints need the package."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("reading a checkpoint needs the package safetensors: pip install 'tsmla-jax[hf]'") from None
-    return safe_open, SafetensorError

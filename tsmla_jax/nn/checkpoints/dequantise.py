@@ -43,6 +43,31 @@ def dequantise_blocks(
     return result
 
 
+def dequantise_whole(
+    weight: np.ndarray[Any, Any],
+    scales: np.ndarray[Any, Any],
+    rows: slice = slice(None),
+    *,
+    dtype: DTypeLike = np.float32,
+) -> np.ndarray[Any, Any]:
+    """A matrix times its one scale, or each matrix of a stack times its own, multiplied in f32.
+
+    Args:
+        weight: fp8 [M, N] or [E, M, N].
+        scales: f32 with one element, or one for each matrix of the stack.
+        rows: the part of the first axis that is wanted.
+        dtype: of the result.
+    """
+    table = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
+    part = weight[rows]
+    stack = part if weight.ndim == 3 else part[None]
+    each = scales.reshape(-1)[rows] if weight.ndim == 3 else scales.reshape(1)
+    result = np.empty(stack.shape, dtype=np.dtype(dtype))
+    for matrix, scale, wide in zip(stack, each, result, strict=True):
+        wide[...] = table[matrix.view(np.uint8)] * scale
+    return result.reshape(part.shape)
+
+
 def dequantise_fp4(
     packed: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], *, dtype: DTypeLike = np.float32
 ) -> np.ndarray[Any, Any]:

@@ -1,8 +1,8 @@
 """Checkpoints whose weights are quantised in a format that isn't read: refused by its name, before weights are read.
 
-fp8 with scales for blocks, and fp4 and int4 with scales for 32 values of a row are read (`Checkpoint.read`). Of the
-others config.json names the format of a whole model, and the tensors' names and dtypes show it for a single layer: a
-model may have plain attention layers beside quantised experts.
+fp8 with scales for blocks or for whole matrices, and fp4 and int4 with scales for 32 values of a row are read
+(`Checkpoint.read`). Of the others config.json names the format of a whole model, and the tensors' names and dtypes show
+it for a single layer: a model may have plain attention layers beside quantised experts.
 """
 
 import re
@@ -19,7 +19,7 @@ from tsmla_jax.nn.checkpoints.known_fields import Legal, check_values
 # Fields of config.json that hold a quantisation, and what names one that doesn't say quant_method.
 _GROUPS = ("quantization_config", "compression_config", "quantization")
 _METHODS = ("quant_algo", "quant_type", "format", "config_groups", "bits", "load_in_4bit", "load_in_8bit")
-_READ = "'fp8' with scales for blocks, or weights that are not quantised"
+_READ = "'fp8' with scales for blocks or whole matrices, or weights that are not quantised"
 # What compressed-tensors says of the int4 weights that are read.
 _INT4: Legal = {
     "num_bits": (4,),
@@ -62,7 +62,9 @@ def _refuse_group(group: Any, where: str) -> None:
     if method not in (None, "fp8") or (method is None and details):
         what = f"quant_method: got {method!r:.60}" + (f" with {details[0]}" if details else "")
         raise CheckpointError(f"{where}: {what}; legal: {_READ}")
-    if group.get("activation_scheme") not in (None, "dynamic"):
+    # Scales of activations, which are not quantised here, may be fixed where weights have a scale each.
+    fixed = group.get("activation_scheme") == "static" and group.get("weight_block_size", 0) is None
+    if group.get("activation_scheme") not in (None, "dynamic") and not fixed:
         raise CheckpointError(f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic'")
 
 
@@ -85,6 +87,12 @@ def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(
             f"{error}; of compressed-tensors int4 weights with a scale for 32 values are read"
         ) from None
+
+
+def is_activation_scale(name: str) -> bool:
+    """Whether a tensor is the fixed scale of a product's activations, which fp8 weights may have beside their own. It
+    is of no use where activations are not quantised."""
+    return name.endswith(("_activation_scale", ".activation_scale"))
 
 
 def refuse_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint
 from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
-from tsmla_jax.nn.checkpoints.quantised import refuse_tensors
+from tsmla_jax.nn.checkpoints.quantised import is_activation_scale, refuse_tensors
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 Params = Mapping[str, Any]
@@ -198,6 +198,7 @@ class LayerWeights(Generic[_Config]):
         config = self.read_config(checkpoint.directory, layer) if config is None else config
         spelled, start = self._spelled(checkpoint), prefix.format(layer=layer)
         others = {stored for name, stored in spelled.items() if name.startswith(start)}
+        others = {stored for stored in others if not is_activation_scale(stored)}
         refuse_tensors(checkpoint, others)
         tensors = {}
         for name, shape in self.hf_attention_shapes(config).items():
