@@ -1,5 +1,6 @@
 """What every test shares: eight simulated CPU devices, repeatable property tests, what goes with the gpu marker."""
 
+import collections
 import functools
 import os
 import sys
@@ -116,6 +117,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """A GPU's programs are left out: they are large, and few."""
     if config.option.markexpr != "gpu":
         speed.share_programs()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all cases of a test marked sampled(n) but every n-th, before the slow ones are left out."""
+    seen: collections.Counter[str] = collections.Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 def pytest_collection_finish() -> None:

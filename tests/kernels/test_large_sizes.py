@@ -125,6 +125,7 @@ def gradient(rope_dim: int, tokens: int, keys: int, heads: int, batch: int = 1) 
     ],
     ids=["dq", "shared rope columns", "requests without tokens"],
 )
+@pytest.mark.sampled(3)
 def test_the_last_block_zeroes_its_part_of_the_gradients_sums(name: str, call: Callable[[], Call]) -> None:
     """More vectors of four sums than 32 bits count. It also writes its rows' terms, whose array may be as large."""
     made = call()

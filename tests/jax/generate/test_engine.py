@@ -169,6 +169,7 @@ def test_nothing_is_compiled_twice(greedy: Generation, tiny_model: Model) -> Non
     ("dtype", "scales"),
     [("bfloat16", Scales()), ("float8_e4m3fn", Scales(0.5)), ("float8_e4m3fn", Scales(0.5, q_scale=0.03))],
 )
+@pytest.mark.sampled(3)
 def test_narrow_caches_and_queries_cost_little_accuracy(dtype: str, scales: Scales, tiny_model: Model) -> None:
     config, params = tiny_model
     tokens = jnp.asarray(PROMPTS[2], jnp.int32)

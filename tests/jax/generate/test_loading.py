@@ -223,6 +223,7 @@ def test_block_scaled_fp8_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["v3", "v3.2"])
+@pytest.mark.sampled(2)
 def test_fp8_weights_stay_narrow_and_mean_the_same(model: str, tmp_path: Path) -> None:
     """Kept as they are stored, with the shared expert behind the others; the generated texts are those of wide ones."""
     sizes = {"hidden_size": 160, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 8}

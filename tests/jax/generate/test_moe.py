@@ -206,6 +206,7 @@ def test_the_choice_of_the_experts_is_that_of_their_weights(
 
 @pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("tokens", [1, 9, 40, 120, 200])
+@pytest.mark.sampled(3)
 def test_grouped_experts_by_every_form_of_their_tiles(
     tokens: int, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

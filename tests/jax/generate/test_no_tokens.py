@@ -103,6 +103,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.sampled(3)
 def test_whole_steps(tiny: tuple[ModelConfig, Any], fold: bool, form: str) -> None:
     config, params = tiny
     params = model.fold(params, config) if fold else params

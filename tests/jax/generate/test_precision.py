@@ -55,6 +55,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("phase", ["prefill", "fresh", "decode"])
 @pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.sampled(3)
 def test_products_of_f32_say_their_precision(tiny: tuple[ModelConfig, Any], phase: Any, fold: bool) -> None:
     config, params = tiny
     params = model.fold(params, config) if fold else params

@@ -47,6 +47,7 @@ def test_logits_are_those_of_f32(tokens: int, dtype: str, router_dtype: str, bac
 @BACKENDS
 @DTYPES
 @pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 64, 256), (17, 20, 128), (65, 160, 384), (1100, 72, 256)])
+@pytest.mark.sampled(3)
 def test_the_kernel_makes_logits_and_scaled_rows(
     tokens: int, experts: int, width: int, router_dtype: str, backend: str
 ) -> None:

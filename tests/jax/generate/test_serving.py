@@ -41,6 +41,7 @@ def drain(engine: Engine, texts: dict[int, list[int]], steps_at_most: int = 100)
 
 @pytest.mark.parametrize("program", ["step", "layer"])
 @pytest.mark.parametrize("speculative", [0, 2])
+@pytest.mark.sampled(2)
 def test_texts_come_and_go(program: Any, speculative: int, tiny_model: Model, alone: list[list[int]]) -> None:
     config, params = tiny_model
     engine = Engine(params, config, replace(OPTIONS, program=program, speculative=speculative))
@@ -120,6 +121,7 @@ def test_compiled_sizes_are_few_and_known(tiny_model: Model) -> None:
 
 
 @pytest.mark.parametrize(("expanded_bytes", "passes"), [(1 << 29, {(8, 1), (32, 1)}), (1, {(8, 1), (8, 4)})])
+@pytest.mark.sampled(2)
 def test_long_prompts_after_their_first_chunk(
     tiny_model: Model, expanded_bytes: int, passes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

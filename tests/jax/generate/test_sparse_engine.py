@@ -69,6 +69,7 @@ def all_logits(
     return np.asarray(run(params, config, caches, batch, step.slot_mapping, scales, options)[0])
 
 
+@pytest.mark.sampled(2)
 def test_texts_are_those_of_one_prefill(case: Case) -> None:
     # The longest: past an entry of ratio 128, past the ring of the window, more keys than the indexers choose.
     prompt, new = PROMPTS[2], case.greedy.tokens[2]
@@ -77,6 +78,7 @@ def test_texts_are_those_of_one_prefill(case: Case) -> None:
     assert len({tuple(text) for text in case.greedy.tokens}) > 2
 
 
+@pytest.mark.sampled(2)
 def test_company_chunks_pages_and_drafts_do_not_change_a_text(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(case.params, case.config, case.options)
     # An order in which no step has a shape that the fixture's had not.
@@ -272,6 +274,7 @@ def test_the_choices_on_hopper_follow_the_queries(model: str, why_not: str, on_h
 @pytest.mark.parametrize(
     "dtype", ["packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float8_e4m3fn"))]
 )
+@pytest.mark.slow
 def test_narrow_caches_and_queries_cost_little_accuracy(model: str, dtype: str, tmp_path: Path) -> None:
     # Real widths, for the packed layouts; keys are chosen all, so that a choice at the edge of them is no error.
     own = {"v3.2": {"kv_lora_rank": 512}, "v4": {"head_dim": 512, "compress_ratios": [4, 128]}}[model]

@@ -297,6 +297,7 @@ def _first_half(mlp: dict[str, Any]) -> dict[str, Any]:
     return {**mlp, **stacks}
 
 
+@pytest.mark.slow
 def test_mxfp4_experts_stay_in_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, rng = write_mxfp4(tmp_path), np.random.default_rng(2)
     assert config.moe is not None

@@ -28,6 +28,7 @@ def random_inputs(count: int, width: int, tokens: int) -> tuple[dict[str, jax.Ar
     ("count", "width", "tokens"),
     [(4, 512, 1), (4, 256, 16), (3, 384, 70), (1, 128, 17), (8, 128, 3), (4, 4096, 5), (4, 7168, 2), (4, 256, 700)],
 )
+@pytest.mark.sampled(3)
 def test_the_kernels_do_what_xla_does(count: int, width: int, tokens: int, backend: str) -> None:
     if jax.default_backend() != backend:
         pytest.skip(f"jax's default device is no {backend}")

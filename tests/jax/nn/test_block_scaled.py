@@ -95,6 +95,7 @@ def test_stacks_avoid_sizes_that_are_counted_in_too_few_bits() -> None:
 )
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.sampled(5)
 def test_grouped_products_equal_plain_ones(
     scaled: bool, block: int, tile: Tile, limit: float | None, backend: str
 ) -> None:
@@ -184,6 +185,7 @@ def test_hopper_multiplies_narrow_experts_by_their_kernel(tokens: int, monkeypat
 
 @pytest.mark.parametrize(("products", "limit"), [(None, 0.01), ("quantized", 0.06)])
 @pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.sampled(2)
 def test_layers_by_calls_of_the_kernel(products: str | None, limit: float, tokens: int) -> None:
     """An MLP and a mixture of experts as on Hopper, whose kernels are emulated: one of the stacks has unused weights,
     one token has no expert but one, and gate and up are clipped."""
@@ -292,6 +294,7 @@ def test_halved_products_need_scaled_activations() -> None:
 
 
 @pytest.mark.parametrize(("rank", "bias", "latent"), [(None, False, 32), (None, True, 40), (24, True, 32)])
+@pytest.mark.sampled(3)
 def test_folded_parameters_mean_the_same(rank: int | None, bias: bool, latent: int) -> None:
     config = MLAConfig(
         hidden_size=40, num_attention_heads=3, kv_lora_rank=latent, qk_nope_head_dim=16, qk_rope_head_dim=8,

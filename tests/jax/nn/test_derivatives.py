@@ -47,6 +47,7 @@ def loss(x: jax.Array, layer: Any, implementation: str | None) -> jax.Array:
     return jnp.square(y).sum()
 
 
+@pytest.mark.slow
 def test_a_context_has_a_gradient_outside_of_jit_alone(layer: Any) -> None:
     x = jax.random.normal(jax.random.key(1), (4, 24))
     got, want = (jax.grad(loss)(x, layer, implementation) for implementation in (None, "reference"))
@@ -81,6 +82,7 @@ def call_padded(layer: Any, x: jax.Array, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", [call_functional, call_prefill, call_ragged, call_padded])
+@pytest.mark.sampled(2)
 def test_deterministic_reaches_the_operation(
     layer: Any, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

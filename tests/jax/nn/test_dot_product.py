@@ -50,6 +50,7 @@ LENGTHS = {
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("queries", "keys"), [(128, 128), (128, 70), (70, 128)])
+@pytest.mark.sampled(4)
 def test_it_is_jaxs(queries: int, keys: int, lengths: str, is_causal: bool) -> None:
     bounds = {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
     given = {n: jnp.minimum(jnp.array(x, jnp.int32), bounds[n]) for n, x in LENGTHS[lengths].items()}

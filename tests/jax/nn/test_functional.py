@@ -158,6 +158,7 @@ def test_a_donated_cache_is_updated_in_place(path: str) -> None:
         ("decode", AxisType.Explicit),
     ],
 )
+@pytest.mark.sampled(2)
 def test_sharded_over_heads_by_jit(path: str, kind: AxisType) -> None:
     """Parameters placed by param_specs over two devices: the same numbers."""
     if jax.device_count() < 2:

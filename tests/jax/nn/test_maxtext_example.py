@@ -168,6 +168,7 @@ def test_rows_that_are_not_packed() -> None:
 
 @pytest.mark.usefixtures("example")
 @pytest.mark.parametrize("chosen", [False, True], ids=["all", "chosen"])
+@pytest.mark.sampled(2)
 def test_qk_clip_sinks_and_the_indexers_mask(chosen: bool) -> None:
     """Of V3.2's indexer as MaxText hands it over: 0 for the keys that a token selects, a large negative for others."""
     pytest.importorskip("flax", reason="max_logits is a flax.nnx.Intermediate")

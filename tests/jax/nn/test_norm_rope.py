@@ -23,6 +23,7 @@ def rows(dtype: str = "bfloat16") -> jax.Array:
 @pytest.mark.parametrize("columns", [Columns(0, 5, 512), Columns(7, 1, 1024), Columns(64, 3, 576), Columns(1, 1, 64)])
 @pytest.mark.parametrize("normed", ["", "plain", "weighted"])
 @pytest.mark.parametrize("turned", ["", "forth", "back"])
+@pytest.mark.sampled(5)
 def test_the_kernel_does_what_xla_does(columns: Columns, normed: str, turned: str, backend: str) -> None:
     if jax.default_backend() != backend:
         pytest.skip(f"jax's default device is no {backend}")

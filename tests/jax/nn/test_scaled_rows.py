@@ -86,6 +86,7 @@ def test_linears_of_any_size(size: float, backend: str) -> None:
 @BACKENDS
 @pytest.mark.parametrize("inner", [1e-10, 1e-7, 1e-5, 3e-5, 1e-4, 1.0, 1e4, 1e8])
 @pytest.mark.parametrize(("tokens", "pairs"), [(2, 1), (9, 2), (40, 2)])
+@pytest.mark.sampled(5)
 def test_experts_whose_inner_activations_are_of_any_size(
     tokens: int, pairs: int, inner: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def ints(x: object) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", ["v3.2", "glm-5", "sliding", "csa, few chosen", "hca"])
+@pytest.mark.sampled(3)
 def test_prefill_and_300_decode_steps(name: str) -> None:
     run, cache, x, y = build(name)
     length = x.shape[1]
@@ -73,6 +74,7 @@ def call(
 
 
 @pytest.mark.parametrize("name", ["v3.2", "csa"])
+@pytest.mark.sampled(2)
 def test_ragged_chunks_with_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")  # the layers pass their own checks
     run, cache, x, y = build(name)
@@ -92,6 +94,7 @@ def caches_after_one_call(name: str) -> list[np.ndarray]:
 @settings(max_examples=8)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["v3.2", "csa, few chosen", "hca"])
+@pytest.mark.sampled(3)
 def test_no_split_shows_in_outputs_or_caches(name: str, data: st.DataObject) -> None:
     run, empty, x, y = built(name)
     want = caches_after_one_call(name)
@@ -115,12 +118,14 @@ def whole_error(name: str, dtype: Any, indexer_dtype: Any, **options: Any) -> tu
 
 
 @pytest.mark.parametrize(("dtype", "kv_scale", "tolerance"), [("bfloat16", None, 0.02), ("float8_e4m3fn", 0.03, 0.06)])
+@pytest.mark.sampled(2)
 def test_narrow_caches_come_close(dtype: str, kv_scale: float | None, tolerance: float) -> None:
     error, y = whole_error("csa", jnp.dtype(dtype), jnp.uint8, kv_scale=kv_scale)
     assert np.sqrt((error**2).mean()) < tolerance * np.sqrt((y**2).mean())
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("v3.2", "xla"), ("csa", "reference")])
+@pytest.mark.sampled(2)
 def test_queries_of_e4m3_by_their_scale(name: str, implementation: str) -> None:
     """With scales far from 1, beyond which the queries saturate: an unscaled query or logit would be seen."""
     options = {"kv_scale": 2.0**-6, "implementation": implementation}
@@ -208,6 +213,7 @@ def test_refuses_v32_configs_caches_and_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hca", "sliding"])
+@pytest.mark.sampled(2)
 def test_the_packed_cache_of_a_real_head(kind: v4.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "q_lora_rank": 16, "o_groups": 1, "o_lora_rank": 8}

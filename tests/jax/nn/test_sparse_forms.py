@@ -58,6 +58,7 @@ def run(
 
 
 @pytest.mark.parametrize("columns", [6, 35])
+@pytest.mark.sampled(2)
 def test_both_forms_attend_to_the_keys_that_they_are_given(columns: int) -> None:
     """Also where a token has fewer earlier keys than columns, and selects some of them."""
     rng = np.random.default_rng(2)
@@ -71,6 +72,7 @@ def test_both_forms_attend_to_the_keys_that_they_are_given(columns: int) -> None
 
 
 @pytest.mark.parametrize(("new", "done"), [([50, 7], [0, 0]), ([30, 0, 9], [150, 60, 0])])
+@pytest.mark.sampled(2)
 def test_both_forms_compute_the_same(new: list[int], done: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "CHUNK_ROWS", 128)  # several chunks of context
     direct, mask = (run(form, new, done) for form in ("direct", "mask"))

@@ -82,6 +82,7 @@ def test_v32_with_fp8_queries_calls_the_kernel_that_is_named(dtype: Any) -> None
 
 @pytest.mark.parametrize("kind", ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"])
 @pytest.mark.parametrize(("dtype", "count"), DTYPES)
+@pytest.mark.sampled(3)
 def test_v4(kind: str, dtype: Any, count: int) -> None:
     config = v4.V4Config.from_hf({
         "model_type": "deepseek_v4", "hidden_size": 64, "num_attention_heads": 6, "head_dim": 512,

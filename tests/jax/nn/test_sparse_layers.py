@@ -58,6 +58,7 @@ def test_heads_on_several_devices(name: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["v3.2", "sliding", "csa", "hca"])
+@pytest.mark.sampled(2)
 def test_folded_parameters_mean_the_same(name: str) -> None:
     case = hf_layers.case(name)
     step = case.step(*ARGUMENTS)
@@ -82,6 +83,7 @@ def attended(case: Any, params: dict[str, jax.Array], dtype: str, *, fold: bool 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.sampled(2)
 def test_compressors_of_16_bits_sum_in_f32(dtype: str, fold: bool) -> None:
     """Their states are those of f32 weights with the same values."""
     case = hf_layers.case("csa")
@@ -112,6 +114,7 @@ def test_products_of_x_keep_their_own_dtypes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["sliding", "csa", "hca"])
+@pytest.mark.sampled(3)
 def test_norms_and_ropes_by_their_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of folded parameters, by the kernel's interpreter."""
     case = hf_layers.case(name)

@@ -78,6 +78,7 @@ def test_it_is_the_layer_of_transformers(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.sampled(2)
 def test_gradients_are_the_references(dense: bool) -> None:
     params, x = inputs()
     got, want = (
@@ -121,6 +122,7 @@ def test_the_form_follows_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.sampled(2)
 def test_with_all_keys_it_is_the_dense_layer(dense: bool) -> None:
     params, x = inputs()
 
@@ -238,6 +240,7 @@ def test_under_vmap() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.sampled(2)
 def test_heads_on_several_devices(dense: bool) -> None:
     params, x = inputs()
     mesh = Mesh(np.asarray(jax.devices()[:2]), "heads")
@@ -313,6 +316,7 @@ def test_rows_of_packed_segments() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.sampled(2)
 def test_16_bits(dense: bool) -> None:
     params, x = inputs("bfloat16")
     loss, found = jax.jit(jax.value_and_grad(functools.partial(both, dense=dense)))(params, x)

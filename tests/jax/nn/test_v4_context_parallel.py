@@ -122,6 +122,7 @@ class Layer:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("csa", 2), ("csa", 8), ("hca", 2), ("hca", 4))),
     ],
 )
+@pytest.mark.sampled(3)
 def test_steps_are_those_of_one_device(kind: v4.Kind, devices: int) -> None:
     layer = Layer(config_of(kind))
     (want, whole), (got, shared) = layer.run(1), layer.run(devices)

@@ -115,6 +115,7 @@ def test_against_the_definition(ratio: int, channels: int, implementation: str) 
 @pytest.mark.parametrize(
     ("ratio", "channels", "layout"), [(4, 512, "packed"), (4, 128, "float32"), (128, 512, "float8_e4m3fn")]
 )
+@pytest.mark.sampled(3)
 def test_no_split_shows_in_a_bit(ratio: int, channels: int, layout: str, data: st.DataObject) -> None:
     length = 24 if ratio == 4 else 260
     p = problem(ratio, channels, length, layout)

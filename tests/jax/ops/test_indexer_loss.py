@@ -137,6 +137,7 @@ def test_a_second_derivative_is_refused(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.sampled(2)
 def test_under_vmap_and_remat(call: str) -> None:
     run, which = CALLS[call]
     x = Problem(7)
@@ -152,6 +153,7 @@ def test_under_vmap_and_remat(call: str) -> None:
 
 @pytest.mark.parametrize("which", ["selected", "all keys"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.sampled(2)
 def test_heads_on_several_devices(which: str, implementation: str) -> None:
     """Probabilities are summed over the devices, and every device has the whole gradient of the indexer."""
     x = Problem(8)

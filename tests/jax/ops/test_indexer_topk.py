@@ -63,6 +63,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("k", [K, 17, M * Z + 3])  # a window of 2 pages, of 3, which overlap, and of all
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.sampled(3)
 def test_windows_of_keys_select_what_all_logits_select(ragged: bool, k: int) -> None:
     given = arrays(ragged)
     weights = given["weights"]
@@ -216,6 +217,7 @@ def small_chunks(cache_directory: object, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores", "return_bits"])
 @pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.sampled(3)
 def test_chunks_of_rows(ragged: bool, returned: str) -> None:
     given, options = arrays(ragged, jnp.float8_e4m3fn), dict.fromkeys(returned.split(), True)
     run, want = select("cute", **options), select("reference", **options)

@@ -46,6 +46,7 @@ def test_absorbed(call: Callable[..., Any], implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.sampled(2)
 def test_prefill_and_its_gradient(implementation: str) -> None:
     """The gradient of an overflow is no zero: loss scaling would not see it. The last row belongs to no request."""
     keys = np.ones((3, 1, 8), np.float32)

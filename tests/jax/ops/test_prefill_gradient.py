@@ -60,6 +60,7 @@ def without_rows_of_none(args: list[jax.Array]) -> list[jax.Array]:
 
 @pytest.mark.parametrize("causal", [True, False])
 @both_forms
+@pytest.mark.sampled(2)
 def test_gradients_are_those_of_the_reference(call: Attend, make: Any, causal: bool) -> None:
     traced = {"softmax_scale": jnp.float32(0.07)} | ({"v_scale": jnp.float32(1.5)} if call is attend else {})
 
@@ -150,6 +151,7 @@ def test_inside_shard_map(call: Attend, make: Any, mesh: Mesh) -> None:
 
 
 @both_forms
+@pytest.mark.sampled(2)
 def test_inside_shard_map_over_tokens(call: Attend, make: Any, mesh: Mesh) -> None:
     """Every device has requests of its own, and its offsets; they share the scale."""
     lens = jnp.stack([offsets(Q_LENS), offsets((1, 2, 3, 4, 3))])

@@ -68,6 +68,7 @@ def test_rotation_is_that_of_complex_numbers(name: str, interleave: bool, layout
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.sampled(2)
 def test_it_is_the_separate_steps_bit_for_bit(name: str, kv_dtype: Any) -> None:
     given = arrays(ml_dtypes.bfloat16, kv_dtype)
     config = MLAConfig(8, 1, kv_lora_rank=L, qk_rope_head_dim=R)

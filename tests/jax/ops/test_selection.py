@@ -129,6 +129,7 @@ def test_bits_of_illegal_arguments(arguments: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("with_rows", [True, False])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.sampled(2)
 def test_values(implementation: str, with_rows: bool, causal: bool) -> None:
     arrays = prefill_calls.arrays(dtype=jnp.float32)
     words, rows = selection()
@@ -175,6 +176,7 @@ def test_all_keys_selected_is_the_dense_attention(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.sampled(2)
 def test_chunks_of_context_merge_to_the_whole(implementation: str) -> None:
     """Words of a chunk are made of the positions from its start on."""
     rng = np.random.default_rng(4)
@@ -216,6 +218,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sampled(2)
 def test_gradient(causal: bool) -> None:
     """That of XLA's loop against automatic differentiation of the definition; keys that no row selects have none."""
     arrays = [x.at[:].set(jnp.nan_to_num(x)) for x in prefill_calls.arrays(dtype=jnp.float32)]
@@ -249,6 +252,7 @@ def test_gradient_of_kv_and_k_rope() -> None:
 
 
 @pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.sampled(2)
 def test_the_kernels_call(emulated_prefill: None, mesh: jax.sharding.Mesh, layer: bool) -> None:
     """The kernel's operands, and its call under grad, vmap and heads over devices."""
     arrays = prefill_calls.layer_arrays() if layer else prefill_calls.arrays()

@@ -25,6 +25,7 @@ def operands(dtype: Any = jnp.float32) -> list[jax.Array]:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.sampled(2)
 def test_by_hand(implementation: str, causal: bool) -> None:
     """Row by row: a softmax over the keys and one logit more, and the greatest of the keys' logits."""
     q, k, v = operands()
@@ -77,6 +78,7 @@ def loss(run: Any, *arrays: jax.Array, sinks: jax.Array, use_lse: bool = True) -
 
 @pytest.mark.parametrize("use_lse", [False, True])
 @pytest.mark.parametrize("shared_rope", [False, True])
+@pytest.mark.sampled(2)
 def test_gradients(shared_rope: bool, use_lse: bool) -> None:
     """ "xla" beside the reference, whose gradient is jax's own; a sink may have nearly all weight, or none."""
     arrays = [x.astype(jnp.float32) for x in prefill_calls.layer_arrays()] if shared_rope else operands()

@@ -97,6 +97,7 @@ def close(got: Any, want: Any, bound: float) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_xla_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of three tokens, of which the last has tokens of the one before."""
     given, options = arrays(**CASES[case])
@@ -172,6 +173,7 @@ on_hopper = pytest.mark.usefixtures("for_hopper", "kernel", "quick_compilation")
 @on_hopper
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_operands_of_the_kernel(case: str, dtype: Any) -> None:
     given, options = arrays(dtype, **CASES[case])
     (got, of_scale), (want, of_scale_wanted) = (gradients(name, given, options) for name in ("cute", "reference"))

@@ -226,6 +226,7 @@ def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
 
 @pytest.mark.usefixtures("optimised_compilation")
 @pytest.mark.parametrize(("name", "heads"), [("xla", 3), ("reference", 3), ("reference", 16)])
+@pytest.mark.sampled(3)
 def test_a_batch_changes_no_bits(name: str, heads: int) -> None:
     rng = np.random.default_rng(7)
     q, cache = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((9, heads, 40), (4, 8, 40)))

@@ -61,7 +61,7 @@ def test_objects_have_no_spills(kernel: Kernel, config: Any, arch: str) -> None:
 
 
 @needs_packages
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.slow)])
 def test_each_operation_of_a_sparse_layer_lowers_with_its_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", arch)
     q8, weights = Struct((300, 64, 128), FP8), Struct((300, 64), jnp.float32)
@@ -298,6 +298,7 @@ CACHES: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", CACHES)
 @pytest.mark.parametrize(("tokens", "heads", "selected"), [(5, 16, 72), (1, 64, 32), (2, 130, 64)])
 @pytest.mark.usefixtures("blackwell", "emulated", "quick_compilation")
+@pytest.mark.sampled(2)
 def test_attention_around_the_kernel(layout: str, tokens: int, heads: int, selected: int) -> None:
     rng = np.random.default_rng(tokens)
     given = CACHES[layout](rng)

@@ -34,7 +34,7 @@ CONFIGS = {
     "slots of requests, scores, long rows": slots_of_requests(256, 131072),
     "slots of requests, scores, in a cluster": slots_of_requests(8, 131072),
 }
-FAST = ("few short rows", "few long rows", "slots, row starts", "bits of short rows")
+FAST = ("few short rows", "slots, row starts")
 """Compiled in every run of the tests. The others are slow tests."""
 
 

@@ -79,10 +79,7 @@ HEADS_FIRST = {
 
 FAST = (
     "16 heads",
-    "16 heads, rope apart",
-    "128 heads in a cluster",
     "fp8 cache and queries",
-    "fp8 cache, 128 heads in a cluster",
 )
 """Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
 

@@ -67,6 +67,7 @@ LENGTHS = {
 @pytest.mark.parametrize("ctas", [CTAS, 13])
 @pytest.mark.parametrize(("heads", "tile_rows"), [(16, 64), (128, 64), (130, 64), (33, 32), (128, 32)])
 @pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.sampled(7)
 def test_many_tokens_are_dealt_out(
     interpreter: Interpreter, heads: int, tile_rows: int, lengths: str, ctas: int
 ) -> None:

@@ -169,6 +169,7 @@ def covered(shape: LatentShape, lens: np.ndarray, pieces: list[Any], split_info:
 @pytest.mark.parametrize("dealt", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize(("count", "shares"), [(7, 0.5), (90, 1.0), (90, 0.5), (90, 0.03), (90, 0.0), (700, 0.9)])
+@pytest.mark.sampled(5)
 def test_requests_of_another_launch_are_left_out(
     interpreter: Interpreter, count: int, shares: float, tokens: int, dealt: bool
 ) -> None:

@@ -19,7 +19,7 @@ CONFIGS = {
     "D 512, 8 heads, two caches": PLAIN | {"num_heads": "8", "head_dim": "512", "window": "128"},
 }
 CONFIGS |= {f"{name}, deterministic": options | {"deterministic": "true"} for name, options in CONFIGS.items()}
-FAST = ("D 576", "D 576, deterministic")
+FAST = ("D 576",)
 
 
 @pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
