@@ -68,7 +68,7 @@ class SparseBackward(Case):
         out, lse = tsmla_bridge.sparse_mla(self.q, self.kv, self.indices, softmax_scale=SCALE, return_lse=True)
         inputs = (self.q, self.kv, None, self.indices, None, None)
         scales = torch.tensor([SCALE, 1.0, 1.0], device=device())
-        options = (LATENT, *(None,) * 5, False, "auto", None, deterministic, None)
+        options = (LATENT, *(None,) * 5, False, "auto", None, deterministic, False, None)
         given = (self.d_out, torch.zeros_like(lse), out, lse, *inputs, scales, [])
         return functools.partial(torch.ops.tsmla.sparse_mla_backward, *given, *options)
 

@@ -177,10 +177,10 @@ def register_attention(
         keyword; returns the results.
       parameters: the schema's, without parentheses.
       width: takes the arguments; returns the size of out's last axis.
-      memory: what {name}_into takes behind the arguments: ("out", "lse") and "workspace" or "max_logits".
+      memory: what {name}_into takes behind the arguments: ("out", "lse"), and "workspace" or "max_logits" or both.
       third: takes the arguments; returns a tensor like the third result, if there is one.
     """
-    aliases = zip("abc", memory, strict=False)
+    aliases = zip("abcd", memory, strict=False)
     written = ", ".join(f"Tensor({alias}!){'' if which == 'out' else '?'} {which}" for alias, which in aliases)
 
     def run_into(*arguments: Any) -> None:
@@ -208,26 +208,40 @@ def call_attention(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     *workspace: Workspace | None,
-) -> torch.Tensor | Computed:
+    max_logits: bool | None = None,
+) -> Any:
     """A call of an operator that `register_attention` made: with the caller's memory where any is given. The query is
-    the first of the arguments, and out has `width` columns."""
+    the first of the arguments, and out has `width` columns. max_logits: whether the call returns greatest logits, the
+    operator's third result; None if the operator has no third result."""
     refuse_tangents(name, arguments)
     tensors.check_lse_asked_for(return_lse, lse)
     buffers = [None if memory is None else memory.buffer for memory in workspace]
     if out is None and lse is None and not any(buffer is not None for buffer in buffers):
-        results = getattr(torch.ops.tsmla, name)(*arguments)
-        return results if return_lse else results[0]
-    new_out, new_lse = new_results(arguments[0], width)
-    out = new_out if out is None else out
-    lse = new_lse if lse is None and return_lse else lse
-    getattr(torch.ops.tsmla, f"{name}_into")(*arguments, out, lse, *buffers)
-    return (out, lse) if return_lse else out  # type: ignore[return-value]
+        out, lse, *third = getattr(torch.ops.tsmla, name)(*arguments)
+    else:
+        new_out, new_lse = new_results(arguments[0], width)
+        out = new_out if out is None else out
+        lse = new_lse if lse is None and return_lse else lse
+        third = [] if max_logits is None else [new_max_logits(arguments[0]) if max_logits else None]
+        getattr(torch.ops.tsmla, f"{name}_into")(*arguments, out, lse, *buffers, *third)
+    return those_asked_for(out, lse if return_lse else None, *(third if max_logits else ()))
 
 
 def refuse_tangents(name: str, arguments: Sequence[Any]) -> None:
     """NotImplementedError if an argument has a tangent of forward mode, which the dispatcher would drop."""
     if any(map(_is_dual, arguments)):
         raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
+
+
+def new_max_logits(q: torch.Tensor) -> torch.Tensor:
+    """A new tensor for the greatest logits of a call with this query."""
+    return q.new_empty(q.shape[:2], dtype=lse_dtype(q))
+
+
+def those_asked_for(*results: torch.Tensor | None) -> Any:
+    """What a call returns: the only result that there is, or a tuple of those that there are."""
+    found = tuple(x for x in results if x is not None)
+    return found if len(found) > 1 else found[0]
 
 
 def new_results(q: torch.Tensor, width: int) -> Computed:

@@ -11,7 +11,6 @@ import torch
 from tsmla_bridge import selection_reference
 from tsmla_bridge.reference import indexer_logits, put_rows, seen_keys, targets, to_cache_dtype
 from tsmla_bridge.runtime.devices import in_own_precision
-from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import DTYPES, accumulation_dtype, dtype_name
 from tsmla_kernels.contract import FP8_MAX
@@ -229,8 +228,8 @@ def sparse_mla(
     lengths: torch.Tensor | None,
     sinks: torch.Tensor | None,
     factors: Factors,
-) -> Computed:
-    """out and lse of sparse_mla. Reads no value on the host; can be differentiated.
+) -> tuple[torch.Tensor, ...]:
+    """out, lse and, if the spec has them, max_logits of sparse_mla. Reads no value on the host; can be differentiated.
 
     factors: of q . k, of the values in kv_cache, and of those in compressed_kv_cache.
     """
@@ -261,7 +260,11 @@ def sparse_mla(
     lse = maximum + torch.log(total)
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.to(dtype))[..., None]
-    return out.to(DTYPES[spec.out_dtype]), lse.masked_fill(~seen, -torch.inf).to(DTYPES[spec.lse_dtype])
+    results = out.to(DTYPES[spec.out_dtype]), lse.masked_fill(~seen, -torch.inf).to(DTYPES[spec.lse_dtype])
+    if not spec.max_logits:
+        return results
+    greatest = (maximum + (total - total).detach()).masked_fill(~seen, -torch.inf)  # NaN where lse is
+    return *results, greatest.to(DTYPES[spec.lse_dtype])
 
 
 @in_own_precision

@@ -145,10 +145,10 @@ def test_nothing_but_the_operands_is_saved(gpu: Gpu) -> None:
 def test_opcheck() -> None:
     given, _ = call(torch.float32, sinks=True)
     inputs = [given.get(name) for name in sparse_mla.SparseInputs._fields]
-    rest = (None, [0.05, 1.0, 1.0], 512, None, None, None, None, None, False, "auto", None, False, None)
+    rest = (None, [0.05, 1.0, 1.0], 512, None, None, None, None, None, False, "auto", None, False, False, None)
     leaves = [x.nan_to_num().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
     torch.library.opcheck(sparse_mla.sparse_operator, (*leaves, *rest), rtol=1e-3, atol=1e-3)
-    out, lse = sparse_mla.sparse_operator(*inputs, *rest)
+    out, lse, _ = sparse_mla.sparse_operator(*inputs, *rest)
     d_out, d_lse = torch.ones_like(out), torch.ones_like(lse)
     torch.library.opcheck(sparse_mla.backward_operator, (d_out, d_lse, out, lse, *inputs, *rest))
     for name, wrong in (("d_lse", (d_out, d_lse[1:], out, lse)), ("lse", (d_out, d_lse, out, lse.double()))):
@@ -207,9 +207,9 @@ def test_widths_that_the_kernel_does_not_take(gpu: Gpu) -> None:
 def test_a_second_derivative() -> None:
     given, _ = call(torch.float32, lengths=False)
     inputs = [given.get(name) for name in sparse_mla.SparseInputs._fields]
-    rest = (None, [0.05, 1.0, 1.0], 512, None, None, None, None, None, False, "auto", None, False, None)
+    rest = (None, [0.05, 1.0, 1.0], 512, None, None, None, None, None, False, "auto", None, False, False, None)
     q = given["q"].requires_grad_()
-    out, _ = sparse_mla.sparse_operator(*inputs, *rest)
+    out, *_ = sparse_mla.sparse_operator(*inputs, *rest)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="the gradient of sparse_mla has no derivative in this"):
         dq.square().sum().backward()

@@ -365,7 +365,8 @@ def test_into_the_callers_memory_when_compiled() -> None:
 def operator_arguments(name: str) -> tuple[Any, ...]:
     case = sparse_inputs.call(**CASES[name])
     given = tensors_of(case)
-    options = (512, *(case.options.get(option) for option in OPTIONS), False, "auto", None, False, None)
+    greatest = name != "v32"
+    options = (512, *(case.options.get(option) for option in OPTIONS), False, "auto", None, False, greatest, None)
     inputs = (given.get(field) for field in sparse_mla.SparseInputs._fields)
     scales = (None, [0.1, 1.0, 1.0]) if name == "v32" else (torch.tensor([0.1, 1.0, 1.0]), [])
     return (*inputs, *scales, *options)
@@ -377,7 +378,34 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(sparse_mla.sparse_operator, arguments)
     q = arguments[0]
     out, lse = torch.empty(*q.shape[:2], 512, dtype=q.dtype), torch.empty(q.shape[:2])
-    torch.library.opcheck(torch.ops.tsmla.sparse_mla_into.default, (*arguments, out, lse, None))
+    torch.library.opcheck(torch.ops.tsmla.sparse_mla_into.default, (*arguments, out, lse, None, torch.empty_like(lse)))
+
+
+@pytest.mark.parametrize("name", ["v32", "two caches", "plain bf16, 128 heads", "without lengths"])
+def test_greatest_logits(gpu: Gpu, name: str) -> None:
+    """With lse and alone, into the caller's memory, by several launches and by definition."""
+    case = sparse_inputs.call(**CASES[name])
+    options = case.options | {"return_lse": True, "return_max_logits": True}
+    want = tsmla_jax.sparse_mla(**case.arrays, **options, implementation="reference")
+    for more in ({}, {"batch_invariant": True}, {"implementation": "reference"}):
+        got = attend(case, return_max_logits=True, **more)
+        for result, expected, tolerance in zip(got, want, (BF16, 1e-4, 1e-4), strict=True):
+            assert_close(result, expected, tolerance)
+        if "implementation" not in more:
+            assert gpu.operands["max_logits"].data_ptr() == got[2].data_ptr()
+    out, greatest = attend(case, return_lse=False, return_max_logits=True)
+    results = attend(case, out=torch.empty_like(out), return_max_logits=True)
+    assert torch.equal(results[0], out) and torch.equal(results[2], greatest)
+    none = {name: x[:0] if name in ("q", "indices", "lengths") else x for name, x in tensors_of(case).items()}
+    assert attend(case, **none, return_max_logits=True)[2].shape == (0, greatest.shape[1])
+
+
+def test_what_has_no_greatest_logits(gpu: Gpu) -> None:
+    case = sparse_inputs.call("v32", dtype="float8_e4m3fn")
+    with pytest.raises(NotImplementedError, match="return_max_logits is True with q of float8_e4m3fn"):
+        attend(case, return_max_logits=True)
+    with pytest.raises(TypeError, match="return_max_logits: got int; legal: True or False"):
+        attend(case, return_max_logits=1)
 
 
 def test_fake_results_are_shaped_as_real_ones() -> None:
@@ -391,7 +419,7 @@ def test_fake_results_are_shaped_as_real_ones() -> None:
 
 def test_derivatives() -> None:
     arguments = operator_arguments("v32")
-    out, _ = sparse_mla.sparse_operator(arguments[0].requires_grad_(), *arguments[1:])
+    out, *_ = sparse_mla.sparse_operator(arguments[0].requires_grad_(), *arguments[1:])
     with pytest.raises(NotImplementedError, match="sparse_mla has no derivative in this implementation"):
         out.sum().backward()
     case = sparse_inputs.call("v32", sinks=True, dtype="float32", lengths=False, tokens=2, selected=6)

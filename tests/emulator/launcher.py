@@ -225,15 +225,15 @@ class StandInLauncher(launch.Launcher):
 
     def _sparse_mla(self, operands: Operands) -> None:
         for operand in self.operands:
-            if operand.output and operand.name not in ("out", "lse"):
+            if operand.output and operand.name not in ("out", "lse", "max_logits"):
                 operands[operand.name].view(torch.uint8).fill_(0xFF)
         given = call_of(self.config, operands)
         arrays = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        spec = sparse_mla_spec(**(given | describe(arrays)))
+        spec = sparse_mla_spec(**(given | describe(arrays)), return_max_logits=self.config.max_logits)
         found = sparse_reference.sparse_mla(
             spec, *(given.get(name) for name in SparseInputs._fields), operands["scales"]
         )  # fmt: skip
-        for name, result in zip(("out", "lse"), found, strict=True):
+        for name, result in zip(("out", "lse", "max_logits"), found, strict=False):
             operands[name].copy_(result.view(operands[name].shape))
 
     _sparse_mla_union = _sparse_mla

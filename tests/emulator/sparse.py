@@ -46,13 +46,13 @@ def emulate(
     inputs, results = ([x for x in kernel.operands(config) if x.output == output] for output in (False, True))
     operands = {operand.name: array for operand, array in zip(inputs, arrays, strict=True)}
     given = call_of(config, operands)
-    spec = describe_call(sparse_mla_spec, **given)
+    spec = describe_call(sparse_mla_spec, return_max_logits=getattr(config, "max_logits", False), **given)
     caches = [operands[name] for name in ("kv_cache", "compressed_kv_cache") if name in operands]
     softmax, *kv_scales = operands["scales"]
     if spec.cache.layout != "plain":
         kv_scales = [None, None]
 
-    def attend(q: jax.Array, sinks: jax.Array | None, *caches: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(q: jax.Array, sinks: jax.Array | None, *caches: jax.Array) -> tuple[jax.Array, ...]:
         return reference.sparse_mla(
             q,
             caches,
@@ -68,8 +68,8 @@ def emulate(
     if isinstance(config, SparseBackwardConfig):
         found = _gradients(attend, given, caches, operands)
     else:
-        out, lse = attend(given["q"], given["sinks"], *caches)
-        found = [out.reshape(result_shapes[0]), lse.reshape(result_shapes[1])]
+        results_found = attend(given["q"], given["sinks"], *caches)
+        found = [x.reshape(shape) for x, shape in zip(results_found, result_shapes, strict=False)]
     count = len(found)
     workspaces: list[Any] = [
         jnp.full(shape, 123, operand.dtype)
@@ -79,7 +79,7 @@ def emulate(
 
 
 def _gradients(
-    attend: Callable[..., tuple[jax.Array, jax.Array]],
+    attend: Callable[..., tuple[jax.Array, ...]],
     given: dict[str, Any],
     caches: list[jax.Array],
     operands: dict[str, Any],

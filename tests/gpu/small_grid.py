@@ -528,7 +528,8 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         if "sinks" in tensors:  # as heavy as the keys together
             tensors["sinks"] = 4 + 2 * tensors["sinks"]
         for invariant in (False, True):
-            options = call.options | {"return_lse": True, "batch_invariant": invariant}
+            greatest = "sinks" in tensors and tensors["q"].dtype != FP8
+            options = call.options | {"return_lse": True, "batch_invariant": invariant, "return_max_logits": greatest}
             yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
         if case["layout"] == "plain" and case["heads"] in (5, 16) and "window" not in case:
             keys = tensors["kv_cache"].clone()
@@ -560,7 +561,7 @@ def union_calls() -> Iterator[Call]:
     for case in cases:
         call = sparse_inputs.call(**({"pages": 24, "lengths": False} | case))
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
-        options = call.options | {"return_lse": True, "form": "union"}
+        options = call.options | {"return_lse": True, "form": "union", "return_max_logits": "sinks" in tensors}
         yield Call(f"union {case}", tsmla_bridge.sparse_mla, tensors, options)
     call = sparse_inputs.call(**(cases[0] | {"tokens": 8, "together": 8, "pages": 24, "lengths": False}))
     tensors = {name: numbers(array) for name, array in call.arrays.items()}

@@ -391,7 +391,7 @@ def test_opcheck() -> None:
     case = case_of("v32 H 16", tokens=3)
     given = on_gpu(case)
     inputs = (given.get(name) for name in sparse_mla.SparseInputs._fields)
-    options = (512, None, None, None, None, None, False, "auto", None, False, None)
+    options = (512, None, None, None, None, None, False, "auto", None, False, False, None)
     torch.library.opcheck(sparse_mla.sparse_operator, (*inputs, None, [0.1, 1.0, 1.0], *options))
 
 

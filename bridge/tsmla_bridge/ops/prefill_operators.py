@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge import operators
 from tsmla_bridge.ops import prefill_launch
 from tsmla_bridge.ops.prefill_launch import Gradients, Inputs, PrefillOptions, Saved
-from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime import scales
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_kernels.contract import PrefillSpec
@@ -74,38 +74,12 @@ def call(
     pair = scales.product(given_scales["softmax_scale"], *others)
     if spec is not None and not by_operator:
         run = form.run_eagerly or form.run
-        max_logits = new_max_logits(inputs.q) if options.max_logits else None
+        max_logits = operators.new_max_logits(inputs.q) if options.max_logits else None
         out, lse = run(spec, inputs, pair, options.implementation, *asked, max_logits)
-        return _returned(out, lse, max_logits)
-    return _by_operator(form, (*inputs, *operators.pair_arguments(pair), *options), options.max_logits, asked)
-
-
-def _by_operator(
-    form: Form, arguments: tuple[Any, ...], wants_max_logits: bool, asked: Asked
-) -> torch.Tensor | Computed:
-    """A call of the form's operator, with the caller's memory where any is given."""
-    operators.refuse_tangents(form.name, arguments)
-    tensors.check_lse_asked_for(asked.return_lse, asked.lse)
-    if asked.out is None and asked.lse is None:
-        out, lse, max_logits = getattr(torch.ops.tsmla, form.name)(*arguments)
-    else:
-        new_out, new_lse = operators.new_results(arguments[0], form.value_width(*arguments[:3]))
-        out = new_out if asked.out is None else asked.out
-        lse = new_lse if asked.lse is None and asked.return_lse else asked.lse
-        max_logits = new_max_logits(arguments[0]) if wants_max_logits else None
-        getattr(torch.ops.tsmla, f"{form.name}_into")(*arguments, out, lse, max_logits)
-    return _returned(out, lse if asked.return_lse else None, max_logits if wants_max_logits else None)
-
-
-def new_max_logits(q: torch.Tensor) -> torch.Tensor:
-    """A new tensor for the greatest logits of a call with this query."""
-    return q.new_empty(q.shape[:2], dtype=operators.lse_dtype(q))
-
-
-def _returned(*results: torch.Tensor | None) -> torch.Tensor | Computed:
-    """The results that there are: out alone, or a tuple."""
-    found = tuple(x for x in results if x is not None)
-    return found if len(found) > 1 else found[0]  # type: ignore[return-value]
+        return operators.those_asked_for(out, lse, max_logits)
+    arguments = (*inputs, *operators.pair_arguments(pair), *options)
+    width = form.value_width(*values)
+    return operators.call_attention(form.name, arguments, width, *asked, max_logits=options.max_logits)
 
 
 def register(form: Form) -> Operators:
@@ -126,7 +100,7 @@ def register(form: Form) -> Operators:
     def third(*arguments: Any) -> torch.Tensor:
         """A new tensor for the greatest logits; without elements if the call doesn't return them."""
         inputs, _, options = unpacked(*arguments)
-        return new_max_logits(inputs.q if options.max_logits else inputs.q[:0])
+        return operators.new_max_logits(inputs.q if options.max_logits else inputs.q[:0])
 
     def run_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> Any:
         inputs, pair, options = unpacked(*given)

@@ -11,7 +11,6 @@ from tsmla_bridge.ops import plans, prefill_launch, sparse_backward
 from tsmla_bridge.ops.sparse_inputs import SparseInputs
 from tsmla_bridge.ops.sparse_plans import SparseOptions, make_plan
 from tsmla_bridge.runtime import loaded_kernels, scales, tensors
-from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace, check_workspace
@@ -44,6 +43,7 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: Literal[False] = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -75,11 +75,76 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: Literal[False] = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sparse_mla(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: torch.Tensor | None = None,
+    compressed_kv_cache: torch.Tensor | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
+    deterministic: bool = False,
+    return_max_logits: Literal[True],
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sparse_mla(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: torch.Tensor | None = None,
+    compressed_kv_cache: torch.Tensor | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    form: str = "auto",
+    tokens_per_request: int | None = None,
+    deterministic: bool = False,
+    return_max_logits: Literal[True],
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def sparse_mla(
@@ -105,11 +170,12 @@ def sparse_mla(
     form: str = "auto",
     tokens_per_request: int | None = None,
     deterministic: bool = False,
+    return_max_logits: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention of each query token over the cache slots selected for it, as tsmla_jax.sparse_mla defines it.
 
     Axes: T query tokens, H query heads (any number), D key width, L latent width, K selected slots a token, P pages,
@@ -147,12 +213,15 @@ def sparse_mla(
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
         asks for everywhere. The kernel then adds the caches' gradients as integers, whose scales take one more pass
         over the selected keys.
+      return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does; the kernel
+        has it for queries of 16 bits.
       implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
-      float64), natural logarithm. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
-      never reaches a result.
+      float64), natural logarithm; with return_max_logits then max_logits [T, H] in lse's dtype, -inf in a row of
+      no valid index, NaN where lse is, without a derivative. A row of no valid index gives out 0 and lse -inf. NaN in a
+      slot that isn't selected never reaches a result.
 
     q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU
     by Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, on a CPU by torch operations.
@@ -170,13 +239,14 @@ def sparse_mla(
     # The latest plan's key: SparseOptions as a plain tuple, because to make them takes time of every call.
     options = (
         latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
-        form, tokens_per_request, deterministic, implementation,
+        form, tokens_per_request, deterministic, return_max_logits, implementation,
     )  # fmt: skip
     inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
     compiling = torch.compiler.is_compiling()
     check_workspace(workspace)
     # True is 1 and 8.0 is 8: a plan is looked up only by options of the legal types.
-    usual = not compiling and type(latent_dim) is int and {type(batch_invariant), type(deterministic)} == {bool}
+    bools = {type(batch_invariant), type(deterministic), type(return_max_logits)}
+    usual = not compiling and type(latent_dim) is int and bools == {bool}
     plan = None
     if usual and _LEGAL_TYPES.issuperset(map(type, (*options[1:6], tokens_per_request))):
         plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
@@ -216,6 +286,11 @@ def sparse_mla(
         plan.check_scales(given)
         tensors.same_device("q", q, given)
         factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+    if return_max_logits:
+        max_logits = operators.new_max_logits(q)
+        results = plan.run(inputs, factors, return_lse, out, lse, workspace, max_logits)
+        found: tuple[torch.Tensor, ...] = operators.those_asked_for(*results, max_logits)
+        return found
     result, result_lse = plan.run(inputs, factors, return_lse, out, lse, workspace)
     return result if result_lse is None else (result, result_lse)
 
@@ -238,13 +313,21 @@ def _run_operator(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-) -> Results:
+    max_logits: torch.Tensor | None = None,
+) -> Any:
     """The arguments are those of _PARAMETERS."""
     inputs, (in_memory, numbers), options = arguments[:_INPUTS], arguments[_INPUTS:_OPTIONS], arguments[_OPTIONS:]
     plan = plans.find(SparseInputs(*inputs), SparseOptions(*options), make_plan)
     factors = tuple(numbers) if in_memory is None else in_memory
-    results: Results = plan.run(inputs, factors, return_lse, out, lse, workspace)
-    return results
+    max_logits = _greatest_of(*arguments) if max_logits is None else max_logits
+    place = max_logits if plan.spec.max_logits else None
+    return *plan.run(inputs, factors, return_lse, out, lse, workspace, place), max_logits
+
+
+def _greatest_of(*arguments: Any) -> torch.Tensor:
+    """A new tensor for the greatest logits; without elements if the call doesn't return them."""
+    q, wanted = arguments[0], SparseOptions(*arguments[_OPTIONS:]).max_logits
+    return operators.new_max_logits(q if wanted else q[:0])
 
 
 _LEGAL_TYPES = frozenset((int, type(None)))  # of the options that count
@@ -254,14 +337,15 @@ _PARAMETERS = (
     "Tensor q, Tensor kv_cache, Tensor? compressed_kv_cache, Tensor indices, Tensor? lengths, Tensor? sinks,"
     " Tensor? scales, float[] numbers, int latent_dim, SymInt? window, SymInt? page_size, SymInt? page_span,"
     " SymInt? compressed_page_size, SymInt? compressed_page_span, bool batch_invariant,"
-    " str form, SymInt? tokens_per_request, bool deterministic, str? implementation"
+    " str form, SymInt? tokens_per_request, bool deterministic, bool return_max_logits, str? implementation"
 )
 sparse_operator = operators.register_attention(
     "sparse_mla",
     _run_operator,
     _PARAMETERS,
     lambda *arguments: SparseOptions(*arguments[_OPTIONS:]).latent_dim,
-    memory=("out", "lse", "workspace"),
+    memory=("out", "lse", "workspace", "max_logits"),
+    third=_greatest_of,
 )
 
 
@@ -294,13 +378,13 @@ operators.refuse_backward(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Computed) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     tensors_given = _INPUTS + 1  # and the scales
-    ctx.save_for_backward(*output, *inputs[:tensors_given])
+    ctx.save_for_backward(*output[:2], *inputs[:tensors_given])
     ctx.numbers = inputs[tensors_given:]
 
 
-def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     results, inputs = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
     found = backward_operator(d_out, d_lse, *results, *inputs, *ctx.numbers)
     given = dict(zip(SparseInputs._fields, inputs, strict=False))
@@ -321,8 +405,10 @@ def _call_operator(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     workspace: Workspace | None,
-) -> torch.Tensor | Computed:
+) -> Any:
     """A call of sparse_mla as an operator."""
     scales_given = (factors, ()) if isinstance(factors, torch.Tensor) else (None, factors)
     arguments = (*inputs, *scales_given, *options)
-    return operators.call_attention("sparse_mla", arguments, options.latent_dim, return_lse, out, lse, workspace)
+    return operators.call_attention(
+        "sparse_mla", arguments, options.latent_dim, return_lse, out, lse, workspace, max_logits=options.max_logits
+    )

@@ -11,7 +11,7 @@ from tsmla_bridge import sparse_reference
 from tsmla_bridge.ops import blackwell, plans
 from tsmla_bridge.ops.sparse_inputs import CACHES, Pages, SparseInputs
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
-from tsmla_bridge.runtime.results import Computed, Results
+from tsmla_bridge.runtime.results import Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.workspace import Workspace, sparse_layout
 from tsmla_kernels import contract
@@ -38,6 +38,7 @@ class SparseOptions(NamedTuple):
     form: str
     tokens_per_request: int | None
     deterministic: bool
+    max_logits: bool
     implementation: str | None
 
 
@@ -52,6 +53,7 @@ def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
     """The spec of a call; raises as sparse_mla does, except for the scales."""
     static = options._asdict()
     del static["implementation"]
+    static["return_max_logits"] = static.pop("max_logits")
     spec: SparseMLASpec = tensors.describe_call(
         sparse_contract.sparse_mla_spec,
         **inputs._asdict(),  # scales are no part of a plan; the caller checks them
@@ -99,12 +101,17 @@ class Plan(plans.Plan[SparseMLASpec]):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
         workspace: Workspace | None,
+        max_logits: torch.Tensor | None = None,
     ) -> Results:
-        """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same."""
-        return self.layout.hand_over(self.attend(SparseInputs(*inputs), factors), return_lse, out, lse)  # type: ignore[arg-type]
+        """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same. max_logits: where
+        these go, if the spec has them."""
+        result, result_lse, *greatest = self.attend(SparseInputs(*inputs), factors)  # type: ignore[arg-type]
+        if max_logits is not None:
+            max_logits.copy_(greatest[0])
+        return self.layout.hand_over((result, result_lse), return_lse, out, lse)
 
-    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
-        """out and lse of a call, in new tensors."""
+    def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
+        """out, lse and, if the spec has them, max_logits of a call, in new tensors."""
         raise NotImplementedError
 
     def check(self, inputs: SparseInputs) -> None:
@@ -115,14 +122,15 @@ class Plan(plans.Plan[SparseMLASpec]):
 class EmptyPlan(Plan):
     """No query token, or no selected slot."""
 
-    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
-        return self.layout.without_keys()
+    def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
+        out, lse = self.layout.without_keys()
+        return out, lse, *[lse] * self.spec.max_logits
 
 
 class ReferencePlan(Plan):
     """The definition, in torch operations."""
 
-    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
+    def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
         self.check(inputs)
         return sparse_reference.sparse_mla(self.spec, *inputs, factors)
 
@@ -163,6 +171,7 @@ class KernelPlan(Plan):
             "lengths": ITEMSIZE["int32"],
             "out": spec.num_heads * spec.latent_dim * ITEMSIZE[spec.out_dtype],
             "lse": spec.num_heads * ITEMSIZE["float32"],
+            "max_logits": spec.num_heads * ITEMSIZE["float32"],
         }
         parts = []
         for first, stop in found.launches(spec.num_tokens, spec.num_selected):
@@ -177,6 +186,7 @@ class KernelPlan(Plan):
                 "scales": (NUM_SCALES,),
                 "out": (count * spec.num_heads, spec.latent_dim),
                 "lse": (count * spec.num_heads,),
+                **({"max_logits": (count * spec.num_heads,)} if spec.max_logits else {}),
                 **{name: shape for name, (shape, _) in shapes.items()},
             }
             loaded_kernels.check_operands(launcher, tuple(operands))
@@ -202,10 +212,11 @@ class KernelPlan(Plan):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
         workspace: Workspace | None,
+        max_logits: torch.Tensor | None = None,
     ) -> Results:
         if devices.current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(inputs, factors, return_lse, out, lse, workspace)
+                return self.run(inputs, factors, return_lse, out, lse, workspace, max_logits)
         if out is None and lse is None and (return_lse is False or return_lse is True):  # the usual, in one step
             out = devices.new_tensor(*self.new_out)
             if return_lse:
@@ -222,6 +233,8 @@ class KernelPlan(Plan):
         else:
             base = workspace.take("sparse_mla", self.size, self.device, stream)
         addresses += on_device.data_ptr(), out.data_ptr(), base + self.lse_offset if lse is None else lse.data_ptr()
+        if max_logits is not None:
+            addresses.append(max_logits.data_ptr())
         try:
             self.launch(stream, addresses + [base + offset for offset in self.offsets])
         finally:

@@ -165,14 +165,18 @@ def sparse_workspace_size(
     if not (sms := _num_sms(device)):
         return 0
     whole = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
-    # Tiles of fewer rows are more, and a call of fewer columns may put more tokens into a launch: both may need more.
-    configs = (whole, dataclasses.replace(whole, tile_rows=sm90_sparse.FEW_HEADS))
+    # Tiles of fewer rows are more, and a call of fewer columns, or without greatest logits, may put more tokens into a
+    # launch: each may need more.
+    configs = [
+        dataclasses.replace(whole, tile_rows=rows, max_logits=max_logits)
+        for rows, max_logits in itertools.product((whole.tile_rows, sm90_sparse.FEW_HEADS), (False, True))
+    ]
     columns = range(max(max_selected, 1), 0, -whole.shape.block) if batch_invariant else (1,)
     calls = [(Serving(SPARSE_MLA, config), selected) for config, selected in itertools.product(configs, columns)]
     if not batch_invariant:
         for union in sm90_union.union_configs(dtype_name(dtype), num_heads):
             most = min(max(max_selected, 1), sm90_union.MOST_COLUMNS)
-            calls.append((Serving(SPARSE_MLA_UNION, union), most))
+            calls.append((Serving(SPARSE_MLA_UNION, dataclasses.replace(union, max_logits=True)), most))
     return max(sparse_layout(serving, sms, max_tokens, selected).size for serving, selected in calls)
 
 

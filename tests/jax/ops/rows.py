@@ -216,17 +216,17 @@ def sparse_mla(layout: str) -> Row:
     names = "q kv_cache compressed_kv_cache indices lengths sinks" if v4 else "q kv_cache indices lengths"
     options: dict[str, Any] = {"softmax_scale": 0.135, "return_lse": True}
     if v4:
-        options |= {"window": window, "page_size": page, "compressed_page_size": page}
+        options |= {"window": window, "page_size": page, "compressed_page_size": page, "return_max_logits": True}
     elif layout == "plain":
         options |= {"kv_scale": 1 / 9}
     whole, data, head, both = [P()] * (1 + v4), P("data"), P(None, "model"), P("data", "model")
     sinks = [P("model")] * v4
     pages = ["p, 5184", "n, 5184"] if v4 else [f"p, 8, {656 if layout == 'v32' else 576}"]
     splits = {
-        "heads": Split((head, *whole, P(), P(), *sinks), (head, head)),
-        "tokens": Split((data, *whole, data, data), (data, data)),
-        "both": Split((both, *whole, data, data, *sinks), (both, both)),
-        "indices only": Split((P(), *whole, data), (data, data), mapped=False),
+        "heads": Split((head, *whole, P(), P(), *sinks), (head,) * (2 + v4)),
+        "tokens": Split((data, *whole, data, data), (data,) * (2 + v4)),
+        "both": Split((both, *whole, data, data, *sinks), (both,) * (2 + v4)),
+        "indices only": Split((P(), *whole, data), (data,) * (2 + v4), mapped=False),
     }
     folded: dict[str, Sequence[Axes]] = {
         "v32": [(0, None, None, None), (0, 0, 0, None)],

@@ -315,5 +315,6 @@ def test_greatest_logits(implementation: str) -> None:
     np.testing.assert_array_equal(run(q, return_max_logits=True)[0], out)
     derivative = jax.grad(lambda q: jnp.where(valid.any(-1)[:, None], run(q, return_max_logits=True)[1], 0).sum())(q)
     assert (derivative == 0).all()
-    found = tsmla_jax.explain("sparse_mla", q, cache, indices, softmax_scale=0.3, latent_dim=16, return_max_logits=True)
+    narrow = (x.astype(jnp.float8_e4m3fn) for x in (q, cache))
+    found = tsmla_jax.explain("sparse_mla", *narrow, indices, softmax_scale=0.3, latent_dim=16, return_max_logits=True)
     assert found.chosen == "xla" and any("return_max_logits" in reason for reason in found.reasons["cute"])

@@ -78,7 +78,8 @@ def backward(call: Planned, saved: Saved, cotangents: Results) -> tuple[jax.Arra
     arrays, results = saved
     x = call.split(arrays)
     spec = call.spec.with_sizes_of(x.q.shape, [cache.shape for cache in x.caches], x.indices.shape)
-    given = _Arrays(x.q, x.caches, x.indices, x.lengths, *results, *cotangents, x.sinks, x.scales)
+    (out, lse, *_), (d_out, d_lse, *_) = results, cotangents
+    given = _Arrays(x.q, x.caches, x.indices, x.lengths, out, lse, d_out, d_lse, x.sinks, x.scales)
     found = (_in_xla if why_no_kernel(spec, call.arch) else _by_kernel)(call, spec, given)
     lengths = (None,) if call.lengths else ()
     sinks = (found.sinks,) if call.sinks else ()

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from tsmla_jax.ops import transforms
 from tsmla_kernels.contract.sparse import SparseMLASpec
 
-Results = tuple[jax.Array, jax.Array]
+Results = tuple[jax.Array, ...]
+"""out and lse, and max_logits if the spec has them."""
 
 
 class Planned(NamedTuple):
@@ -27,6 +28,11 @@ class Planned(NamedTuple):
     arch: str
     num_sms: int
     static_scales: tuple[float, ...] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """How many results have a number a token and head: lse, and max_logits if the call returns it."""
+        return 1 + self.spec.max_logits
 
     def split(self, arrays: Sequence[Any]) -> Operands:
         """The operands by name."""

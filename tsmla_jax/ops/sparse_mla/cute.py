@@ -60,10 +60,11 @@ def sparse_mla(
     *,
     spec: SparseMLASpec,
 ) -> Results:
-    """out and lse as the public sparse_mla documents them; both are always returned. Reverse-mode differentiable over
-    plain caches without scales."""
+    """out, lse and, if the spec has them, max_logits as the public sparse_mla documents them. Reverse-mode
+    differentiable over plain caches without scales."""
     if 0 in (spec.num_tokens, spec.num_selected):
-        return attention_of_no_keys(q, spec.latent_dim, spec)
+        out, lse = attention_of_no_keys(q, spec.latent_dim, spec)
+        return out, lse, *[lse] * spec.max_logits
     arch, factors = device.arch_for(kernel()), _factors(scales, kv_scales)
     known = isinstance(factors, np.ndarray)
     call = Planned(
@@ -97,7 +98,7 @@ def _differentiable(call: Planned) -> Callable[..., Any]:
 
 @functools.cache
 def _transformable(call: Planned) -> Callable[..., Any]:
-    """The call as a function (q, kv_cache, [compressed_kv_cache,] indices, [lengths,] [sinks,] scales) -> (out, lse).
+    """The call as a function (q, kv_cache, [compressed_kv_cache,] indices, [lengths,] [sinks,] scales) -> Results.
 
     Heads split q and sinks, tokens split q and their rows of indices; any token may name any page of a cache.
     """
@@ -106,7 +107,7 @@ def _transformable(call: Planned) -> Callable[..., Any]:
     fixed = ("d", *" ".join(names).split(), "k", "c", "l")
     return transforms.transformable(
         functools.partial(_on_one_device, call),
-        rule=f"{', '.join(rule)} -> t h l, t h",
+        rule=f"{', '.join(rule)} -> t h l{', t h' * call.num_rows}",
         fixed=fixed,
         partition=functools.partial(_partition, call),
         fold=functools.partial(_fold, call),
@@ -138,19 +139,18 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> Results:
         mine = operands if len(parts) == 1 else operands.tokens(first, stop)
         rows = (stop - first) * spec.num_heads
         workspaces = workspaces_of(found.config, call.num_sms, stop - first, spec.num_selected)
-        out, lse, *_ = kernel_call(
+        out, *others = kernel_call(
             found.kernel,
             found.config,
             mine._replace(q=mine.q.reshape(rows, spec.head_dim)).given,
-            ((rows, spec.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
+            ((rows, spec.latent_dim), *[(rows,)] * call.num_rows, *(shape for shape, _ in workspaces.values())),
             arch=call.arch,
         )
         shape = (stop - first, spec.num_heads)
-        return out.reshape(*shape, spec.latent_dim), lse.reshape(shape)
+        return out.reshape(*shape, spec.latent_dim), *(x.reshape(shape) for x in others[: call.num_rows])
 
     results = [launch(first, stop) for first, stop in parts]
-    outs, lses = zip(*results, strict=True)
-    return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
+    return results[0] if len(parts) == 1 else tuple(map(jnp.concatenate, zip(*results, strict=True)))
 
 
 def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:
@@ -161,7 +161,7 @@ def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: j
     if folded is None:
         return None
     caches, indices = folded
-    out, lse = run(
+    out, *others = run(
         *Operands(
             transforms.fold_rows(operands.q),
             caches,
@@ -172,7 +172,7 @@ def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: j
         ).given
     )
     tokens = operands.q.shape[:2]
-    return out.reshape(*tokens, *out.shape[1:]), lse.reshape(*tokens, *lse.shape[1:])
+    return out.reshape(*tokens, *out.shape[1:]), *(x.reshape(*tokens, *x.shape[1:]) for x in others)
 
 
 def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
@@ -183,4 +183,5 @@ def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
     rows = P(tokens, heads, None)
     caches = tuple(P(*(None,) * cache.rank) for cache in call.spec.caches)
     lengths, sinks = P(tokens) if call.lengths else None, P(heads) if call.sinks else None
-    return Operands(rows, caches, P(tokens, None), lengths, sinks, P(None)).given, (rows, P(tokens, heads))
+    given = Operands(rows, caches, P(tokens, None), lengths, sinks, P(None)).given
+    return given, (rows, *[P(tokens, heads)] * call.num_rows)

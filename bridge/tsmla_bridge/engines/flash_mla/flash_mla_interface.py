@@ -209,7 +209,7 @@ def flash_mla_sparse_fwd(
       return_log2_lse: True for lse in base 2, False for none, None for the natural logarithm.
 
     Returns:
-      out [s_q, h_q, d_v] in q's dtype; None in place of the package's max_logits, which no kernel here writes; lse
+      out [s_q, h_q, d_v] in q's dtype; None in place of the package's max_logits, which cost time; lse
       [s_q, h_q] float32, or None. Rows that see no key give 0 and +inf, which merge_attention_states takes as
       such.
 

@@ -51,8 +51,8 @@ def sparse_mla(
     if not torch.compiler.is_compiling():
         inputs = SparseInputs(q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
         empty = dict.fromkeys(SparseOptions._fields)
-        static = {"latent_dim": latent_dim, "batch_invariant": batch_invariant, "form": "auto", "deterministic": False}
-        options = empty | pages | static
+        static = {"latent_dim": latent_dim, "batch_invariant": batch_invariant, "form": "auto"}
+        options = empty | pages | static | {"deterministic": False, "max_logits": False}
         _load_other_sizes(inputs, SparseOptions(**options))  # type: ignore[arg-type]
     out, lse = results
     return out, lse

@@ -39,7 +39,7 @@ class Merge(NamedTuple):
       partial_out, partial_lse, out, lse: operands.
       sums: scratch in shared memory.
       entry: the row tile's SplitEntry, in registers. group: the index of this thread group in the CTA.
-      sinks: [H], or None.
+      sinks: [H], or None. max_logits: an operand, or None if the call returns no greatest logits.
     """
 
     partial_out: cute.Tensor
@@ -50,6 +50,7 @@ class Merge(NamedTuple):
     entry: cute.Tensor
     group: Int32
     sinks: cute.Tensor | None
+    max_logits: cute.Tensor | None
 
 
 class Slice(NamedTuple):
@@ -101,8 +102,9 @@ class Loaded(NamedTuple):
 
 @cute.jit
 def partial_row(slot: Int32, row: Int32, shape: LatentShape):
-    """The index of row `row` of slot `slot` among the rows of all slots of partial_out. With 3 times the slot's index,
-    the result is an index into partial_lse. It has 64 bits if batch_invariant, because there are many slots then."""
+    """The index of row `row` of slot `slot` among the rows of all slots of partial_out. With shape.partial_numbers
+    times the slot's index, the result is an index into partial_lse. It has 64 bits if batch_invariant, because there
+    are many slots then."""
     if const_expr(shape.batch_invariant):
         slot = Int64(slot)
     return slot * shape.tile_rows + row
@@ -135,6 +137,7 @@ class Combine:
         num_clusters: Int32,
         sinks: cute.Tensor | None = None,
         token_lengths: cute.Tensor | None = None,
+        max_logits: cute.Tensor | None = None,
     ):
         """Merge the pieces of every row tile that was cut.
 
@@ -173,7 +176,7 @@ class Combine:
         entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
         merge = Merge(
             partial_out=partial_out, partial_lse=partial_lse, out=out, lse=lse, sums=sums, entry=entry, group=group,
-            sinks=sinks,
+            sinks=sinks, max_logits=max_logits,
         )  # fmt: skip
         cute.arch.griddepcontrol_wait()
         if const_expr(self.batch_invariant):
@@ -243,6 +246,9 @@ class Combine:
         octets, several share an octet and each takes some of the pieces: up to four lanes of a warp, then further
         warps. A running maximum keeps the weights at most 1.
         """
+        if const_expr(self.shape.max_logits):
+            if part.index == 0 and part.member == 0:
+                self.merge_max_logits(merge, first_row, rows)
         count = merge.entry[SplitEntry.PIECES]
         tile_octets = rows * (self.latent // 8)
         size = Int32(0)
@@ -269,6 +275,24 @@ class Combine:
                     self.merge_octets(merge, octets, 2, 4)
                 else:
                     self.merge_octets(merge, octets, 4, 2)
+
+    @cute.jit
+    def merge_max_logits(self, merge: Merge, first_row: Int32, rows: Int32):
+        """Write the greatest logits of `rows` rows of a row tile, from `first_row` on; a thread has a row. NaN in any
+        piece gives NaN."""
+        tidx, _, _ = cute.arch.thread_idx()
+        t, entry = tidx % GROUP_THREADS, merge.entry
+        if entry[SplitEntry.PIECES] > 0 and t < rows:
+            top = -Float32.inf
+            for i in cutlass.range(entry[SplitEntry.PIECES], unroll=1):
+                slot = self.slot(entry[SplitEntry.SLOT], i)
+                numbers = partial_row(self.shape.partial_numbers * slot, first_row + t, self.shape)
+                value = cute.make_tensor(
+                    element(merge.partial_lse, numbers + 3 * self.tile_rows, 4), cute.make_layout(1)
+                )[0]
+                if value > top or value != value:
+                    top = value
+            merge.max_logits[entry[SplitEntry.ROW] + first_row + t] = top
 
     @cute.jit
     def merge_octets(
@@ -342,7 +366,7 @@ class Combine:
                 i = step + u * team.sharers + team.member
                 slot = self.slot(first, cutlass.min(i, count - 1))
                 values = cute.make_tensor(
-                    element(merge.partial_lse, partial_row(3 * slot, rows[v], self.shape), 4),
+                    element(merge.partial_lse, partial_row(self.shape.partial_numbers * slot, rows[v], self.shape), 4),
                     cute.make_layout(3, stride=self.tile_rows),
                 )
                 weights[u, v], scales[u, v] = values[0], values[scale_of]

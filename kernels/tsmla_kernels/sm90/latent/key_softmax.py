@@ -79,6 +79,8 @@ class KeySoftmax:
     ):  # fmt: skip
         """Turn S into P, relative to the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
 
+        If `held.running.highest` is there, the block's greatest scores are taken into it.
+
         The maxima are updated if a P would exceed 2**RESCALE_BITS, and always in a piece's first block (`first` is 1).
         If token_rows is set, `first` has a bit for each token: whether the block has the token's first keys. The four
         warps have different keys of the same rows, so they vote and reduce together.
@@ -90,6 +92,11 @@ class KeySoftmax:
             for e in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     s[e, i, v] = s[e, i, v] * scale - m[e, v]
+        highest = held.running.highest
+        if const_expr(highest is not None):
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    highest[e, v] = cute.arch.fmax(highest[e, v], cute.arch.fmax(s[e, 0, v], s[e, 1, v]))
         top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
         lags = any_of_warps(first | Int32(top > RESCALE_BITS))
         if lags != 0:
@@ -120,6 +127,8 @@ class KeySoftmax:
                 )
                 for e in cutlass.range_constexpr(2):
                     l[e, v] = l[e, v] * four[2 * e + 1]
+                    if const_expr(highest is not None):
+                        highest[e, v] = highest[e, v] - four[2 * e]
                     for i in cutlass.range_constexpr(2):
                         s[e, i, v] = s[e, i, v] - four[2 * e]
         if lane == 0:

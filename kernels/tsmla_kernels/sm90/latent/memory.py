@@ -212,10 +212,13 @@ class Shared(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The running maxima m (base 2, scaled) and sums l of a lane's query rows."""
+    """The running maxima m (base 2, scaled) and sums l of a lane's query rows. m may be less than the greatest score,
+    so `highest` has the greatest score of each row among the lane's keys, relative to m; it is None if the call returns
+    no greatest logits."""
 
     m: cute.Tensor
     l: cute.Tensor
+    highest: cute.Tensor | None = None
 
 
 class Place(NamedTuple):
@@ -270,7 +273,8 @@ class Scored(NamedTuple):
 
 class Results(NamedTuple):
     """The arrays for a row's factor and log-sum-exp: see RowResults.finish_row. out_scale: the output's scale. rank:
-    this CTA's index in its cluster. sinks: [H], or None."""
+    this CTA's index in its cluster. sinks: [H], or None. max_logits: [N], or None if the call returns no greatest
+    logits."""
 
     inverse: cute.Tensor
     lse: cute.Tensor
@@ -278,6 +282,7 @@ class Results(NamedTuple):
     out_scale: Float32
     rank: Int32
     sinks: cute.Tensor | None = None
+    max_logits: cute.Tensor | None = None
 
 
 class Ahead(NamedTuple):

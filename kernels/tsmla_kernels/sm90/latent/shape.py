@@ -49,6 +49,7 @@ class LatentShape:
         batch.
       skips: whether a request with a negative length belongs to another launch, which computes its rows. If
         set, each request has max_q_len tokens, except the last one, which has the remaining tokens.
+      max_logits: whether each row's greatest logit is a result.
     """
 
     num_heads: int
@@ -71,12 +72,18 @@ class LatentShape:
     visible_lens: bool = False
     batch_invariant: bool = False
     skips: bool = False
+    max_logits: bool = False
 
     @property
     def partial_dtype(self) -> str:
         """The dtype of a piece's result. f16 halves the bytes that are written and read again, but takes more
         instructions, which limit the merging of few rows."""
         return "float32" if self.few_rows else "float16"
+
+    @property
+    def partial_numbers(self) -> int:
+        """How many numbers `partial_lse` has for each row of a piece."""
+        return 3 + self.max_logits
 
     @property
     def max_tiles(self) -> int:
@@ -96,7 +103,7 @@ def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, 
     A row's bits depend neither on the batch nor on the launch."""
     if not shape.batch_invariant or not (isinstance(batch, int) and isinstance(max_pages, int)):
         return [(0, batch)]
-    row_bytes = shape.latent_dim * ITEMSIZE[shape.partial_dtype] + 3 * ITEMSIZE["float32"]
+    row_bytes = shape.latent_dim * ITEMSIZE[shape.partial_dtype] + shape.partial_numbers * ITEMSIZE["float32"]
     slots = shape.max_tiles * -(-_blocks(shape, max_pages) // invariant_piece_blocks(shape, max_pages))
     each = max(1, INVARIANT_WORKSPACE // (slots * shape.tile_rows * row_bytes))
     return [(first, min(first + each, batch)) for first in range(0, batch, each)]
@@ -121,8 +128,9 @@ def workspace_shapes(
     A cluster has two slots of `partial_out` and two entries of `split_info`, because it makes at most two pieces of row
     tiles that other clusters share: the end of one tile and the start of another. If batch_invariant, a row tile has
     its own slots and one entry; these entries follow one unused entry for each cluster. The kernel derives the number
-    of clusters from the number of entries. `partial_lse` has three numbers for each row of a piece: its base-2
-    log-sum-exp, and the factors for the first and the second half of its columns in `partial_out`.
+    of clusters from the number of entries. `partial_lse` has these numbers for each row of a piece: its base-2
+    log-sum-exp, the factors for the first and the second half of its columns in `partial_out`, and, if the call returns
+    greatest logits, the row's greatest logit among the piece's keys.
     """
     num_clusters = max(1, num_sms // shape.cluster)
     if shape.batch_invariant:
@@ -133,7 +141,7 @@ def workspace_shapes(
         slots = entries = 2 * num_clusters
     return {
         "partial_out": ((slots, shape.tile_rows, shape.latent_dim), shape.partial_dtype),
-        "partial_lse": ((slots, 3, shape.tile_rows), "float32"),
+        "partial_lse": ((slots, shape.partial_numbers, shape.tile_rows), "float32"),
         "split_info": ((entries, 4), "int32"),
     }
 

@@ -33,6 +33,12 @@ def share_beside_sink(lse: Float32, sink: Float32):
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(sink * LOG2_E - lse, fastmath=True))
 
 
+@cute.jit
+def greatest_logit(highest: Float32, total: Float32):
+    """A row's greatest logit in base e, of `highest` in base 2; NaN if the row's sum `total` is not finite."""
+    return highest * LN_2 + (total - total)
+
+
 def sync_softmax() -> None:
     """Synchronise the softmax warpgroup."""
     cute.arch.barrier(barrier_id=Barrier.SOFTMAX, number_of_threads=SOFTMAX_THREADS)
@@ -71,10 +77,12 @@ class RowResults:
         number: Int32,
         results: Results,
         sink: Float32 | None = None,
+        highest: Float32 | None = None,
     ):
         """Write a row's log-sum-exp, and the factor by which the epilogue multiplies its row of O: 1 / sum, times the
         output's scale and the share that a sink leaves, unless `combine` multiplies by these. `sums` are the row's
-        (sum, maximum); `sink` is its head's sink, or None if heads have no sinks."""
+        (sum, maximum); `sink` is its head's sink, or None if heads have no sinks. `highest` is the row's greatest score
+        (base 2, scaled), which is written as a logit, or None if the call returns no greatest logits."""
         total, m = sums
         inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
         slot = piece[Piece.SLOT]
@@ -89,11 +97,16 @@ class RowResults:
             if slot < 0 and factor != 0.0:
                 factor = factor * share_beside_sink(value, sink)
         inverse[row, number % self.inverses_kept] = factor
+        logit = greatest_logit(highest, total) if const_expr(highest is not None) else None
         if row < piece[Piece.VALID_ROWS]:
             if slot < 0:
                 lse[piece[Piece.ROW] + row] = value * LN_2
+                if const_expr(highest is not None):
+                    results.max_logits[piece[Piece.ROW] + row] = logit
             else:
                 partial_lse[slot, 0, results.rank * ROWS + row] = value
+                if const_expr(highest is not None):
+                    partial_lse[slot, 3, results.rank * ROWS + row] = logit
                 if const_expr(not self.partial_needs_scale):
                     for half in cutlass.range_constexpr(2):
                         partial_lse[slot, 1 + half, results.rank * ROWS + row] = results.out_scale

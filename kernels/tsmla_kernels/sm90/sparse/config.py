@@ -52,6 +52,7 @@ class SparseConfig:
       compressed_page_size, compressed_page_span: the same for the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
+      max_logits: whether each row's greatest logit is a result.
       tile_rows: query rows that one CTA works on at once: 64, or 32 if more CTAs are faster, or if the cache's rows
         have 1,152 bytes and leave no room for 64 query rows.
       batch_invariant: whether tokens are cut at fixed columns, so that a row's bits do not depend on the rest of the
@@ -76,6 +77,7 @@ class SparseConfig:
     compressed_page_span: int = 0
     lengths: bool = False
     sinks: bool = False
+    max_logits: bool = False
     tile_rows: int = ROWS
     batch_invariant: bool = False
     dealt: bool = False
@@ -121,6 +123,7 @@ class SparseConfig:
             partial_is_lane_order=False,
             batch_invariant=self.batch_invariant,
             skips=self.skips,
+            max_logits=self.max_logits,
         )
 
     @property
@@ -209,8 +212,8 @@ class SparseConfig:
 def sparse_reasons(spec: SparseMLASpec) -> list[str]:
     """Why the Hopper kernel of sparse_mla cannot run this call; empty if it can."""
     reasons = []
-    if spec.max_logits:
-        reasons.append("return_max_logits is True; the sm_90 sparse kernel returns none")
+    if spec.max_logits and spec.q_dtype == FP8:
+        reasons.append(f"return_max_logits is True with q of {FP8}; the sm_90 sparse kernel takes 16 bits with it")
     if spec.q_dtype not in ("bfloat16", "float16", FP8):
         reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 sparse kernel takes bfloat16, float16 or {FP8}")
     if spec.q_dtype == FP8 and not (spec.cache.layout == "v32" or spec.cache.dtype == FP8):
@@ -279,10 +282,12 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
         compressed_page_span=compressed_page_span,
         lengths=lengths,
         sinks=sinks,
+        max_logits=spec.max_logits,
         tile_rows=_tile_rows(spec),
         batch_invariant=spec.batch_invariant,
         dealt=not spec.batch_invariant and _has_many_tiles(spec),
-        early_q=_has_many_tiles(spec),
+        # The scales of two plain caches and greatest logits leave no registers for it.
+        early_q=_has_many_tiles(spec) and not (spec.max_logits and spec.compressed and spec.cache.layout == "plain"),
     )
 
 

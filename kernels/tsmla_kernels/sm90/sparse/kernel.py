@@ -89,7 +89,9 @@ class SparseMla:
         else:
             lengths = cute.make_tensor(indices.iterator, cute.make_layout((indices.shape[0],)))
         sinks = operands.pop(0) if const_expr(config.sinks) else None
-        self.launch(stream, q, caches, Arrays(indices, lengths, sinks, *operands))
+        max_logits = operands.pop(3) if const_expr(config.max_logits) else None  # behind scales, out and lse
+        arrays = Arrays(indices, lengths, sinks, *operands)
+        self.launch(stream, q, caches, arrays._replace(max_logits=max_logits))
 
     @cute.jit
     def launch(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
@@ -140,6 +142,7 @@ class SparseMla:
             ctas,
             arrays.sinks,
             lengths,
+            arrays.max_logits,
         ).launch(grid=[ctas, 1, 1], block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_ctas(self, arrays: Arrays) -> Int32:

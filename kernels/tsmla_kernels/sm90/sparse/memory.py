@@ -25,7 +25,7 @@ class Arrays(NamedTuple):
       indices: [T, K] i32. lengths: [T] i32; if the call has no lengths, a tensor of that shape whose values are not
         read.
       sinks: [H] f32, or None. scales: [3] f32.
-      out: [N, L]. lse: [N] f32, natural log.
+      out: [N, L]. lse: [N] f32, natural log. max_logits: [N] f32, or None if the call returns no greatest logits.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
       bits, token_lengths: None if a row tile has one token. If it has several, the indices are unions; bits has, for
         each slot, a bit for each token of the group, and token_lengths a length for each token: see UnionArrays.
@@ -42,6 +42,7 @@ class Arrays(NamedTuple):
     split_info: cute.Tensor
     bits: cute.Tensor | None = None
     token_lengths: cute.Tensor | None = None
+    max_logits: cute.Tensor | None = None
 
 
 class Query(NamedTuple):

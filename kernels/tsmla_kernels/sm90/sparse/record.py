@@ -60,6 +60,7 @@ def sparse_mla_operands(config: SparseConfig | UnionConfig) -> tuple[Operand, ..
         Operand("scales", "float32", (NUM_SCALES,), align=4),
         Operand("out", alone.shape.out_dtype, (None, alone.shape.latent_dim), output=True),
         Operand("lse", "float32", (None,), output=True, align=4),  # XLA may put lse into the middle of another array
+        *((Operand("max_logits", "float32", (None,), output=True, align=4),) if config.max_logits else ()),
         *(
             Operand(name, dtype, (None, None) if name in PER_COLUMN else (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()

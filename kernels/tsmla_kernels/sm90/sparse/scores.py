@@ -32,6 +32,7 @@ from tsmla_kernels.sm90.latent.memory import (
 )
 from tsmla_kernels.sm90.latent.query import two_halves
 from tsmla_kernels.sm90.latent.scores import ScoreMma, ScoreWalk
+from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import RowResults, sync_softmax
 from tsmla_kernels.sm90.sparse.config import PARTIALS_PAD, SparseConfig
 from tsmla_kernels.sm90.sparse.memory import (
@@ -53,6 +54,7 @@ EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block'
 # packed row's last four fragments, if they stay bf16, from these registers: none of the four must overwrite another.
 KEYS_AHEAD = 4
 KEYS_WIDE = 4  # steps of 16 columns that a warp has in registers as f16
+FEW_WIDE = 2  # the same if a row's greatest score takes a register, too
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
 LEAST_BITS = 0xFF800000 - (1 << 32)  # -inf, as the bits of an f32
 
@@ -67,6 +69,7 @@ class SparseScores:
 
     Attributes:
       k_dtype: the dtype in which the cache's e4m3 columns are multiplied.
+      keys_wide: KEYS_WIDE or FEW_WIDE.
       fragments: the offsets of the 32-byte fragments in a row. steps: the Steps of K Q^T, in order.
     """
 
@@ -78,6 +81,7 @@ class SparseScores:
         self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
+        self.keys_wide = FEW_WIDE if config.max_logits and ring.p_rows == ROWS else KEYS_WIDE
         self.query = SparseQuery(config, ring)
         self.row_results = RowResults(config.shape, ring.inverses_kept)
         token_rows = config.num_heads if config.tokens > 1 else None
@@ -121,7 +125,9 @@ class SparseScores:
         q_place = uniform(scratch.query.place.toint())
         signals, exchange = Int32(self.ring.signals(lane)), scratch.exchange
         out_scale = arrays.scales[1] if const_expr(config.layout == "plain") else Float32(1.0)
-        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, out_scale, Int32(0), arrays.sinks)
+        results = Results(
+            shared.inverse, arrays.lse, arrays.partial_lse, out_scale, Int32(0), arrays.sinks, arrays.max_logits
+        )
 
         mma_qk, t_q, mma_16, t_q_16 = self.query_operands(mma.main, q_place, t)
         acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
@@ -141,6 +147,7 @@ class SparseScores:
         )
         l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
         m = cute.make_rmem_tensor(l.layout, Float32)
+        highest = cute.make_rmem_tensor(l.layout, Float32) if const_expr(config.max_logits) else None
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
             mma_qk=mma_qk,
@@ -158,7 +165,7 @@ class SparseScores:
             p_offset=p_offset,
             p_words=p_words,
             exchanged=exchanged,
-            running=Running(m, l),
+            running=Running(m, l, highest),
             valid=scratch.valid,
             of_tokens=scratch.of_tokens,
             scales=arrays.scales,
@@ -188,7 +195,7 @@ class SparseScores:
 
     def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
         """`part`, `narrow` and `wide` of Held. `part` is None: it is not used."""
-        narrow, wide = (cute.make_rmem_tensor((4, count), Int32) for count in (KEYS_AHEAD, KEYS_WIDE))
+        narrow, wide = (cute.make_rmem_tensor((4, count), Int32) for count in (KEYS_AHEAD, self.keys_wide))
         return None, narrow, wide
 
     @cute.jit
@@ -230,6 +237,8 @@ class SparseScores:
         s = cute.make_tensor(held.acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
+        if const_expr(self.config.max_logits):
+            running.highest.fill(-Float32.inf)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
@@ -321,8 +330,8 @@ class SparseScores:
         mma_qk.set(Field.ACCUMULATE, False)
         for n in cutlass.range_constexpr(len(self.steps)):
             step = self.steps[n]
-            if const_expr(n >= KEYS_WIDE):
-                warpgroup.wait_group(KEYS_WIDE - 1)
+            if const_expr(n >= self.keys_wide):
+                warpgroup.wait_group(self.keys_wide - 1)
             self.widen_keys(n, narrow, wide, held.factors)
             if const_expr(self.ends_group(n + SCALES_EARLY)):
                 self.read_factors(scales, step.group + 1, awaited)
@@ -339,7 +348,7 @@ class SparseScores:
             if const_expr(step.half is None and self.config.bf16_columns):
                 of_keys, dtype = narrow[None, step.fragment % KEYS_AHEAD], self.ring.q_dtype
             else:
-                of_keys, dtype = wide[None, n % KEYS_WIDE], self.p_dtype
+                of_keys, dtype = wide[None, n % self.keys_wide], self.p_dtype
             a = cute.make_tensor(cute.recast_ptr(of_keys.iterator, dtype=dtype), cute.make_layout(a_shape))
             if const_expr(step.half is None and self.config.bf16_columns):
                 cute.gemm(held.mma_16, acc, a[None, None, 0], held.t_q_16[None, None, n], acc)
@@ -353,15 +362,23 @@ class SparseScores:
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
-        """Add up the row sums over all keys. Write the rows' factors for the epilogue, and their log-sum-exps."""
+        """Add up the row sums over all keys. Write the rows' factors for the epilogue, their log-sum-exps and, if the
+        call returns them, greatest logits."""
         t = kept(held.place.thread)  # so that rows' addresses are computed again for each piece, and need no registers
+        tops = (None, None)
+        if const_expr(self.config.max_logits):
+            tops = self.over_keys(cute.arch.fmax, held.running.highest, held.exchanged.of_lanes, t)
+            sync_softmax()  # before the partials are overwritten
         sinks = self.sinks_of(piece, t, held)  # before the sums, because loads take time
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
-                sums = (totals[e], held.exchanged.maxima[row, 0])
-                self.row_results.finish_row(row, sums, piece, number, held.results, sinks[e])
+                maximum = held.exchanged.maxima[row, 0]
+                highest = maximum + tops[e] if const_expr(self.config.max_logits) else None
+                self.row_results.finish_row(
+                    row, (totals[e], maximum), piece, number, held.results, sinks[e], highest
+                )
 
     @cute.jit
     def sinks_of(
@@ -423,7 +440,7 @@ class SparseScores:
             pass  # WGMMA takes these in the dtype in which they were read
         elif const_expr(half is None):
             for i in cutlass.range_constexpr(4):
-                wide[i, n % KEYS_WIDE] = as_f16(narrow[i, fragment % KEYS_AHEAD], self.config.kv_dtype)
+                wide[i, n % self.keys_wide] = as_f16(narrow[i, fragment % KEYS_AHEAD], self.config.kv_dtype)
         else:
             words = cute.make_rmem_tensor((2,), Int32)
             for i in cutlass.range_constexpr(2):
@@ -437,7 +454,7 @@ class SparseScores:
                 pair = pairs[2 * (i % 2) + i // 2]
                 if const_expr(group is not None):
                     pair = times(pair, factors[i % 2])
-                wide[i, n % KEYS_WIDE] = pair
+                wide[i, n % self.keys_wide] = pair
 
     @cute.jit
     def mask_keys(self, s: cute.Tensor, exist: Int32, lane: Int32):

@@ -44,7 +44,7 @@ class UnionConfig:
 
     Attributes:
       dtype, num_heads, layout, kv_dtype, head_dim, page_size, page_span, window, compressed_page_size,
-        compressed_page_span, lengths, sinks: as in SparseConfig.
+        compressed_page_span, lengths, sinks, max_logits: as in SparseConfig.
     """
 
     dtype: str
@@ -59,6 +59,7 @@ class UnionConfig:
     compressed_page_span: int = 0
     lengths: bool = False
     sinks: bool = False
+    max_logits: bool = False
 
     @property
     def two_caches(self) -> bool:

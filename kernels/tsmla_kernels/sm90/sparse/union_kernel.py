@@ -37,7 +37,7 @@ class SparseMlaUnion:
         caches = (given["kv_cache"], *([given["compressed_kv_cache"]] if const_expr(config.two_caches) else []))
         indices, token_lengths, union_lengths = (given[n] for n in ("indices", "token_lengths", "union_lengths"))
         slots, bits, sinks = given["union_slots"], given["union_bits"], given.get("sinks")
-        results = {"sinks": sinks, **{name: given[name] for name in ("scales", "out", "lse")}}
+        results = {"sinks": sinks, **{name: given.get(name) for name in ("scales", "out", "lse", "max_logits")}}
         unions = UnionArrays(
             indices=indices,
             lengths=given.get("lengths"),
