@@ -142,7 +142,7 @@ class BlackwellPlan(Plan):
         super().__init__(spec, inputs)
         check_dense(inputs)
 
-    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
+    def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
         self.check(inputs)
         known = factors if isinstance(factors, tuple) else None
         reasons = sparse_config.scale_reasons(self.spec, known)
