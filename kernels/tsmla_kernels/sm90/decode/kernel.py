@@ -30,7 +30,7 @@ from tsmla_kernels.sm90.decode.stages import Stages, decode_ring
 from tsmla_kernels.sm90.decode.values_16bit import Values16bit
 from tsmla_kernels.sm90.decode.values_few_rows import ValuesFewRows
 from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
-from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine
+from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine, Optional
 from tsmla_kernels.sm90.latent.memory import SCHEDULE_WARP, Piece, Schedule
 from tsmla_kernels.sm90.latent.registers import Registers
 from tsmla_kernels.sm90.latent.scores import ScoreMma
@@ -114,7 +114,8 @@ class MlaDecode:
             use_pdl=True,
         )  # fmt: skip
         self.combine.merge_pieces(
-            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters
+            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters,
+            Optional(),
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:

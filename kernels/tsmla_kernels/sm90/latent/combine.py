@@ -32,6 +32,14 @@ class WarpSums(NamedTuple):
     weight: cute.Tensor
 
 
+class Optional(NamedTuple):
+    """Operands that a call may lack: sinks [H]; token_lengths [T]; max_logits [N], where the greatest logits go."""
+
+    sinks: cute.Tensor | None = None
+    token_lengths: cute.Tensor | None = None
+    max_logits: cute.Tensor | None = None
+
+
 class Merge(NamedTuple):
     """Operands and shared memory of a thread group.
 
@@ -135,9 +143,7 @@ class Combine:
         out: cute.Tensor,
         lse: cute.Tensor,
         num_clusters: Int32,
-        sinks: cute.Tensor | None = None,
-        token_lengths: cute.Tensor | None = None,
-        max_logits: cute.Tensor | None = None,
+        optional: Optional,
     ):
         """Merge the pieces of every row tile that was cut.
 
@@ -146,7 +152,7 @@ class Combine:
         batch_invariant, a thread group merges a row tile, or a slice of one if there are at least twice as many groups
         as tiles.
 
-        token_lengths: [T], or None. A row tile is left out if its first row's token has a length that is not negative.
+        If there are token_lengths, a row tile is left out if its first row's token has a length that is not negative.
         """
         # Allow the next call's `attend` to launch. Its CTAs need a whole multiprocessor each, so they start only as the
         # CTAs of this kernel end.
@@ -176,7 +182,7 @@ class Combine:
         entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
         merge = Merge(
             partial_out=partial_out, partial_lse=partial_lse, out=out, lse=lse, sums=sums, entry=entry, group=group,
-            sinks=sinks, max_logits=max_logits,
+            sinks=optional.sinks, max_logits=optional.max_logits,
         )  # fmt: skip
         cute.arch.griddepcontrol_wait()
         if const_expr(self.batch_invariant):
@@ -210,9 +216,9 @@ class Combine:
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
-            if const_expr(token_lengths is not None):
+            if const_expr(optional.token_lengths is not None):
                 if entry[SplitEntry.PIECES] > 0:
-                    if token_lengths[entry[SplitEntry.ROW] // self.shape.num_heads] >= 0:
+                    if optional.token_lengths[entry[SplitEntry.ROW] // self.shape.num_heads] >= 0:
                         entry[SplitEntry.PIECES] = Int32(0)
             pieces = entry[SplitEntry.PIECES]
             taken = 1 + (first_busy | last_busy)

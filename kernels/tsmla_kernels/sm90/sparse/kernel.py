@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine
+from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine, Optional
 from tsmla_kernels.sm90.latent.memory import Piece, Schedule, SplitEntry
 from tsmla_kernels.sm90.latent.registers import Registers
 from tsmla_kernels.sm90.latent.scores import ScoreMma
@@ -140,9 +140,7 @@ class SparseMla:
             arrays.out,
             arrays.lse,
             ctas,
-            arrays.sinks,
-            lengths,
-            arrays.max_logits,
+            Optional(arrays.sinks, lengths, arrays.max_logits),
         ).launch(grid=[ctas, 1, 1], block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_ctas(self, arrays: Arrays) -> Int32:

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.latent.key_softmax import Combine, Exchange, KeySoftmax, p_row
+from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeySoftmax, p_row
 from tsmla_kernels.sm90.latent.memory import (
     Blocks,
     Described,
@@ -45,6 +45,7 @@ from tsmla_kernels.sm90.sparse.memory import (
     Step,
 )
 from tsmla_kernels.sm90.sparse.query import SparseQuery
+from tsmla_kernels.sm90.sparse.reduction import KeyReduction
 from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_matrices, remainder, uniform
@@ -84,6 +85,7 @@ class SparseScores:
         self.keys_wide = FEW_WIDE if config.max_logits and ring.p_rows == ROWS else KEYS_WIDE
         self.query = SparseQuery(config, ring)
         self.row_results = RowResults(config.shape, ring.inverses_kept)
+        self.over_keys = KeyReduction(ring.p_rows).over_keys
         token_rows = config.num_heads if config.tokens > 1 else None
         self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows)
         narrow = config.e4m3_columns // 32
@@ -126,8 +128,9 @@ class SparseScores:
         signals, exchange = Int32(self.ring.signals(lane)), scratch.exchange
         out_scale = arrays.scales[1] if const_expr(config.layout == "plain") else Float32(1.0)
         results = Results(
-            shared.inverse, arrays.lse, arrays.partial_lse, out_scale, Int32(0), arrays.sinks, arrays.max_logits
-        )
+            inverse=shared.inverse, lse=arrays.lse, partial_lse=arrays.partial_lse, out_scale=out_scale, rank=Int32(0),
+            sinks=arrays.sinks, max_logits=arrays.max_logits,
+        )  # fmt: skip
 
         mma_qk, t_q, mma_16, t_q_16 = self.query_operands(mma.main, q_place, t)
         acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
@@ -478,40 +481,3 @@ class SparseScores:
                 for v in cutlass.range_constexpr(token * eights, (token + 1) * eights):
                     for e in cutlass.range_constexpr(2):
                         numbers[e, i, v] = (numbers[e, i, v] & kept_bits) | (least & ~kept_bits)
-
-    @cute.jit
-    def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
-        """Reduce the lanes' `values` of each row over all keys by `combine`: see key_softmax.OverKeys. First reduce
-        within each warp; as long as a lane has more than two values, each exchange halves their number. Then reduce
-        over the warps."""
-        lane, rows = t % 32, self.p_rows // 8
-        mine = cute.make_rmem_tensor((2, rows), Float32)
-        for i in cutlass.range_constexpr(2 * rows):
-            mine[i] = values[i]
-        for step in cutlass.range_constexpr(3):
-            offset, half = 16 >> step, (rows >> step) // 2
-            if const_expr(half > 0):
-                # -1 in lanes that keep the upper half: a selection without a branch.
-                upper = -((lane // offset) & 1)
-                for i in cutlass.range_constexpr(2 * half):
-                    low, high = mine[i].bitcast(Int32), mine[i + 2 * half].bitcast(Int32)
-                    change = (low ^ high) & upper
-                    own, sent = (low ^ change).bitcast(Float32), (high ^ change).bitcast(Float32)
-                    mine[i] = combine(own, cute.arch.shuffle_sync_bfly(sent, offset=offset))
-            else:
-                for e in cutlass.range_constexpr(2):
-                    mine[e] = combine(mine[e], cute.arch.shuffle_sync_bfly(mine[e], offset=offset))
-        pair = cute.make_rmem_tensor((2,), Float32)
-        for e in cutlass.range_constexpr(2):
-            pair[e] = mine[e]
-        if lane % (32 // rows) < 4:
-            cute.autovec_copy(pair, of_lanes[None, 4 * (lane // (32 // rows)) + lane % 4, t // 32])
-        sync_softmax()
-        found = cute.make_rmem_tensor((2,), Float32)
-        found.fill(0.0)
-        if t < 2 * self.p_rows:
-            cute.autovec_copy(of_lanes[None, t // 4, t % 4], found)
-            for e in cutlass.range_constexpr(2):
-                for offset in cutlass.range_constexpr(2):
-                    found[e] = combine(found[e], cute.arch.shuffle_sync_bfly(found[e], offset=1 << offset))
-        return found
