@@ -44,10 +44,9 @@ class Merge(NamedTuple):
     """Operands and shared memory of a thread group.
 
     Attributes:
-      partial_out, partial_lse, out, lse: operands.
+      partial_out, partial_lse, out, lse, optional: operands.
       sums: scratch in shared memory.
       entry: the row tile's SplitEntry, in registers. group: the index of this thread group in the CTA.
-      sinks: [H], or None. max_logits: an operand, or None if the call returns no greatest logits.
     """
 
     partial_out: cute.Tensor
@@ -57,8 +56,7 @@ class Merge(NamedTuple):
     sums: WarpSums
     entry: cute.Tensor
     group: Int32
-    sinks: cute.Tensor | None
-    max_logits: cute.Tensor | None
+    optional: Optional
 
 
 class Slice(NamedTuple):
@@ -182,7 +180,7 @@ class Combine:
         entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
         merge = Merge(
             partial_out=partial_out, partial_lse=partial_lse, out=out, lse=lse, sums=sums, entry=entry, group=group,
-            sinks=optional.sinks, max_logits=optional.max_logits,
+            optional=optional,
         )  # fmt: skip
         cute.arch.griddepcontrol_wait()
         if const_expr(self.batch_invariant):
@@ -253,8 +251,7 @@ class Combine:
         warps. A running maximum keeps the weights at most 1.
         """
         if const_expr(self.shape.max_logits):
-            if part.index == 0 and part.member == 0:
-                self.merge_max_logits(merge, first_row, rows)
+            self.merge_max_logits(merge, first_row, rows, part)
         count = merge.entry[SplitEntry.PIECES]
         tile_octets = rows * (self.latent // 8)
         size = Int32(0)
@@ -283,22 +280,21 @@ class Combine:
                     self.merge_octets(merge, octets, 4, 2)
 
     @cute.jit
-    def merge_max_logits(self, merge: Merge, first_row: Int32, rows: Int32):
-        """Write the greatest logits of `rows` rows of a row tile, from `first_row` on; a thread has a row. NaN in any
-        piece gives NaN."""
+    def merge_max_logits(self, merge: Merge, first_row: Int32, rows: Int32, part: Slice):
+        """If `part` is a row tile's first one, write the greatest logits of `rows` of its rows, from `first_row` on. A
+        thread has a row. NaN in any piece gives NaN."""
         tidx, _, _ = cute.arch.thread_idx()
         t, entry = tidx % GROUP_THREADS, merge.entry
-        if entry[SplitEntry.PIECES] > 0 and t < rows:
+        if entry[SplitEntry.PIECES] > 0 and part.index == 0 and part.member == 0 and t < rows:
             top = -Float32.inf
             for i in cutlass.range(entry[SplitEntry.PIECES], unroll=1):
                 slot = self.slot(entry[SplitEntry.SLOT], i)
                 numbers = partial_row(self.shape.partial_numbers * slot, first_row + t, self.shape)
-                value = cute.make_tensor(
-                    element(merge.partial_lse, numbers + 3 * self.tile_rows, 4), cute.make_layout(1)
-                )[0]
+                place = element(merge.partial_lse, numbers + 3 * self.tile_rows, 4)
+                value = cute.make_tensor(place, cute.make_layout(1))[0]
                 if value > top or value != value:
                     top = value
-            merge.max_logits[entry[SplitEntry.ROW] + first_row + t] = top
+            merge.optional.max_logits[entry[SplitEntry.ROW] + first_row + t] = top
 
     @cute.jit
     def merge_octets(
@@ -450,7 +446,7 @@ class Combine:
     @cute.jit
     def keys_share(self, lse: Float32, row: Int32, merge: Merge):
         """The keys' part of row `row`'s weight; the rest belongs to its head's sink. `lse` is in base e."""
-        return share_beside_sink(lse * LOG2_E, merge.sinks[row % self.shape.num_heads])
+        return share_beside_sink(lse * LOG2_E, merge.optional.sinks[row % self.shape.num_heads])
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
