@@ -146,7 +146,7 @@ def decode_arguments(**changed: Any) -> tuple[Any, ...]:
     case = inputs([5, 20], s=2)
     given = {"cu_seqlens_q": None, "visible_lens": None, "scales": None, "max_q_len": None} | changed
     optional = (given["cu_seqlens_q"], given["visible_lens"], given["scales"], 0.1, 1.0)
-    return (*case.arrays, *optional, 32, given["max_q_len"], True, False, None)
+    return (*case.arrays, *optional, 32, given["max_q_len"], True, False, False, None)
 
 
 def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:

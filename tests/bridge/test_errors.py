@@ -34,11 +34,12 @@ def test_both_front_ends_say_the_same(case: bad_input.Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("latent_dim", 32.0), ("causal", 1), ("batch_invariant", 0), ("max_q_len", True)]
+    ("argument", "value"),
+    [("latent_dim", 32.0), ("causal", 1), ("batch_invariant", 0), ("fp8_probabilities", 0), ("max_q_len", True)],
 )
 def test_a_legal_call_before_makes_nothing_legal(argument: str, value: Any) -> None:
     arguments = {name: as_torch(value) for name, value in bad_input.DECODE.items()}
-    arguments |= {"max_q_len": 1, "batch_invariant": False, "causal": True}
+    arguments |= {"max_q_len": 1, "batch_invariant": False, "fp8_probabilities": False, "causal": True}
     tsmla_bridge.mla_decode(**arguments)
     tsmla_bridge.mla_decode(**arguments)
     with pytest.raises(TypeError, match=f"{argument}: got "):

@@ -87,7 +87,7 @@ def test_numbers_do_not_pile_up(gpu: Gpu, written: list[int], monkeypatch: pytes
 def test_operators_keep_no_scales(gpu: Gpu, written: list[int]) -> None:
     """torch.compile runs them on memory that it takes back: its warm-up's, or its graph's."""
     case = served([5, 33])
-    options = (256, None, True, False, None)
+    options = (256, None, True, False, False, None)
     latent, slots = torch.ones(1, 320, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     for capture in (None, 1):
         with gpu.on_stream(7, capture):

@@ -101,6 +101,12 @@ def decode_calls(generator: torch.Generator) -> Iterator[Call]:
         tensors = {"q": far_below(q, keys), "kv_cache": keys, "block_tables": table, "seq_lens": int32(lengths)}
         options = {"softmax_scale": FAR, "return_lse": True}
         yield Call(f"{dtype} {kv_dtype} far below", tsmla_bridge.mla_decode, tensors, options)
+    for heads, q_len, lengths in ((128, 1, [300, 1]), (48, 1, [700]), (40, 2, [0, 130])):
+        cache, table = paged(lengths, FP8)
+        q = normal(generator, len(lengths), q_len, heads, LATENT + ROPE, dtype=FP8)
+        tensors = {"q": q, "kv_cache": cache, "block_tables": table, "seq_lens": int32(lengths)}
+        options = {"softmax_scale": SCALE, "return_lse": True, "fp8_probabilities": True}
+        yield Call(f"fp8 probabilities H {heads} S {q_len} {lengths}", tsmla_bridge.mla_decode, tensors, options)
     yield from decode_kinds(generator)
 
 
@@ -145,8 +151,8 @@ def decode_kinds(generator: torch.Generator) -> Iterator[Call]:
     yield Call("short requests ragged", tsmla_bridge.mla_decode, tensors, options | {"max_q_len": 2})
     tensors = made([70, 3, 0, 300], (47,), 16, torch.bfloat16)
     tensors["cu_seqlens_q"] = offsets_of([40, 2, 0, 5])
-    options |= {"max_q_len": 1 << 18}
-    yield Call("prompts under the bound of a context", tsmla_bridge.mla_decode, tensors, options)
+    bound = options | {"max_q_len": 1 << 18}
+    yield Call("prompts under the bound of a context", tsmla_bridge.mla_decode, tensors, bound)
 
 
 def decode_of_pair(q: torch.Tensor, q_rope: torch.Tensor, *, heads_first: bool = False, **given: Any) -> Any:
@@ -819,7 +825,7 @@ def stretched(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 NARROW_BOUNDS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, FP8: 1e-3}
-FP8_PREFILL_BOUND = 0.066
+FP8_P_BOUND = 0.066
 """Three times what a right kernel shows, whose P has 4 bits."""
 STRETCH_BOUND = 4e-3
 SINK_BOUND = 0.06
@@ -841,8 +847,8 @@ def bound(call: Call, result: torch.Tensor, on_gpu: bool) -> float:
         return SINK_BOUND
     if result.dtype in (torch.float32, torch.float64):
         return 5e-3 if on_gpu and of_fp8 else 1e-5
-    if of_fp8 and call.function is tsmla_bridge.mla_prefill:
-        return FP8_PREFILL_BOUND
+    if of_fp8 and (call.function is tsmla_bridge.mla_prefill or call.options.get("fp8_probabilities")):
+        return FP8_P_BOUND
     narrow = NARROW_BOUNDS[result.dtype]
     # dS is rounded too, and where a query sees two keys their dS cancel.
     return 2 * narrow if "dout" in call.tensors else narrow

@@ -298,7 +298,7 @@ def test_compiled_into_graphs() -> None:
 
 def test_opcheck() -> None:
     q, cache, tables, lens = arrays(4, 2, 16, 5)
-    arguments = (q, cache, tables, lens, None, None, None, SCALE, 1.0, 512, None, True, False, None)
+    arguments = (q, cache, tables, lens, None, None, None, SCALE, 1.0, 512, None, True, False, False, None)
     torch.library.opcheck(mla_decode.decode_operator, arguments)
 
 

@@ -112,6 +112,8 @@ CASES = [
     Case("mla_decode", "causal", 1, r"got int; legal: True or False", error=TypeError),
     Case("mla_decode", "return_lse", None, r"got NoneType; legal: True or False", error=TypeError),
     Case("mla_decode", "batch_invariant", "yes", r"got str; legal: True or False", error=TypeError),
+    Case("mla_decode", "fp8_probabilities", 1, r"got int; legal: True or False", error=TypeError),
+    Case("mla_decode", "fp8_probabilities", True, r"got True with q of \w+; legal: True with q of float8_e4m3fn"),
     Case("mla_decode", "softmax_scale", None, r"got NoneType; legal: a float", error=TypeError),
     Case("mla_decode", "softmax_scale", zeros(1), r"shape \[1\]; legal: a float or a float32 scalar"),
     Case("mla_decode", "q_scale", "1", r"got str; legal: a float", error=TypeError),

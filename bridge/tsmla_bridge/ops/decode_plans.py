@@ -48,6 +48,7 @@ class DecodeOptions(NamedTuple):
     max_q_len: int | None
     causal: bool = True
     batch_invariant: bool = False
+    fp8_probabilities: bool = False
     implementation: str | None = None
 
 

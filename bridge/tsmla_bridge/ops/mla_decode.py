@@ -36,6 +36,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: Literal[False] = False,
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -60,6 +61,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: Literal[True],
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -83,6 +85,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
     implementation: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -118,6 +121,8 @@ def mla_decode(
         2^-126 to 2^126; that is checked of numbers, and a tensor with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
+      fp8_probabilities: Hopper's kernel may round the softmax's terms to float8_e4m3fn before it multiplies them by
+        values: faster with many rows (S * H), less exact. With q of float8_e4m3fn only.
       implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
         tensors on Hopper, the reference for CPU tensors. On Blackwell kernels must be named: no one has run them.
       out, lse: contiguous tensors for the results; lse only with return_lse.
@@ -142,7 +147,7 @@ def mla_decode(
     """
     check_workspace(workspace)
     # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
-    options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
+    options = (latent_dim, max_q_len, causal, batch_invariant, fp8_probabilities, implementation)
     compiling = torch.compiler.is_compiling()
     query: Any = q  # one tensor, once the plan is found; its latent columns where `rope` is another
     rope: torch.Tensor | None = None
@@ -153,6 +158,7 @@ def mla_decode(
         and (max_q_len is None or type(max_q_len) is int)
         and (causal is True or causal is False)
         and (batch_invariant is True or batch_invariant is False)
+        and (fp8_probabilities is True or fp8_probabilities is False)
         and not compiling
     )
     plan = None
@@ -241,7 +247,7 @@ def _run_operator(
 _PARAMETERS = (
     "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? visible_lens,"
     f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
-    " str? implementation"
+    " bool fp8_probabilities, str? implementation"
 )
 decode_operator = operators.register_attention(
     "mla_decode",

@@ -56,7 +56,8 @@ class ResultDtypes:
 class DecodeSpec(ResultDtypes):
     """One call of mla_decode. For ragged queries max_q_len is the static bound on a request's query tokens and
     total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S. visible_lens: whether the call says how
-    many keys each token sees, in place of the causal rule."""
+    many keys each token sees, in place of the causal rule. fp8_probabilities: whether kernels may round probabilities
+    to float8_e4m3fn."""
 
     batch: Dim
     total_q_len: Dim
@@ -73,6 +74,7 @@ class DecodeSpec(ResultDtypes):
     causal: bool
     batch_invariant: bool
     visible_lens: bool = False
+    fp8_probabilities: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -165,6 +167,7 @@ def decode_spec(
     kv_scale: Scale = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
 ) -> DecodeSpec:
     """The spec of mla_decode, or ValueError / TypeError naming the argument that is not legal."""
     latent_dim = static_int("latent_dim", latent_dim, minimum=1)
@@ -218,6 +221,8 @@ def decode_spec(
                 " legal: True"
             )
     _check_kv_dtype(q.dtype, kv_cache.dtype)
+    if static_bool("fp8_probabilities", fp8_probabilities) and q.dtype != FP8:
+        raise ValueError(f"fp8_probabilities: got True with q of {q.dtype}; legal: True with q of {FP8}, or False")
     check_scales(softmax_scale=softmax_scale, q_scale=q_scale, kv_scale=kv_scale)
     return DecodeSpec(
         batch=batch,
@@ -235,6 +240,7 @@ def decode_spec(
         causal=causal,
         batch_invariant=batch_invariant,
         visible_lens=visible_lens is not None,
+        fp8_probabilities=fp8_probabilities,
     )
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 IMPLEMENTATIONS = ("reference", "xla")
 KEYS = [0, 1, 63, 64, 65, 4096]
-STATIC = ("latent_dim", "max_q_len", "causal", "batch_invariant")
+STATIC = ("latent_dim", "max_q_len", "causal", "batch_invariant", "fp8_probabilities")
 RUN = {
     name: jax.jit(functools.partial(tsmla_jax.mla_decode, return_lse=True, implementation=name), static_argnames=STATIC)
     for name in IMPLEMENTATIONS
@@ -281,6 +281,13 @@ def test_batch_invariant_rows_are_bitwise_the_same_in_any_batch(name: str) -> No
     usual, _ = run("reference", others)
     invariant, _ = run(name, others, batch_invariant=True)
     np.testing.assert_allclose(invariant, usual, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_only_kernels_round_probabilities(name: str) -> None:
+    inputs = paged([65, 33], s=2, heads=3, q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
+    for plain, rounded in zip(run(name, inputs), run(name, inputs, fp8_probabilities=True), strict=True):
+        np.testing.assert_array_equal(plain, rounded)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -34,6 +34,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: Literal[False] = False,
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
     implementation: Preference = None,
 ) -> Float[Array, "*tokens H L"]: ...
 
@@ -55,6 +56,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: Literal[True],
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
     implementation: Preference = None,
 ) -> tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]: ...
 
@@ -75,6 +77,7 @@ def mla_decode(
     kv_scale: Scale | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    fp8_probabilities: bool = False,
     implementation: Preference = None,
 ) -> Float[Array, "*tokens H L"] | tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]:
     """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
@@ -107,6 +110,8 @@ def mla_decode(
         with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
+      fp8_probabilities: "cute" on Hopper may round the softmax's terms to float8_e4m3fn before it multiplies them by
+        values: faster with many rows (S * H), less exact. With q of float8_e4m3fn only; others never round them.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:

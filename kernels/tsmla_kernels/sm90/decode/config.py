@@ -42,6 +42,7 @@ class DecodeConfig:
       heads_first: whether the latent columns of a split q are [H, T, L], the order in which a product over heads writes
         them.
       visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
+      fp8_p: whether P is rounded to e4m3, so that P V is multiplied in fp8.
     """
 
     dtype: str
@@ -58,6 +59,7 @@ class DecodeConfig:
     split_q: bool = False
     heads_first: bool = False
     visible_lens: bool = False
+    fp8_p: bool = False
 
     @property
     def cache_dtype(self) -> str:
@@ -122,7 +124,7 @@ class DecodeConfig:
 
         If Q is the first operand of Q K^T, P has all 64 rows of WGMMA, however few query rows there are.
         """
-        p_bytes = (self.p_rows if self.mixed else ROWS) * self.block * 2
+        p_bytes = (self.p_rows if self.mixed else ROWS) * self.block * (1 if self.fp8_p else 2)
         if self.cache_dtype == FP8:
             return self.block * self.head_dim + p_bytes
         return self.block * self.head_dim * 2 + (0 if self.rope_dim else p_bytes)
@@ -218,6 +220,7 @@ def decode_config(spec: DecodeSpec, *, split_q: bool = False, heads_first: bool 
     One CTA holds 64 rows. If a request has more rows, several CTAs need its keys: two of them form a cluster and
     multicast, which halves the reads of the L2 cache.
     """
+    rows = spec.max_q_len * spec.num_heads
     return DecodeConfig(
         dtype=spec.q_dtype,
         num_heads=spec.num_heads,
@@ -228,11 +231,13 @@ def decode_config(spec: DecodeSpec, *, split_q: bool = False, heads_first: bool 
         ragged=spec.ragged,
         causal=spec.causal and spec.max_q_len > 1 and not spec.visible_lens,
         batch_invariant=spec.batch_invariant,
-        cluster=2 if spec.max_q_len * spec.num_heads > ROWS else 1,
+        cluster=2 if rows > ROWS else 1,
         kv_dtype=FP8 if spec.kv_dtype == FP8 else None,
         split_q=split_q,
         heads_first=heads_first,
         visible_lens=spec.visible_lens,
+        # With few rows P V is not the limit.
+        fp8_p=spec.fp8_probabilities and spec.q_dtype == FP8 and rows > FEW_ROWS,
     )
 
 

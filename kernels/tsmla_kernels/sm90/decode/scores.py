@@ -92,11 +92,12 @@ class Scores:
         q = self.queries(q_rows, mma, t)
         acc = cute.make_rmem_tensor(mma.main.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
         probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.softmax.speculates) else acc
-        # # Each lane gives stmatrix the address of 16 bytes of P: lanes 0 to 15 the first 16 bytes of 16 rows, lanes 16
-        # to # 31 the next 16 bytes of the same rows. The swizzle permutes these groups of 16 bytes.
-        r_p = cute.make_rmem_tensor(acc.layout, self.ring.p_dtype)
+        # Each lane gives stmatrix the address of 16 bytes of P: lanes 0 to 15 the first 16 bytes of 16 rows, lanes 16
+        # to 31 the next 16 bytes of the same rows. The swizzle permutes these groups of 16 bytes.
+        r_p = cute.make_rmem_tensor(self.in_order_of_p(acc).shape, self.ring.p_dtype)
         p_row = warp_here * 16 + lane % 16
-        p_offset = kept(self.ring.p_offset + p_row * (2 * self.block) + (((lane // 16) ^ self.swizzle(p_row)) << 4))
+        in_row = ((lane // 16) ^ self.swizzle(p_row)) << 4
+        p_offset = kept(self.ring.p_offset + p_row * self.ring.p_row_bytes + in_row)
         place = Place(t, warp_here, lane, warp_here * 16 + lane // 4)
         running = Running(cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32))
         return Held(
@@ -116,4 +117,12 @@ class Scores:
 
     def swizzle(self, p_row: Int32) -> Int32:
         """The swizzle of row `p_row` of P: the row's 16-byte group n lies at index n ^ swizzle(p_row)."""
-        return p_row & 7 if self.block == 64 else (p_row >> 1) & 3
+        return p_row & 7 if self.ring.p_row_bytes == 128 else (p_row >> 1) & 3
+
+    def in_order_of_p(self, probabilities: cute.Tensor) -> cute.Tensor:
+        """The lane's P of a block in the order of its words. A word of e4m3 has two keys of a group of eight and two of
+        the next group. V^T is read in the same order."""
+        if not self.config.fp8_p:
+            return probabilities
+        layout = cute.make_layout((2, 2, 2, self.block // 16), stride=(1, 4, 2, 8))
+        return cute.make_tensor(probabilities.iterator, layout)

@@ -1,4 +1,5 @@
-"""S = Q K^T, softmax and P of decode for queries and cache of e4m3, by fp8 WGMMA. Q is in shared memory; P is f16."""
+"""S = Q K^T, softmax and P of decode for queries and cache of e4m3, by fp8 WGMMA. Q is in shared memory. P is f16 or
+e4m3."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ class ScoresFp8(Scores):
                 if const_expr(masked == 1):
                     self.softmax.mask(scores.s, b, blocks.piece, place, held.visible_lens)
                 self.softmax.run(scores, running, held.scale, place, shared, previous)
-                held.r_p.store(held.probabilities.load().to(self.ring.p_dtype))
+                held.r_p.store(self.in_order_of_p(held.probabilities).load().to(self.ring.p_dtype))
                 self.ring.store_p(address_here + held.p_offset, cute.recast_tensor(held.r_p, Int32))
                 stored = held.signals
         return Scored(index, phase, previous)

@@ -16,6 +16,10 @@ from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import RESCALE_BITS, RowResults, tree
 from tsmla_kernels.sm90.warp import uniform
 
+FP8_P_HEADROOM = 6.0
+"""P of e4m3 is 2^6 where the score is the greatest. So P down to 2^-12 of the greatest keeps all bits of e4m3, and P up
+to 2^RESCALE_BITS is finite."""
+
 
 class Softmax:
     """The softmax of a block's S, query rows by keys. ScoresMixed, whose scores are S^T, uses only seen_by_all, visible
@@ -25,6 +29,8 @@ class Softmax:
       heads, causal, visible_lens, block: as in DecodeConfig.
       rescale_bits: P may be as large as 2**rescale_bits before the running maximum is updated. 0: the maximum is always
         up to date.
+      headroom: the running maximum is kept below the greatest score by that much (base 2). P of e4m3 then has more of
+        its range below the greatest P.
       speculates: whether P is computed before it is known whether the running maximum lags.
       results: writes the results of a row.
     """
@@ -37,7 +43,9 @@ class Softmax:
             # warpgroups wait for the scores, so P is computed before the maximum is known. With 64 rows the maximum is
             # found first, because registers and instructions are scarce.
             self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
+            self.headroom = FP8_P_HEADROOM if config.fp8_p else 0.0
         else:
+            self.headroom = 0.0
             # Updating the maximum in every block costs 2 % of the time if memory is the limit (up to 64 rows), but more
             # than 10 % if arithmetic is the limit: see LOG.md.
             self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
@@ -113,7 +121,10 @@ class Softmax:
                 top = high[i]
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-                new = cute.arch.fmax(m[i], top * scale)
+                new = top * scale
+                if const_expr(self.headroom > 0.0):
+                    new = new - self.headroom
+                new = cute.arch.fmax(m[i], new)
                 factor = cute.math.exp2(m[i] - new, fastmath=True)
                 m[i] = new
                 l[i] = l[i] * factor

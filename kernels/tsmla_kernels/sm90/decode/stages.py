@@ -19,7 +19,10 @@ def decode_ring(config: DecodeConfig) -> Ring:
     """The ring of a decode kernel."""
     dtype = DTYPES[config.cache_dtype]
     if config.fp8_cache:
-        p_dtype, p_swizzle = cutlass.Float16, SmemLayoutAtomKind.K_SW128
+        if config.fp8_p:
+            p_dtype, p_swizzle = dtype, SmemLayoutAtomKind.K_SW64
+        else:
+            p_dtype, p_swizzle = cutlass.Float16, SmemLayoutAtomKind.K_SW128
         p_offset = config.block * config.head_dim
     else:
         p_dtype, p_swizzle = dtype, SmemLayoutAtomKind.K_SW64

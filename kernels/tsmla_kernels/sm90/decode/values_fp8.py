@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.warp import kept, load_transposed, uniform
 
 
 class ValuesFp8:
-    """P V with P of f16 and V of e4m3.
+    """P V with V of e4m3, and P of f16 or e4m3.
 
     Attributes:
       wide: the part that sparse's values share. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
@@ -107,7 +107,8 @@ class ValuesFp8:
         """Add P V of a piece's key blocks to O. Return the next stage and the parity of that stage."""
         mma_pv, lane, narrow, wide, offset = held.mma_pv, held.lane, held.narrow, held.wide, held.offset
         thr = mma_pv.get_slice(held.thread)
-        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
+        halves = self.wide.halves
+        a_shape, tile_shape = thr.partition_shape_A((64, 32 // halves)), thr.partition_shape_C((64, self.p_rows))
         full, ready, moved = shared.full, shared.ready, shared.moved
         keys = uniform(blocks.piece[Piece.KEYS])
         few = self.p_rows < ROWS
@@ -161,18 +162,18 @@ class ValuesFp8:
                 self.wide.widen(n, narrow, wide)
                 self.wide.read_on(n, reading, narrow, self.read_values)
             self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
-            for n in cutlass.range_constexpr(4 * self.m_tiles):
+            for n in cutlass.range_constexpr(2 * halves * self.m_tiles):
                 if const_expr(n >= WIDE):
                     warpgroup.wait_group(WIDE - 1)
                     self.wide.widen(n, narrow, wide)
                     self.wide.read_on(n, reading, narrow, self.read_values)
                 warpgroup.fence()
                 a = cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(a_shape))
-                g, k = n // 2, n % 2
+                g, k = n // halves, n % halves
                 tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
                 if const_expr(few):
-                    mma_pv.set(Field.ACCUMULATE, adds if n % 4 == 0 else True)
-                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
+                    mma_pv.set(Field.ACCUMULATE, adds if n % (2 * halves) == 0 else True)
+                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, halves * (g % 2) + k], tile)
                 warpgroup.commit_group()
             warpgroup.wait_group(0)
             self.ring.release(index, shared.empty)

@@ -61,13 +61,15 @@ class RingLayout(NamedTuple):
 class Ring:
     """The ring of a kernel.
 
-    Attributes: the fields of RingLayout; itemsize: bytes of an element of the keys; elements: elements of all stages.
+    Attributes: the fields of RingLayout; itemsize: bytes of an element of the keys; elements: elements of all stages;
+    p_row_bytes: bytes of a row of P.
     """
 
     def __init__(self, layout: RingLayout) -> None:
         self.stages, self.block, self.p_rows = layout.stages, layout.block, layout.p_rows
         self.dtype, self.q_dtype = layout.dtype, layout.q_dtype
         self.p_dtype, self.p_swizzle, self.p_offset = layout.p_dtype, layout.p_swizzle, layout.p_offset
+        self.p_row_bytes = layout.block * layout.p_dtype.width // 8
         self.itemsize, self.stage_elements = layout.dtype.width // 8, layout.stage_elements
         self.elements = self.stages * self.stage_elements
         self.pieces_kept, self.inverses_kept = layout.pieces_kept, layout.inverses_kept
@@ -141,7 +143,7 @@ class Ring:
     @cute.jit
     def store_p(self, address: Int32, p_words: cute.Tensor):
         """Store a warp's P to shared memory. The first row that the lane passes to stmatrix begins at `address`."""
-        for i in cutlass.range_constexpr(self.block // 16):
+        for i in cutlass.range_constexpr(self.p_row_bytes // 32):
             four = [p_words[4 * i + j] for j in range(4)]
             store_matrices(address ^ (i << 5), *four)
         cute.arch.sync_warp()

@@ -233,9 +233,10 @@ class ValueWalk:
 
 
 class WideValues:
-    """P V with P of f16 and V^T widened in registers.
+    """P V with V^T in registers: widened to f16, P's dtype; or, if P is e4m3, as it is.
 
     Attributes:
+      halves: how many products take the 32 keys of a fragment of V^T.
       half: how many latents a value warpgroup has. m_tiles: how many tiles of 64 latents these are.
       neighbours: how many neighbouring latents a lane has.
       latent: L. p_rows, p_dtype: as in Ring. out_dtype, partial_dtype: the dtypes of out and of partial_out.
@@ -247,6 +248,7 @@ class WideValues:
         self.m_tiles = self.half // 64
         self.out_dtype, self.partial_dtype = DTYPES[shape.out_dtype], DTYPES[shape.partial_dtype]
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+        self.halves = 2 if ring.p_dtype.width == 16 else 1
 
     def mma(self) -> cute.TiledMma:
         """The MMA of V^T P^T: 64 latents by query rows."""
@@ -257,7 +259,8 @@ class WideValues:
 
     def fragments(self) -> tuple[cute.Tensor, cute.Tensor, None]:
         """`wide`, `narrow` and `factors` of Held."""
-        return cute.make_rmem_tensor((8, WIDE), self.p_dtype), cute.make_rmem_tensor((4, AHEAD), Int32), None
+        wide = cute.make_rmem_tensor((16 // self.halves, WIDE), self.p_dtype)
+        return wide, cute.make_rmem_tensor((4, AHEAD), Int32), None
 
     @cute.jit
     def read_on(
@@ -266,8 +269,8 @@ class WideValues:
         """If half n, which `widen` has used, is the last half of a fragment, read another fragment in its place: the
         next unread one of this block, or else one of the next block's first ones, once that block's keys have
         arrived."""
-        g, groups = n // 2, 2 * self.m_tiles
-        if const_expr(n % 2 == 1):
+        g, groups = n // self.halves, 2 * self.m_tiles
+        if const_expr((n + 1) % self.halves == 0):
             if const_expr(g + AHEAD < groups):
                 read_values(reading.here, g + AHEAD, narrow)
             else:
@@ -278,14 +281,21 @@ class WideValues:
 
     @cute.jit
     def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
-        """Widen half n of the fragments of V^T to f16, with two keys of a latent side by side."""
-        words = cute.make_rmem_tensor((2,), Int32)
-        for i in cutlass.range_constexpr(2):
-            word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
-            words[i] = Int32(cute.arch.prmt(word, word, 0x3120))
-        cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(8)).store(
-            cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype)
-        )
+        """Widen half n of the fragments of V^T to f16, with two keys of a latent side by side; or, if P is e4m3, order
+        the bytes of fragment n, with four keys of a latent side by side."""
+        if const_expr(self.halves == 1):
+            packed = cute.recast_tensor(wide[None, n % WIDE], Int32)
+            for i in cutlass.range_constexpr(4):
+                low, high = narrow[i // 2 * 2, n % AHEAD], narrow[i // 2 * 2 + 1, n % AHEAD]
+                packed[i] = Int32(cute.arch.prmt(low, high, 0x7531 if i % 2 else 0x6420))
+        else:
+            words = cute.make_rmem_tensor((2,), Int32)
+            for i in cutlass.range_constexpr(2):
+                word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
+                words[i] = Int32(cute.arch.prmt(word, word, 0x3120))
+            cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(8)).store(
+                cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype)
+            )
 
     @cute.jit
     def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):

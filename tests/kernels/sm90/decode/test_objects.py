@@ -61,6 +61,20 @@ CONFIGS = {
         "kv_dtype": "float8_e4m3fn",
         "visible_lens": "true",
     },
+    "fp8 probabilities, 128 heads in a cluster": {
+        "num_heads": "128",
+        "max_q_len": "4",
+        "dtype": "float8_e4m3fn",
+        "fp8_probabilities": "true",
+    },
+    "fp8 probabilities, 48 heads, L 256 without rope, batch invariant": {
+        "num_heads": "48",
+        "latent_dim": "256",
+        "rope_dim": "0",
+        "batch_invariant": "true",
+        "dtype": "float8_e4m3fn",
+        "fp8_probabilities": "true",
+    },
     "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
 }
 SPLIT = {
@@ -89,7 +103,23 @@ def test_everything_stays_in_registers(name: str) -> None:
     config = MLA_DECODE.from_options((CONFIGS | SPLIT | HEADS_FIRST)[name])
     heads_first = name in HEADS_FIRST
     config = dataclasses.replace(config, split_q=heads_first or name in SPLIT, heads_first=heads_first)
+    assert config.fp8_p == ("fp8 probabilities" in name)
     check_compiled(MLA_DECODE, config, kernels=2)  # attention and combine
+
+
+@pytest.mark.parametrize(
+    ("options", "fp8_p"),
+    [
+        ({}, True),
+        ({"fp8_probabilities": "false"}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"num_heads": "32"}, False),
+        ({"num_heads": "33"}, True),
+    ],
+)
+def test_probabilities_are_rounded_where_that_saves_time(options: dict[str, str], fp8_p: bool) -> None:
+    given = {"num_heads": "128", "dtype": FP8, "fp8_probabilities": "true", **options}
+    assert MLA_DECODE.from_options(given).fp8_p is fp8_p
 
 
 @pytest.mark.parametrize("heads", [1, 16, 32, 33, 128])
