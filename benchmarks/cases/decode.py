@@ -1,7 +1,8 @@
 """mla_decode over a dense cache, bf16 or fp8: a shuffled block table, lengths that are equal or uniform in [1/2, 3/2].
 
-With an fp8 cache ours is timed twice: "tsmla" with queries of fp8, as the peer's are, and "tsmla_bf16_q" with queries
-of bf16. Errors are against float64 over what the inputs stand for, on two of the requests.
+With an fp8 cache ours is timed with queries of fp8, as the peer's are ("tsmla"); with probabilities of fp8 as well, if
+there are more than 32 query rows ("tsmla_fp8_p"); and with queries of bf16 ("tsmla_bf16_q"). Errors are against float64
+over what the inputs stand for, on two of the requests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tsmla_bridge
 from benchmarks.floors import BYTES_PER_KEY, LATENT, PAGE, ROPE, floor_us
 from benchmarks.harness import Case, Errors, Object, Run, device, ints
 from benchmarks.peers import dense
+from tsmla_kernels.sm90.latent.shape import FEW_ROWS
 
 E4M3 = "float8_e4m3fn"
 Q_SCALE, KV_SCALE = 0.03, 0.02  # of random numbers of variance 1: what is beyond 448 of them saturates
@@ -32,9 +34,17 @@ class Point(NamedTuple):
     lengths: str
 
 
+class Mode(NamedTuple):
+    """How ours is called: the dtypes of queries and cache, and whether P may be rounded to fp8."""
+
+    q: str
+    kv: str
+    fp8_probabilities: bool = False
+
+
 class DecodeBf16(Case):
     dtype = "bf16"
-    modes: ClassVar[dict[str, tuple[str, str]]] = {"tsmla": ("bfloat16", "bfloat16")}
+    all_modes: ClassVar[dict[str, Mode]] = {"tsmla": Mode("bfloat16", "bfloat16")}
     points = tuple(
         Point(b, s, h, keys, lengths)
         for lengths, h, s, (b, keys) in itertools.product(("fixed", "varlen"), (16, 32, 64, 128), (1, 2, 4, 8), SIZES)
@@ -66,21 +76,28 @@ class DecodeBf16(Case):
             self.iterations = 10
 
     @classmethod
+    def modes(cls, point: Point) -> dict[str, Mode]:
+        """The modes of a point: with few rows the kernel does not round P."""
+        many = point.s * point.h > FEW_ROWS
+        return {name: mode for name, mode in cls.all_modes.items() if many or not mode.fp8_probabilities}
+
+    @classmethod
     def objects(cls, point: Point) -> Iterable[Object]:
-        for q, kv in cls.modes.values():
+        for mode in cls.modes(point).values():
             yield "mla_decode", {
-                "num_heads": point.h, "max_q_len": point.s, "page_size": PAGE, "dtype": q, "kv_dtype": kv
+                "num_heads": point.h, "max_q_len": point.s, "page_size": PAGE, "dtype": mode.q, "kv_dtype": mode.kv,
+                "fp8_probabilities": str(mode.fp8_probabilities).lower(),
             }  # fmt: skip
 
     def ours(self) -> dict[str, Run]:
-        def run(q_dtype: str) -> Run:
-            q, q_scale = self.q[q_dtype]
+        def run(mode: Mode) -> Run:
+            q, q_scale = self.q[mode.q]
             return functools.partial(
                 tsmla_bridge.mla_decode, q, self.cache, self.table, self.lens_there, softmax_scale=SCALE,
-                q_scale=q_scale, kv_scale=self.kv_scale, return_lse=True,
+                q_scale=q_scale, kv_scale=self.kv_scale, return_lse=True, fp8_probabilities=mode.fp8_probabilities,
             )  # fmt: skip
 
-        return {name: run(q_dtype) for name, (q_dtype, _) in self.modes.items()}
+        return {name: run(mode) for name, mode in self.modes(self.point).items()}
 
     def of_peer(self, name: str) -> Run:
         return getattr(dense, name)(self.q["bfloat16"][0], self.cache, self.table, self.lens_there, SCALE)
@@ -93,20 +110,22 @@ class DecodeBf16(Case):
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
         """rel_err of out (norm of the difference over norm) and, of ours, the greatest error of lse."""
         b, s, h, keys, lengths = self.point
-        q, q_scale = self.q[self.modes.get(name, self.modes["tsmla"])[0]]
+        q, q_scale = self.q[self.all_modes.get(name, self.all_modes["tsmla"]).q]
         out, lse, errors = results[0].reshape(b, s, h, LATENT), results[1], Errors()
         for r, token in itertools.product(sorted({0, b - 1}), range(s)):
             n = int(self.lens[r])
             rows = self.cache[self.table[r, : -(-n // PAGE)].long()].flatten(0, 1)[: n - (s - 1) + token]
             rows = rows.double() * self.kv_scale
             scores = q[r, token].double() @ rows.T * (SCALE * q_scale)
-            errors.add(out[r, token], lse[r, token] if name in self.modes else None, scores, rows[:, :LATENT])
+            errors.add(out[r, token], lse[r, token] if name in self.all_modes else None, scores, rows[:, :LATENT])
         return {"b": b, "s": s, "h": h, "keys": keys, "varlen": lengths == "varlen", **errors.fields()}
 
 
 class DecodeFp8(DecodeBf16):
     dtype = "fp8"
-    modes: ClassVar = {"tsmla": (E4M3, E4M3), "tsmla_bf16_q": ("bfloat16", E4M3)}
+    all_modes: ClassVar = {
+        "tsmla": Mode(E4M3, E4M3), "tsmla_fp8_p": Mode(E4M3, E4M3, True), "tsmla_bf16_q": Mode("bfloat16", E4M3)
+    }  # fmt: skip
     common: ClassVar = {"dtype": dtype, "page": PAGE}
     peers: ClassVar = {"flashmla": "flashmla_fp8"}
 
