@@ -24,6 +24,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
 ROW_LANES = 8  # lanes that copy 128 bytes of one row together
 COPIED_ROWS = 32 // ROW_LANES  # rows that a warp copies at once
 CHUNK = 16  # bytes of one cp.async
+LINE_COLUMNS = 64  # columns of a row that ROW_LANES lanes copy at once
 ALL_ROWS = (1 << GATHER_ROWS) - 1
 
 
@@ -137,23 +138,31 @@ class Gatherer:
                     shared.factors[warp * GATHER_ROWS + lane, place] = factor
             stage = block % self.stages
             cute.arch.mbarrier_wait(shared.keys_empty + stage, (block // self.stages + 1) & 1)
-            self.copy_keys(keys, shared.keys.toint() + stage * self.traits.bytes_of(self.block), row, warp)
-            cute.arch.cp_async_commit_group()
+            memory = shared.keys.toint() + stage * self.traits.bytes_of(self.block)
             if const_expr(self.stages == 1):
-                self.announce(shared, stage, 0)
-            elif block > 0:
-                self.announce(shared, (block - 1) % self.stages, 1)
+                self.copy_keys(keys, memory, row, warp, 0, self.traits.early_columns)
+                cute.arch.cp_async_commit_group()
+                self.copy_keys(keys, memory, row, warp, self.traits.early_columns, self.traits.head_dim)
+                cute.arch.cp_async_commit_group()
+                self.announce(shared, 0, 1)
+                self.announce(shared, 1, 0)
+            else:
+                self.copy_keys(keys, memory, row, warp, 0, self.traits.head_dim)
+                cute.arch.cp_async_commit_group()
+                if block > 0:
+                    self.announce(shared, (block - 1) % self.stages, 1)
             column += self.block.rows
         if const_expr(self.stages > 1):
             if item.blocks > 0:
                 self.announce(shared, (item.blocks - 1) % self.stages, 0)
 
     @cute.jit
-    def announce(self, shared: Shared, stage: Int32, later: cutlass.Constexpr[int]):
-        """Say that this thread's copies to `stage` have arrived; `later` groups of copies may still be under way."""
+    def announce(self, shared: Shared, full: Int32, later: cutlass.Constexpr[int]):
+        """Say on barrier `full` of `keys_full` that this thread's copies for it have arrived; `later` groups of copies
+        may still be under way."""
         cute.arch.cp_async_wait_group(later)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(shared.keys_full + stage)
+        cute.arch.mbarrier_arrive(shared.keys_full + full)
 
     @cute.jit
     def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
@@ -202,9 +211,12 @@ class Gatherer:
         return row
 
     @cute.jit
-    def copy_keys(self, keys: Keys, memory: Int32, row: Int32, warp: Int32):
-        """Start the copies of this warp's rows of a block to the buffer at `memory`. A row that does not exist becomes
-        zeros: P is 0 there, but 0 * NaN is NaN."""
+    def copy_keys(
+        self, keys: Keys, memory: Int32, row: Int32, warp: Int32, first: cutlass.Constexpr[int],
+        end: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """Start the copies of columns `first` to `end` of this warp's rows of a block to the buffer at `memory`. A row
+        that does not exist becomes zeros: P is 0 there, but 0 * NaN is NaN."""
         lane = cute.arch.lane_idx()
         block = self.block
         row_tile = block.width * self.traits.element_bytes  # bytes of a row in one column tile
@@ -226,7 +238,7 @@ class Gatherer:
             at = warp * GATHER_ROWS + mine
             target = memory + (chunk // chunks) * tile_bytes + at * row_tile
             target += (chunk % chunks ^ (at // 2) % chunks) * CHUNK  # swizzled as `layout_atom` says
-            for line in cutlass.range_constexpr(self.traits.row_bytes // (ROW_LANES * CHUNK)):
+            for line in cutlass.range_constexpr(first // LINE_COLUMNS, end // LINE_COLUMNS):
                 cute.arch.inline_ptx(
                     f"cp.async.cg.shared.global [{{$r0}} + {line * (ROW_LANES // chunks) * tile_bytes}],"
                     f" [{{$r1}} + {line * ROW_LANES * CHUNK}], 16, {{$r2}};",

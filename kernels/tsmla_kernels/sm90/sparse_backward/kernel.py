@@ -5,8 +5,9 @@ gradients; `finish` rounds these sums. If deterministic, `weigh` runs before `di
 the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one token, or all heads of a group of tokens
 (DESIGN.md), and the keys that they select, 64 at a time:
 
-  warpgroups 0 and 1   all products (products.py); they add the keys' gradients to the sums in global memory (sums.py)
-  warps 8 to 11        gather keys; the first of them also copies Q and dO (gather.py)
+  warpgroup 0          scores, P and dS (scores.py)
+  warpgroups 1 and 2   the keys' gradients (key_gradients.py), which they add to the sums in global memory (sums.py)
+  warps 12 to 15       gather keys; the first of them also copies Q and dO (gather.py)
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from cutlass.cute.nvgpu import cpasync
 from tsmla_kernels.sm90.sparse.union import UnionArrays, UnionMaker
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS, WORTH, SparseBackwardConfig
 from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
+from tsmla_kernels.sm90.sparse_backward.key_gradients import KeyGradients
 from tsmla_kernels.sm90.sparse_backward.memory import (
+    ADDING_GROUPS,
     COMPUTE_REGISTERS,
     GATHER_WARP,
-    GROUPS,
     OTHER_REGISTERS,
     THREADS,
     Copies,
@@ -42,8 +44,9 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     make_storage,
     shared_memory,
 )
-from tsmla_kernels.sm90.sparse_backward.products import Consumer
+from tsmla_kernels.sm90.sparse_backward.products import Products
 from tsmla_kernels.sm90.sparse_backward.rows import CTA_ROWS, CTA_VECTORS, ROW_THREADS, VECTOR, WARP_ROWS, RowKernels
+from tsmla_kernels.sm90.sparse_backward.scores import Scorer
 from tsmla_kernels.sm90.sparse_backward.weigh import (
     WEIGH_BLOCK,
     WEIGH_GATHER_WARP,
@@ -73,9 +76,10 @@ class SparseMlaBackward:
         self.storage = make_storage(self.traits)
         self.rows = RowKernels(self.traits)
         self.gatherer = Gatherer(self.traits, self.traits.keys)
-        self.consumer = Consumer(self.traits)
-        self.other_consumer = Consumer(self.traits, adds_first=True)
-        self.weigher = Weigher(self.traits, self.consumer)
+        self.products = Products(self.traits)
+        self.scorer = Scorer(self.traits, self.products)
+        self.key_gradients = KeyGradients(self.traits, self.products)
+        self.weigher = Weigher(self.traits, self.products)
         self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
@@ -122,7 +126,7 @@ class SparseMlaBackward:
         works = [self.alone(x)]
         if const_expr(self.unions is not None):
             works = [self.together(x), *works]
-        mma = self.consumer.make_mmas()
+        mma = self.products.make_mmas()
         if const_expr(self.config.deterministic):
             for work in works:
                 self.weigh(work.copies, work.keys, sums, x.scales, mma, work.heads, work.groups).launch(
@@ -262,9 +266,9 @@ class SparseMlaBackward:
         if const_expr(self.config.tokens == 1):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.consumer.set_flags(mma)
+        self.products.set_flags(mma)
         if runs == 1:
-            if group == GROUPS:
+            if group == 1 + ADDING_GROUPS:
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
                 if warp_idx == GATHER_WARP:
                     self.gatherer.copy_queries(copies, shared, item)
@@ -272,9 +276,9 @@ class SparseMlaBackward:
             else:
                 cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
                 if group == 0:
-                    self.consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, Int32(0), groups)
+                    self.scorer.run(sums, Float32(scales[0]), d_q, shared, mma, item, groups)
                 else:
-                    self.other_consumer.run(sums, Float32(scales[0]), d_q, shared, mma, item, Int32(1), groups)
+                    self.key_gradients.run(sums, d_q, shared, mma, item, group - 1)
 
     @cute.kernel
     def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):

@@ -13,23 +13,25 @@ from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HE
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-GROUPS = 2  # compute warpgroups
-COMPUTE_WARPS = 4 * GROUPS
-GROUP_KEYS = BLOCK // GROUPS  # keys of a block whose probabilities a warpgroup computes
+ADDING_GROUPS = 2  # warpgroups that compute the keys' gradients, behind the one that computes scores
+COMPUTE_WARPS = 4 * (1 + ADDING_GROUPS)
+COMPUTE_THREADS = 32 * COMPUTE_WARPS
 GATHER_WARP = COMPUTE_WARPS  # the first of the warps that gather keys
 GATHER_WARPS = 4
 GATHER_ROWS = 16  # rows of a block that a warp gathers
 THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
 SLOTS_KEPT = 3  # how many blocks' row indices are kept: gathering is at most two blocks ahead of the additions
-COLUMN_TILE = 32  # columns of a block side by side in shared memory, and of the keys' gradient computed at once
-COMPUTE_REGISTERS, OTHER_REGISTERS = 240, 24
+COLUMN_TILE = 32  # columns of a block side by side in shared memory
+COMPUTE_REGISTERS, OTHER_REGISTERS = 160, 32
+WIDE, NARROW = 128, 96  # columns of dQ that a WGMMA computes; for 224 the compiler finds too few registers
 
 
 class Barrier(IntEnum):
-    """Named barriers of the compute threads, 256 in the main kernel. Id 0 is `sync_threads`."""
+    """Named barriers of compute threads, of all if nothing else is said. Id 0 is `sync_threads`."""
 
     READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
+    SCORED = 5  # in the warpgroup of scores: what its threads have stored lies in shared memory
     BOUNDED = 3  # in `weigh`, 3 and 4 for its two warpgroups: the partial sums of their warps lie in shared memory
 
 
@@ -120,10 +122,9 @@ class Sums(NamedTuple):
 class Mma(NamedTuple):
     """The tiled MMAs. The `first` ones start a sum; the others add to one."""
 
-    weigh_first: cute.TiledMma
-    weigh: cute.TiledMma
     scores_first: cute.TiledMma
     scores: cute.TiledMma
+    wide_dq: cute.TiledMma
     dq: cute.TiledMma
     dkv_first: cute.TiledMma
     dkv: cute.TiledMma
@@ -141,19 +142,9 @@ class Item(NamedTuple):
     blocks: Int32
 
 
-class Accumulators(NamedTuple):
-    """The accumulators of a compute warpgroup: its half of dQ, S and dP of its keys of a block, and two chunks of dKV.
-    One chunk is computed while the other is added."""
-
-    dq: cute.Tensor
-    s: cute.Tensor
-    dp: cute.Tensor
-    even: cute.Tensor
-    odd: cute.Tensor
-
-
 class ThreadIndex(NamedTuple):
-    """A thread of a compute warpgroup. `row` is the first of its two heads in the tile; the second is `row` + 8."""
+    """A thread of a compute warpgroup. `group` is the index of the warpgroup among those of its role. `row` is the
+    first of the thread's two heads in the tile; the second is `row` + 8."""
 
     group: Int32
     thread: Int32
@@ -194,13 +185,15 @@ class Traits:
         self.element_bytes = self.dtype.width // 8
         self.head_dim = config.head_dim
         self.row_bytes = self.head_dim * self.element_bytes
-        self.dq_columns = self.head_dim // GROUPS
-        # The columns of one WGMMA of dQ: at most 256, and whole column tiles of keys.
-        self.dq_width = self.dq_columns if self.dq_columns <= 256 else self.dq_columns // 3
-        self.rope_columns = self.head_dim - LATENT_DIM
+        # Columns of dQ: those of the warpgroup of scores, then those of each warpgroup that adds.
+        self.scorer_dq = (WIDE,)
+        self.adder_dq = (NARROW, (self.head_dim - WIDE) // ADDING_GROUPS - NARROW)
+        # Columns of the keys' gradient that a warpgroup computes at once: as many as there are registers for.
+        self.chunk_columns = COLUMN_TILE if self.head_dim > LATENT_DIM else 2 * COLUMN_TILE
+        self.early_columns = (self.head_dim // 64 + 1) // 2 * 64  # of a block's keys: those that are copied first
         self.q = Block(TILE_HEADS, self.head_dim, COLUMN_TILE, TILE_HEADS)
         self.d_out = Block(TILE_HEADS, LATENT_DIM, COLUMN_TILE, TILE_HEADS)
-        # Each half of dQ's columns needs whole column tiles of keys.
+        # Each part of dQ's columns needs whole column tiles of keys.
         self.keys = Block(BLOCK, self.head_dim, COLUMN_TILE, BLOCK)
         self.scores = Block(TILE_HEADS, BLOCK, BLOCK, TILE_HEADS)
 
@@ -217,7 +210,7 @@ def make_storage(traits: Traits) -> Any:
 
     fields: dict[str, Any] = {
         "queries_full": cute.struct.MemRange[Int64, 1],
-        "keys_full": cute.struct.MemRange[Int64, 1],
+        "keys_full": cute.struct.MemRange[Int64, 2],
         "keys_empty": cute.struct.MemRange[Int64, 1],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS * traits.config.tokens], 16],
@@ -247,5 +240,6 @@ def shared_memory(storage: cute.struct, tokens: int) -> Shared:
 def init_mbarriers(shared: Shared) -> None:
     """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase."""
     cute.arch.mbarrier_init(shared.queries_full, 1)
-    cute.arch.mbarrier_init(shared.keys_full, 32 * GATHER_WARPS)
+    for part in range(2):
+        cute.arch.mbarrier_init(shared.keys_full + part, 32 * GATHER_WARPS)
     cute.arch.mbarrier_init(shared.keys_empty, COMPUTE_WARPS)

@@ -155,10 +155,17 @@ class RowKernels:
             vector = Int64(cta) * CTA_VECTORS + u * ROW_THREADS + cute.arch.thread_idx()[0]
             if vector < count:
                 total = cute.make_rmem_tensor((VECTOR,), sums.kv_sum.element_type)
-                cute.autovec_copy(global_tensor(sums.kv_sum, vector * VECTOR, VECTOR), total)
                 if const_expr(self.traits.config.deterministic):
+                    cute.autovec_copy(global_tensor(sums.kv_sum, vector * VECTOR, VECTOR), total)
                     for i in cutlass.range_constexpr(0, VECTOR, 2):  # `integers` added the first's sign to the second
                         total[i + 1] -= total[i] >> 31
+                else:  # the columns have `Adder`'s order
+                    first = vector // 2 * (2 * VECTOR) + vector % 2 * 2
+                    for i in cutlass.range_constexpr(0, VECTOR, 2):
+                        address = sums.kv_sum.iterator.toint() + (first + 2 * i) * 4
+                        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=8)
+                        pair = cute.make_tensor(total.iterator + i, cute.make_layout(2))
+                        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
                 numbers = cute.make_rmem_tensor((VECTOR,), Float32)
                 numbers.store(total.load().to(Float32))
                 if const_expr(self.traits.config.deterministic):

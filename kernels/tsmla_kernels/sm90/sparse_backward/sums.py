@@ -8,21 +8,13 @@ columns.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from tsmla_kernels.sm90.sparse_backward.config import BLOCK
 from tsmla_kernels.sm90.sparse_backward.memory import COLUMN_TILE, Shared, Sums, ThreadIndex, Traits
 from tsmla_kernels.sm90.warp import transpose_quad
-
-
-class Place(NamedTuple):
-    """A block whose rows are kept: its index among these, and -1 if nothing is to be added, otherwise 0."""
-
-    index: Int32
-    hidden: Int32
 
 
 class Adder:
@@ -37,18 +29,19 @@ class Adder:
         acc: cute.Tensor,
         sums: Sums,
         shared: Shared,
-        place: Place,
-        chunk: cutlass.Constexpr[int],
+        place: Int32,
+        column: Int32,
         t: ThreadIndex,
     ):
-        """Add a chunk of this warpgroup's half of the columns."""
-        first = t.group * self.traits.dq_columns + chunk * COLUMN_TILE
-        base = sums.kv_sum.iterator.toint() + first * 4
-        for half in cutlass.range_constexpr(2):
-            if const_expr(self.traits.config.deterministic):
-                self.add_integers(acc, half, base, shared, place, t)
-            else:
-                self.add_floats(acc, half, base, shared, place, t)
+        """Add a chunk of columns, from `column` on."""
+        for tile in cutlass.range_constexpr(self.traits.chunk_columns // COLUMN_TILE):
+            base = sums.kv_sum.iterator.toint() + (column + tile * COLUMN_TILE) * 4
+            part = cute.make_tensor(acc.iterator + tile * (BLOCK * COLUMN_TILE // 128), cute.make_layout(16))
+            for half in cutlass.range_constexpr(2):
+                if const_expr(self.traits.config.deterministic):
+                    self.add_integers(part, half, base, shared, place, t)
+                else:
+                    self.add_floats(part, half, base, shared, place, t)
 
     @cute.jit
     def add_floats(
@@ -57,12 +50,13 @@ class Adder:
         half: cutlass.Constexpr[int],
         base: Int64,
         shared: Shared,
-        place: Place,
+        place: Int32,
         t: ThreadIndex,
     ):
-        """Add one of a thread's two keys: two lanes exchange halves of the columns of two neighbouring keys, then
-        neighbouring lanes pairs of columns, so that each has 4 columns side by side, and 8 lanes a key's 32."""
-        upper, odd = t.lane // 4 % 2 == 1, t.lane % 2 == 1
+        """Add one of a thread's two keys: two lanes exchange halves of the columns of two neighbouring keys, so that 8
+        lanes have a key's 32 columns, each two pairs of them, 8 columns apart. kv_sum has this order
+        (DESIGN.md)."""
+        upper = t.lane // 4 % 2 == 1
         low = [acc[4 * j + 2 * half + e] for j in range(2) for e in range(2)]
         high = [acc[4 * (2 + j) + 2 * half + e] for j in range(2) for e in range(2)]
         received = [
@@ -71,23 +65,18 @@ class Adder:
         ]
         even_key = [cutlass.select_(upper, other, one) for one, other in zip(low, received, strict=True)]
         odd_key = [cutlass.select_(upper, one, other) for one, other in zip(high, received, strict=True)]
-        base += ((t.lane // 4 % 2 * 2 + t.lane % 2) * 8 + t.lane % 4 // 2 * 4) * 4
+        base += t.lane % 8 * 16
         keys = t.thread // 32 * 16 + 8 * half + t.lane // 8 * 2
         for i in cutlass.range_constexpr(2):
-            a, b, c, d = even_key if const_expr(i == 0) else odd_key
-            first = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, a, c), offset=1)
-            second = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, b, d), offset=1)
-            row = shared.rows[keys + i, place.index] | place.hidden
-            four = (
-                cutlass.select_(odd, first, a),
-                cutlass.select_(odd, second, b),
-                cutlass.select_(odd, c, first),
-                cutlass.select_(odd, d, second),
-            )
+            row = shared.rows[keys + i, place]
             cute.arch.inline_ptx(
-                "{ .reg .pred p; setp.ge.s32 p, {$r1}, 0; "
-                "@p red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
-                read_only_args=[base + Int64(row) * (4 * self.traits.head_dim), row, *four],
+                "{ .reg .pred p; .reg .b64 l; setp.ge.s32 p, {$r1}, 0; mov.b64 l, 0x14F0000000000000; "
+                "@p red.relaxed.gpu.global.add.L2::cache_hint.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}, l; }",
+                read_only_args=[
+                    base + Int64(row) * (4 * self.traits.head_dim),
+                    row,
+                    *(even_key if const_expr(i == 0) else odd_key),
+                ],
             )
 
     @cute.jit
@@ -97,14 +86,14 @@ class Adder:
         half: cutlass.Constexpr[int],
         base: Int64,
         shared: Shared,
-        place: Place,
+        place: Int32,
         t: ThreadIndex,
     ):
         """Add one of a thread's two keys as integers: four lanes transpose 4 x 4 pairs of columns of four keys."""
         quarter = t.lane // 4 % 4  # the lane's key among four; after the transpose, its group of 8 columns
         base += (quarter * 8 + t.lane % 4 * 2) * 4
         low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
-        factor = shared.factors[t.row + 8 * half, place.index]
+        factor = shared.factors[t.row + 8 * half, place]
         for j in cutlass.range_constexpr(4):
             first, second = (acc[4 * j + 2 * half + e] for e in range(2))
             low[j], high[j] = self.integers(first * factor, second * factor)
@@ -112,7 +101,7 @@ class Adder:
         transpose_quad(high, quarter, 4)
         keys = t.thread // 32 * 16 + 8 * half + t.lane // 16 * 4
         for i in cutlass.range_constexpr(4):
-            row = shared.rows[keys + i, place.index] | place.hidden
+            row = shared.rows[keys + i, place]
             cute.arch.inline_ptx(
                 "{ .reg .pred p; .reg .b64 v; setp.ge.s32 p, {$r1}, 0; mov.b64 v, {{$r2}, {$r3}}; "
                 "@p red.relaxed.gpu.global.add.u64 [{$r0}], v; }",

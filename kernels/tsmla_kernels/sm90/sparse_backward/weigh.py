@@ -28,7 +28,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     Traits,
     Weight,
 )
-from tsmla_kernels.sm90.sparse_backward.products import Consumer
+from tsmla_kernels.sm90.sparse_backward.products import Columns, Products
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import release
 
@@ -63,8 +63,8 @@ class Weigher:
     """Device code of the first pass. Two warpgroups take blocks in turn. Each computes P and, for each key, the sum
     over heads of P times the row's weights."""
 
-    def __init__(self, traits: Traits, consumer: Consumer) -> None:
-        self.traits, self.consumer = traits, consumer
+    def __init__(self, traits: Traits, products: Products) -> None:
+        self.traits, self.products = traits, products
         self.keys = Block(WEIGH_BLOCK, traits.head_dim, COLUMN_TILE, WEIGH_BLOCK)
         self.gatherer = Gatherer(traits, self.keys, WEIGH_STAGES, weighs=True)
         self.storage = weigh_storage(traits, self.keys)
@@ -109,19 +109,20 @@ class Weigher:
         thread = cute.arch.thread_idx()[0] % 128
         lane, warp = thread % 32, thread // 32
         t = ThreadIndex(group, thread, lane, warp * 16 + lane // 4)
-        mma.weigh_first.set(Field.ACCUMULATE, False)
-        mma.weigh.set(Field.ACCUMULATE, True)
+        mma.scores_first.set(Field.ACCUMULATE, False)
+        mma.scores.set(Field.ACCUMULATE, True)
         heads = self.weights(sums, item, t)
-        offset = group * self.traits.bytes_of(self.keys)
+        keys = shared.keys + group * self.keys.elements
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         for step in cutlass.range((item.blocks - group + 1) // WEIGH_STAGES, unroll=1):
             place = (step * WEIGH_STAGES + group) % SLOTS_KEPT
             cute.arch.mbarrier_wait(shared.keys_full + group, step & 1)
-            products = (mma.weigh_first, mma.weigh)
-            shape = mma.weigh.get_slice(thread).partition_shape_C((TILE_HEADS, WEIGH_BLOCK))
+            products = (mma.scores_first, mma.scores)
+            shape = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, WEIGH_BLOCK))
             acc = cute.make_rmem_tensor(shape, Float32)
             warpgroup.fence()
-            self.consumer.issue(products, acc, shared.q, self.traits.q, shared.keys, offset, self.keys, t)
+            columns = Columns(0, self.traits.head_dim)
+            self.products.issue(products, acc, shared.q, self.traits.q, keys, self.keys, columns, t)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             bounds = self.bounds(acc, heads, scale, shared, place, groups, t)
