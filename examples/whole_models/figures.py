@@ -263,7 +263,9 @@ def vllm_slices() -> tb.Record:
     """vLLM's steps of few layers of large models: each step, and what attention's kernels take of it."""
 
     def others(point: tb.Point) -> list[str]:
-        return [backend for backend in point.rows if backend != CUSTOM]
+        """The other backends, except for those of another run than ours: another commit says so."""
+        ours = point.rows.get(CUSTOM, {}).get("commit")
+        return [name for name, row in point.rows.items() if name != CUSTOM and ours in (None, row["commit"])]
 
     def attention(point: tb.Point, *backends: str) -> float | None:
         return min((us for each in backends if (us := point.rows.get(each, {}).get("attention_us"))), default=None)
@@ -311,7 +313,7 @@ def vllm_slices() -> tb.Record:
         )
 
     def steps(rows: list[tb.Row]) -> list[tb.Row]:
-        return [row for row in rows if not row["mode"].endswith("serving")]
+        return [row for row in rows if not row["mode"].endswith(("serving", "checks"))]
 
     return tb.Record(
         "vllm_slices", "", ("mode", "kv", "context", "b"), caption,

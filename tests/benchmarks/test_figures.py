@@ -498,7 +498,7 @@ def test_sglangs_calls_are_compared_by_model(tmp_path: Path) -> None:
 
 
 def test_vllms_slices_show_steps_and_their_attention(tmp_path: Path) -> None:
-    """Beside the one other backend of each cache; a run of mixed requests is no step."""
+    """Beside the other backend of each cache, if it ran with ours; runs of mixed requests and checks are no steps."""
     fixed = {**FIXED, "peer": "vllm, drawn weights", "vllm": "0.26.0", "layers": 4, "b": 16, "context": 4096}
     rows = [
         {**fixed, "mode": f"v3.2-slice fp8 {step}", "kv": kv, "backend": backend, "us": us, **more}
@@ -507,12 +507,16 @@ def test_vllms_slices_show_steps_and_their_attention(tmp_path: Path) -> None:
             ("decode", "fp8_ds_mla", "CUSTOM", 1900.0, {"attention_us": 150.0}),
             ("decode", "auto", "CUSTOM", 1900.0, {}), ("prefill", "auto", "CUSTOM", 50000.0, {}),
             ("prefill", "auto", "FLASH_ATTN_MLA_SPARSE", 40000.0, {}), ("serving", "auto", "CUSTOM", 1.0, {}),
+            ("checks", "auto", "CUSTOM", 1.0, {}), ("prefill", "fp8_ds_mla", "CUSTOM", 55000.0, {}),
+            ("prefill", "fp8_ds_mla", "FLASHMLA_SPARSE", 50000.0, {"commit": "another"}),
         )
     ]  # fmt: skip
     put(tmp_path, "vllm_slices", rows)
     assert written(with_markers(tmp_path, "vllm_slices")) == 0
     readme = page_of(tmp_path)
     assert "| v3.2-slice fp8 decode, fp8_ds_mla, 4096, 16 | FLASHMLA_SPARSE | 2.00 | **1.90** | 0.950 | 200 |" in readme
-    assert "| v3.2-slice fp8 decode, 16 bits, 4096, 16 | - | - | **1.90** |" in readme and "serving" not in readme
+    assert "| v3.2-slice fp8 decode, 16 bits, 4096, 16 | - | - | **1.90** |" in readme
+    assert "| v3.2-slice fp8 prefill, fp8_ds_mla, 4096, 16 | - | - | **55.00** |" in readme
+    assert "serving" not in readme and "slice fp8 checks" not in readme
     assert "decode, fp8_ds_mla: 0.95 (1 point), its attention 0.75 (1 point); " in readme
     assert "prefill, 16 bits: 1.25 (1 point); geometric means" in readme
