@@ -17,7 +17,7 @@ from tsmla_jax.generate.caches import WINDOW_PAGE, CacheLayout, entries_per_page
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.mesh import EXPERT_PARTS
 from tsmla_jax.generate.model import Params
-from tsmla_jax.generate.moe import why_not_grouped
+from tsmla_jax.generate.moe import why_not_grouped, why_not_plain
 from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.products.block_scaled import BlockScaled, products_of, why_not_by_kernel
 from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
@@ -177,6 +177,8 @@ def _of_experts(down: jax.Array | BlockScaled, dtype: Any) -> Choice:
         refused = f"not grouped_block_scaled_matmul: {'; '.join(dict.fromkeys(itertools.chain(*reasons)))}"
     if not (others := why_not_grouped(dtype, hidden, width, isinstance(down, BlockScaled))):
         return Choice("experts", "grouped", refused or "the best there is")
+    if not why_not_plain(dtype, down, down):
+        return Choice("experts", "grouped_block_scaled_matmul", f"not grouped: {'; '.join(others)}")
     form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
     return Choice("experts", form, "; ".join(filter(None, (refused, f"not grouped: {'; '.join(others)}"))))
 

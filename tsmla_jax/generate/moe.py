@@ -26,7 +26,8 @@ from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
 from tsmla_jax.nn.products.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
 from tsmla_jax.nn.products.tiles import COPIED_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
-from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
+from tsmla_jax.ops.grouped_block_scaled_matmul.api import OPERATION, grouped_block_scaled_matmul
+from tsmla_kernels.contract.products import PLAIN, ProductSpec
 
 _MAX_BLOCK_ROWS = 128
 
@@ -57,7 +58,7 @@ def gated_mlp(
     return _down(functools.partial(scaled_product, weight=second), inner, x.dtype)
 
 
-def _inner_dtype(x: jax.Array, down: BlockScaled | MXFP4) -> str:
+def _inner_dtype(x: jax.Array, down: Weight) -> str:
     """The dtype of the gated activations that come before a product with `down`. Those of float16 stay in float32 until
     each row has a scale: they are products of small numbers, of which float16 would lose bits."""
     if isinstance(down, BlockScaled) and down.products == "quantized":
@@ -209,7 +210,7 @@ def mix_experts(
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
     if takes_scaled_products(x.dtype, gate_up, down):
-        per_pair = _scaled_experts(x, experts, cast(Any, gate_up), cast(Any, down), limit, load)
+        per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif isinstance(down, MXFP4):
         # Where no kernel takes them: all at once, as a loader would have widened them.
         wide_gate_up, wide_down = (widened(weight, x.dtype) for weight in (gate_up, down))
@@ -218,6 +219,8 @@ def mix_experts(
         given = x if rows is None else rows
         stacks = cast(_Grouped, gate_up), down
         per_pair = _grouped_experts(given, experts, *stacks, limit, experts.size if load is None else load)
+    elif not why_not_plain(x.dtype, gate_up, down):
+        per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif jax.default_backend() == "cpu":
         per_pair = _experts_in_turn(x, experts, gate_up, down, limit)
     else:
@@ -236,6 +239,25 @@ def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
     if down.shape[2] % BLOCK and None in (gate_up.products, down.products):
         return False
     return all(products_of(weight, dtype) is not None for weight in (gate_up, down))
+
+
+def why_not_plain(dtype: Any, gate_up: Any, down: Any) -> list[str]:
+    """Why the kernel of grouped_block_scaled_matmul can't run, or isn't chosen for, experts with the 16 bits of their
+    activations on jax's default device; empty if it is.
+
+    Args:
+      dtype: of the activations.
+      gate_up, down: the stacks, or descriptions of them.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in PLAIN or any(getattr(weight, "dtype", None) != jnp.dtype(dtype) for weight in (gate_up, down)):
+        legal = " or ".join(PLAIN)
+        return [f"grouped_block_scaled_matmul takes weights without scales in {legal}, with activations of that dtype"]
+    form: dict[str, Any] = {"num_groups": 1, "out_dtype": name, "x_dtype": name, "plain": True}
+    _, hidden, width = down.shape
+    specs = ProductSpec(1, hidden, 2 * width, gated=True, **form), ProductSpec(1, width, hidden, **form)
+    reasons = [reason for spec in specs for reason in OPERATION.why_not("cute", spec, named=False)]
+    return list(dict.fromkeys(reasons))
 
 
 def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:
@@ -293,13 +315,8 @@ def _grouped_experts(
     return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
 
 
-def _scaled_experts(
-    x: jax.Array,
-    experts: jax.Array,
-    gate_up: BlockScaled | MXFP4,
-    down: BlockScaled | MXFP4,
-    limit: float | None,
-    load: int | None,
+def _sorted_experts(
+    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None, load: int | None
 ) -> jax.Array:
     """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
     products are quantised if the weights' `products` says so. load: as in `mix_experts`."""
@@ -308,8 +325,9 @@ def _scaled_experts(
     # One row for all pairs without an expert here, whose values the caller drops: of split experts they are most.
     places = jnp.where(experts < num_experts, places, 0)
 
-    def product(values: jax.Array, scales: jax.Array | None, weight: BlockScaled | MXFP4, **form: Any) -> Any:
-        return grouped_block_scaled_matmul(values, weight.values, scales, weight.scales, cu_rows, **form)
+    def product(values: jax.Array, scales: jax.Array | None, weight: Weight, **form: Any) -> Any:
+        theirs = (weight, None) if isinstance(weight, jax.Array) else (weight.values, weight.scales)
+        return grouped_block_scaled_matmul(values, theirs[0], scales, theirs[1], cu_rows, **form)
 
     gated: dict[str, Any] = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
     given = quantized(x, gate_up) if isinstance(gate_up, BlockScaled) else (x, None)
@@ -319,7 +337,7 @@ def _scaled_experts(
     return _down(functools.partial(product, weight=down), inner, x.dtype)[places]
 
 
-def _copies_rows(x: jax.Array, gate_up: BlockScaled | MXFP4, load: int, num_experts: int) -> bool:
+def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> bool:
     """Whether the rows of x are copied, expert by expert, before the experts' first products. load: the pairs."""
     exact = isinstance(gate_up, BlockScaled) and gate_up.products != "quantized" and x.dtype.itemsize == 2
     return exact and COPIED_PAIRS[0] * num_experts <= load <= COPIED_PAIRS[1] * num_experts

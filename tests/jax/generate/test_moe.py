@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.generate import ModelConfig, model, moe
+from tsmla_jax.generate import ModelConfig, explaining, model, moe
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.explaining import Choice, explain_experts
 from tsmla_jax.generate.model_types import Routing
@@ -261,6 +261,44 @@ def test_rows_copied_before_exact_products_change_nothing(dtype: str, monkeypatc
     assert not moe._copies_rows(x, with_products(gate_up, "quantized"), 90, count)
     assert not moe._copies_rows(x.astype(jnp.float32), gate_up, 90, count)
     np.testing.assert_array_equal(mix(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_experts_of_16_bits_by_products_of_groups(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They equal the experts in turn, with experts without rows, tokens without experts and an unused weight."""
+    rng, count, width, hidden = np.random.default_rng(0), 5, 128, 64
+    stacks = [rng.standard_normal(size) / 8 for size in ((count + 1, 2 * width, hidden), (count, hidden, width))]
+    gate_up, down = (jnp.asarray(stack, dtype) for stack in stacks)
+    experts = np.stack([rng.permutation([0, 1, 3, 4, count])[:3] for _ in range(70)]).astype(np.int32)
+    x, weights = jnp.asarray(rng.standard_normal((70, hidden)), dtype), rng.random((70, 3)).astype(np.float32)
+
+    def mix() -> np.ndarray:
+        program = jax.jit(lambda *arrays: moe.mix_experts(*arrays, limit=1.0))
+        return np.asarray(program(x, experts, weights, gate_up, down))
+
+    expected = mix()
+    monkeypatch.setattr(moe, "why_not_plain", lambda *_: [])
+    np.testing.assert_allclose(mix(), expected, atol=2**-7 * np.abs(expected).max())
+
+
+def test_experts_of_16_bits_need_no_pallas_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stack(dtype: str, width: int = 1408) -> jax.Array:
+        return jax.ShapeDtypeStruct((64, 2048, width), dtype)  # type: ignore[return-value]
+
+    down = stack("bfloat16")
+    assert moe.why_not_plain("bfloat16", down, down)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(explaining, "why_not_grouped", lambda *_: ["jax has no Triton backend"])
+    with device.planned_for("sm_90a"):
+        assert not moe.why_not_plain("bfloat16", down, down)
+        assert "bfloat16 or float16" in moe.why_not_plain("float16", down, down)[0]
+        assert (
+            "N is 192; the sm_90 kernel"
+            in moe.why_not_plain("bfloat16", stack("bfloat16", 96), stack("bfloat16", 96))[0]
+        )
+        params = {"layers": [{"mlp": {"router": None, "down": down}}]}
+        (choice,) = explain_experts(params, jnp.dtype("bfloat16"))
+    assert choice == Choice("experts", "grouped_block_scaled_matmul", "not grouped: jax has no Triton backend")
 
 
 @pytest.mark.parametrize(("tokens", "width", "first"), [(511, 128, False), (512, 128, True), (512, 2**22, False)])
