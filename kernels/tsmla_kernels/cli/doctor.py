@@ -1,6 +1,7 @@
 """`tsmla doctor`: what this machine has and can run, and what to install for the rest.
 
-Of the front ends it asks those that are installed, jax first; the other packages are looked up by their metadata.
+It starts jax if jax is installed, and torch only if jax isn't installed or uses no GPU. It reads packages' versions
+from their metadata.
 """
 
 from __future__ import annotations

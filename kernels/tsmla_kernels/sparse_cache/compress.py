@@ -1,8 +1,9 @@
 """compress_write_kv_cache in one launch: V4's compressor, the norm, rope and quantisation of its entries, their write
 into the cache, and the new state. DESIGN.md in this folder gives the reasons.
 
-A CTA, or a cluster if the window is long, pools one entry. The first CTA of a request pools, one after the other, the
-entries that reach back into the state, and then writes the state. So no CTA reads state that another one writes.
+A cluster pools one entry; it is one CTA unless the window is long. A request's first cluster pools, one after the
+other, the entries that reach back into the state, and then writes the state. So no cluster reads state that another one
+writes.
 """
 
 from __future__ import annotations

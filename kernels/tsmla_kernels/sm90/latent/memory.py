@@ -76,7 +76,7 @@ class Barrier(IntEnum):
     FIRST_PIECES = 2  # the copying warp waits until the scheduling warp has described the first pieces
     Q_READ = 3  # 3 + piece % PIECE_BARRIERS: value warpgroups wait until the softmax warpgroup has read Q
     KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have read the last keys
-    SUMS = 11  # 11 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have written the row sums
+    SUMS = 11  # 11 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have written `inverse`
 
 
 PIECE_BARRIERS = 4  # more than the pieces by which the softmax warpgroup may be ahead of the value warpgroups

@@ -287,7 +287,7 @@ class BatchShare:
                     if cut_blocks <= length + cutlass.min(slack, 8):
                         kind, length, equal_cost = Int32(ScheduleKind.CUT), cut_blocks, cuts * cut_blocks
                 if kind == ScheduleKind.LINE and batch <= 32:
-                    # # The greatest length of a share that is accepted if no cluster then has more than one piece.
+                    # The greatest length of a share that is accepted if no cluster then has more than one piece.
                     most = length + cutlass.min(quotient(length, 32) if const_expr(self.few_rows) else slack, 3)
                     if self.count_pieces(measure.tiles, blocks, most, batch) <= clusters:
                         least = cutlass.max(length - OVERHEAD - 1, self.min_share)

@@ -46,8 +46,8 @@ class SparseConfig:
       num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
       layout: the layout of the caches' rows: "v32", "v4" or "plain".
       kv_dtype: the caches' dtype. Plain rows have e4m3, "bfloat16" or "float16", packed rows "uint8".
-      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if every slot of a page has a
-        row, so that slot i is row i.
+      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) if the layout is not "v4"
+        and every slot of a page has a row, so that slot i is row i.
       window: leading columns of the indices that select from the first cache; None if there is only one cache.
       compressed_page_size, compressed_page_span: the same for the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
