@@ -1,8 +1,9 @@
 """A DeepSeek decoder as pure functions over a pytree of parameters.
 
-Attention is `tsmla_jax.nn`, over paged caches: in V2 and V3 chunks of prompts in the expanded form and decode in the
-absorbed form; in V3.2, GLM-5 and V4 one function of the sparse layers for both. Every function works under `jax.jit`.
-Layers of one kind are traced once, and compiled once where `run_layers` is not part of a larger program.
+Attention is that of `tsmla_jax.nn`, over paged caches. V2 and V3 attend in the expanded form in chunks of prompts, and
+in the absorbed form in decode; in V3.2, GLM-5 and V4 one function of the sparse layers serves both. Every function
+works under `jax.jit`. Layers of one kind are traced once, and compiled once unless `run_layers` is part of a larger
+program.
 
 Axes: T tokens of a step (ragged, requests packed one after the other), B requests, M pages a request at most, N rows
 whose logits are wanted, V vocabulary, C hidden width, P pages, Z page size, D width of a cached token, S streams (V4).
@@ -42,7 +43,7 @@ Phase = Literal["fresh", "prefill", "decode"]
 # tsmla_jax.nn, nn.v32 or nn.v4, or as `fold` leaves it; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense
 # layer, else as moe.mixture_of_experts takes it. Matrices may be `BlockScaled`. In V4 a layer also has
 # "attention_streams" and "mlp_streams" (streams.read_streams), and the model "streams" (streams.close_streams). In
-# LongCat-Flash every other layer has "shortcut", experts whose result is added after the layer behind it.
+# LongCat-Flash every other layer has "shortcut": experts whose result the next layer adds at its end.
 Params = Mapping[str, Any]
 
 
@@ -52,12 +53,12 @@ class Batch:
     """The tokens of one step and where they belong; all i32.
 
     Attributes:
-      tokens: [T] ids; those that the step does not own (`Step.owned_tokens`) are padding.
-      step: pages, lengths and slots of the requests, slot -1 for padding; of ragged tokens, or in decode of V2 and V3
-        dense with a token each.
-      state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. None for
-        other models.
-      expert_tokens: of `expert_parallel.gather_tokens` where experts are split over devices, else None.
+      tokens: [T] ids; tokens that the step does not own (`Step.owned_tokens`) are padding.
+      step: pages, lengths and slots of the requests, slot -1 for padding. Tokens are ragged, but dense with one token a
+        request in decode of V2 and V3.
+      state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. Other models
+        have None.
+      expert_tokens: the ids that `expert_parallel.gather_tokens` returns, if experts are split over devices, else None.
     """
 
     tokens: jax.Array
@@ -67,8 +68,9 @@ class Batch:
 
 
 class LayerResult(NamedTuple):
-    """What a layer returns: x, its cache, the positions [T, K] that its attention chose, if layers behind it share
-    them, and what its "shortcut" made [T, C], which the layer behind it adds."""
+    """Results of a layer: x, the layer's cache, the positions [T, K] that its attention chose (if later layers share
+    them), and the result [T, C] of its "shortcut", which the next layer adds.
+    """
 
     x: jax.Array
     cache: Any
@@ -77,8 +79,9 @@ class LayerResult(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of all layers' attention, f32 [] each: kv_scale of fp8 caches, q_scale of fp8 queries; None where there
-    are none. Queries are fp8 where they are absorbed: in decode of V2 and V3, and in V3.2 and V4."""
+    """Scales of all layers' attention, f32 [] each: kv_scale for fp8 caches, q_scale for fp8 queries; each is None if
+    its values are not fp8. Only absorbed queries are ever fp8: those of decode in V2 and V3, and all in V3.2 and V4.
+    """
 
     kv_scale: jax.Array | None = None
     q_scale: jax.Array | None = None
@@ -89,13 +92,13 @@ class StepOptions:
     """The static options of a step.
 
     Attributes:
-      phase: of V2 and V3: "fresh" and "prefill" attend in the expanded form, "decode" in the absorbed one. In "fresh"
-        no text has tokens in the cache: no program is needed for those.
+      phase: V2 and V3 attend in the expanded form in "fresh" and "prefill", and in the absorbed form in "decode". In
+        "fresh" no text has tokens in the cache, so the step has no kernels for cached tokens.
       context_chunk, context_passes: "prefill" of V2 and V3 alone: cached tokens of each request that one pass expands,
         and the number of passes; None counts them on the device.
-      implementation: of the operations; None is the best that can run.
+      implementation: that of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
-      mesh: of more than one device only inside `jax.shard_map` over its axes.
+      mesh: sizes of the mesh's axes. More than one device is legal only inside `jax.shard_map` over these axes.
       most_cached: "prefill" of V3.2 alone: the most cached tokens of a text; None is what the block tables hold.
     """
 
@@ -110,18 +113,19 @@ class StepOptions:
 
     @property
     def context_axis(self) -> str | None:
-        """The mesh axis whose devices share the keys of every text, if there are several."""
+        """The mesh axis whose devices share the keys of every text; None if no axis does."""
         return CONTEXT if self.mesh.context > 1 else None
 
     @property
     def span(self) -> int:
-        """Tokens that an entry of a block table stands for, as `Plan.span`."""
+        """How many tokens an entry of a block table stands for, as in `Plan.span`."""
         return self.page_size * self.mesh.context
 
 
 def fold(params: Params, config: ModelConfig) -> Params:
-    """The parameters as steps read them fastest: attention folded (`functional.fold` of MLA, V3.2 and V4), and dense
-    MLPs whose width a step would pad padded with zeros."""
+    """The parameters as steps read them fastest: attention is folded (`functional.fold` of MLA, V3.2 and V4), and a
+    dense MLP whose width every step would pad is padded with zeros once.
+    """
     layers = []
     for index, layer in enumerate(params["layers"]):
         attention = config.layer(index).attention
@@ -147,7 +151,9 @@ part has a multiple of 8 terms. The first number is well below the width of any 
 
 @jax.jit
 def _pad_width(mlp: Params) -> Params:
-    """A dense MLP whose width is the next multiple of _WIDTH_MULTIPLE, by zeros: its results stay the same."""
+    """A dense MLP padded with zeros to the next multiple of _WIDTH_MULTIPLE in width, which leaves its results the
+    same.
+    """
     hidden, width = mlp["down"].shape
     more = -width % _WIDTH_MULTIPLE
     gate_up = jnp.pad(mlp["gate_up"].reshape(2, width, hidden), ((0, 0), (0, more), (0, 0)))
@@ -164,7 +170,7 @@ def rope_tables(config: ModelConfig, num_positions: int) -> dict[str, jax.Array]
     """The rope table of every kind of layer in V4, for texts of up to num_positions tokens; empty for other models."""
     layers = config.attention if isinstance(config.attention, tuple) else ()
     ropes = {layer.kind: (layer.rope_theta, layer.yarn) for layer in layers}
-    # Kinds of one rope share its table, which is as long as the longest text.
+    # Kinds with the same rope share one table, which is as long as the longest text.
     tables = {ropes[layer.kind]: v4.rope_table(layer, num_positions) for layer in dict.fromkeys(layers)}
     return {kind: tables[rope] for kind, rope in ropes.items()}
 
@@ -174,13 +180,13 @@ def shared_steps(
 ) -> dict[str, V4Step]:
     """The step of V4's layers of each kind ("sliding", "csa" or "hca"); empty for other models.
 
-    All layers of a kind share it, so it is made once a step. ropes: of `rope_tables`.
+    All layers of a kind share it, so it is made once a step. ropes: the result of `rope_tables`.
     """
     if not isinstance(config.attention, tuple):
         return {}
     if batch.state_slots is None:
         raise ValueError("batch.state_slots = None; legal for DeepSeek-V4: an array [B]")
-    # The window is a ring: the pages of a state slot, over and over.
+    # The window is a ring: its block table repeats the pages of the state slot.
     ring_pages = options.window_rows // WINDOW_PAGE
     columns = pages_for(batch.step.block_tables.shape[1] * options.span, WINDOW_PAGE)
     ring = jnp.arange(columns, dtype=jnp.int32) % ring_pages
@@ -222,20 +228,20 @@ def decoder_layer(
     """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
 
     Args:
-      layer: its parameters; those of the MLP say whether it has experts.
+      layer: the layer's parameters; those of the MLP say whether the layer has experts.
       config, options: static.
       x: [T, C], or [T, S, C] in V4.
       cache: this layer's (`caches.init_cache`).
       batch: the step.
-      scales: of an fp8 cache and of fp8 queries.
-      shared: V4 alone: of `shared_steps`, for this layer's kind.
-      selected: GLM-5 alone: of the layer whose choice this one shares.
-      shortcut: LongCat-Flash alone: of the layer before this one, if that has one.
+      scales: the scales of an fp8 cache and of fp8 queries.
+      shared: V4 alone: what `shared_steps` made for this layer's kind.
+      selected: GLM-5 alone: `LayerResult.selected` of the layer whose choice this one shares.
+      shortcut: LongCat-Flash alone: `LayerResult.shortcut` of the layer before this one, if that layer has one.
 
     Returns:
       LayerResult; the cache has the new tokens written (in place if it is donated).
     """
-    # Rows of padding are undefined after attention: a NaN in them must not reach the experts' blocks.
+    # Padding rows are undefined after attention: a NaN in them must not reach the experts' blocks.
     valid = batch.step.owned_tokens(x.shape[0])
 
     def attention(x: jax.Array) -> jax.Array:
@@ -276,8 +282,8 @@ def decoder_layer(
         else:
             normed = rms_norm(x, *norm)
             if read_often[name]:
-                # Without the barrier the compiler multiplies by the norm's weight once for each reader, in kernels of
-                # their own.
+                # Without the barrier the compiler multiplies by the norm's weight once for each reader, in a separate
+                # kernel.
                 normed = jax.lax.optimization_barrier(normed)
             x = x + block(normed)
     return LayerResult(x if shortcut is None else x + shortcut, cache, selected, begun)
@@ -294,7 +300,7 @@ def _attend_few_tokens(
     options: StepOptions,
     selected: jax.Array | None,
 ) -> LayerResult | None:
-    """x plus the attention of norm(x), by the kernels of few tokens; None where they can't run, or in V4."""
+    """x plus the attention of norm(x), by the kernels for few tokens; None if these kernels can't run, and in V4."""
     attention, named = config.attention, options.implementation
     if isinstance(attention, V32Config):
         asked = v32.functional.Options(scales.kv_scale, scales.q_scale, options.context_axis, None, named)
@@ -318,7 +324,7 @@ def _attend_few_tokens(
 def _why_not_few_tokens(
     params: Params, config: LayerConfig, x: jax.Array, norm: Norm | None, batch: Batch
 ) -> list[str]:
-    """Why the MLP of a step is not that of `generate.few_tokens`; empty if it is."""
+    """Why the MLP of a step can't run by `generate.few_tokens`; empty if it can."""
     if batch.expert_tokens is not None:
         return ["experts are split over devices"]
     return few_tokens.why_not(params, config.moe, x, norm)
@@ -335,7 +341,7 @@ def _attend(
     shared: V4Step | None,
     selected: jax.Array | None,
 ) -> LayerResult:
-    """The attention of one layer of any model, x being its result [T, C]."""
+    """The attention of one layer of any model. In the LayerResult, x is the attention's result [T, C]."""
     attention = config.attention
     common: dict[str, Any] = {"implementation": options.implementation, "context_axis": options.context_axis}
     if isinstance(attention, V4Config):
@@ -394,8 +400,9 @@ def _attend_fresh(
 
 
 def last_norm(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows [N, C] that the output projection takes after the tokens x[rows], from x [T, C] (V4: [T, S, C]) and rows
-    [N] i32."""
+    """The rows [N, C] that the output projection takes: x[rows] after the last norm. x is [T, C] (V4: [T, S, C]), and
+    rows is [N] i32.
+    """
     x = x[rows]
     if config.streams is not None:
         x = close_streams(params["streams"], x, config.streams)
@@ -422,7 +429,7 @@ def run_layers(
     """All layers, one after the other.
 
     Args:
-      x: of `embed`.
+      x: the result of `embed`.
       caches: one a layer.
       shared: of `shared_steps`.
       others: as in `decoder_layer`.

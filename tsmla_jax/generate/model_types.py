@@ -1,4 +1,4 @@
-"""Model types that `ModelConfig` reads: what an absent field means, other names of fields, and what is refused."""
+"""Model types that `ModelConfig` reads: what an absent field means, other names of fields, and refused fields."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ DEFAULT_ROUTING: dict[str, Routing] = {
     "mistral4": "greedy",
     "youtu": "greedy",
 }
-# What transformers' configuration of each model type takes for a field that `config.json` leaves out. Kimi-K2 has no
-# configuration there: its fields are required. So are sizes, of every model type: a file without them is cut short.
+# Values that transformers' configuration of each model type takes for a field that `config.json` leaves out.
+# transformers has no configuration of Kimi-K2: its fields are required. Sizes are required of every model type: a file
+# without them is cut short.
 _V3_DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
@@ -114,7 +115,7 @@ _ALIASES = {
     "num_local_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
 }
-# A part of a name that says the field is about embeddings, residuals, experts or logits of other models.
+# Words in a field's name which say that the field is about embeddings, residuals, experts or logits of other models.
 _MODEL_PARTS = re.compile(
     r"(^|_)(depth|emb|embedding|hash|hc|hyper|latent|logit|logits|loop|loops|mhc|mup|ngram|residual|sandwich|swiglu"
     r"|zero)(_|$)"
@@ -141,7 +142,7 @@ _LONGCAT: Legal = {
     "topk_method": ("noaux_tc",),
     "zero_expert_type": ("identity",),
 }
-# transformers routes Mistral Small 4's tokens within groups in a way of its own.
+# One group only: with several, transformers routes Mistral Small 4's tokens in a way that isn't written here.
 _MISTRAL: Legal = {"n_group": (1,), "topk_group": (1,)}
 # LongCat-Flash's names for sizes.
 _LONGCAT_SIZES = {
@@ -152,19 +153,20 @@ _LONGCAT_SIZES = {
 
 
 def default_of(model_type: str, name: str, otherwise: Any = None) -> dict[str, Any]:
-    """The option of `hf_field` for an absent field: `default`, from the model type's defaults, else `otherwise`; empty
-    if there is no default."""
+    """The keyword `default` for `hf_field`: what an absent field means, from the model type's defaults, or else
+    `otherwise`. The dict is empty if the field has no default.
+    """
     default = DEFAULTS[model_type].get(name, otherwise)
     return {} if default is None else {"default": default}
 
 
 def check_fields(fields: Mapping[str, Any], where: str, model_type: str) -> None:
-    """ValueError that names the field, if one beside attention's describes another model.
+    """Raises a ValueError that names the field, if a field (attention's aside) describes a model that we don't run.
 
     Args:
-        fields: the config's, or those of its text model.
-        where: their name in an error.
-        model_type: theirs.
+        fields: the fields of the config, or of its text model.
+        where: how an error names these fields.
+        model_type: the model type that they are of.
     """
     check_values(fields, where, {**_MODEL, **(_MISTRAL if model_type == "mistral4" else {})})
     check_aliases(fields, where, _ALIASES)
@@ -176,8 +178,9 @@ TEXT_AND_IMAGES = {"kimi_k25": ("deepseek_v3", "kimi_k2"), "mistral3": ("mistral
 
 
 def text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a text model among TEXT_AND_IMAGES; Kimi-K2.5's may have no model type, and transformers reads it
-    as a DeepSeek-V3 model."""
+    """The fields of the text model inside a model of TEXT_AND_IMAGES. Kimi-K2.5's text model may have no model type:
+    transformers then reads it as a DeepSeek-V3 model.
+    """
     text, legal = hf_field(fields, "text_config", dict, where), TEXT_AND_IMAGES[fields["model_type"]]
     check_values(text, f"{where}: text_config", {"model_type": legal})
     outside = {name: fields[name] for name in ("torch_dtype", "dtype") if fields.get(name) and not text.get(name)}

@@ -44,7 +44,7 @@ def gated_mlp(
       x: [T, C].
       gate_up: [2 I, C], the gate's rows first.
       down: [C, I].
-      limit: x W_gate is at most that, x W_up between its negative and it; None for no limit.
+      limit: x W_gate is clipped to at most limit, x W_up to [-limit, limit]; None means no limit.
 
     Returns:
       [T, C] in x's dtype.
@@ -59,8 +59,9 @@ def gated_mlp(
 
 
 def _inner_dtype(x: jax.Array, down: Weight) -> str:
-    """The dtype of the gated activations that come before a product with `down`. Those of float16 stay in float32 until
-    each row has a scale: they are products of small numbers, of which float16 would lose bits."""
+    """The dtype of the gated activations before the product with `down`. If x is float16, they stay in float32 until
+    each row has a scale: they are products of small numbers, and float16 would lose bits of these.
+    """
     if isinstance(down, BlockScaled) and down.products == "quantized":
         return "float8_e4m3fn"
     return "float32" if x.dtype == jnp.float16 else x.dtype.name
@@ -69,12 +70,12 @@ def _inner_dtype(x: jax.Array, down: Weight) -> str:
 def _down(
     product: Callable[..., Any], inner: jax.Array | tuple[jax.Array, jax.Array], dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """The product of gated activations, of the dtype that `_inner_dtype` says, with the last weight.
+    """The product of the gated activations (in the dtype that `_inner_dtype` returns) with the last weight.
 
     Args:
       product: takes values, their scales or None, and `out_dtype`.
       inner: the gated activations [R, I], and their scales if they are quantised.
-      dtype: that of the result, [R, C].
+      dtype: the dtype of the result [R, C].
     """
     name = jnp.dtype(dtype).name
     if isinstance(inner, tuple):
@@ -86,7 +87,7 @@ def _down(
 
 
 def activate(gate_up: jax.Array, limit: float | None) -> jax.Array:
-    """silu(gate) * up of [..., 2 I], the gate first: [..., I]; limit as in `gated_mlp`."""
+    """silu(gate) * up, [..., I], from gate_up [..., 2 I] with the gate first; limit as in `gated_mlp`."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -107,15 +108,14 @@ def route(
       router: [E, C].
       correction_bias: [E], for "noaux_tc" alone: added to the scores that select, not to the weights.
       config: the routing.
-      experts: [T, K] i32, the experts where something else has chosen them (a table by token id); the scores are then
-        their weights alone.
+      experts: [T, K] i32, the experts if a table by token id has chosen them already; the scores then only weigh them.
 
     Returns:
-      experts [T, K] i32 and their weights [T, K] f32. Of choices those that are no number come first, ties by the
-      number of the expert, and -inf last: K different experts, however many choices are finite.
+      experts [T, K] i32 and their weights [T, K] f32. NaN scores come first, equal scores go by the expert's index, and
+      -inf comes last: so a token has K different experts, however many scores are finite.
 
     Raises:
-      ValueError: noaux_tc without a correction_bias.
+      ValueError: the method is noaux_tc, and correction_bias is None.
     """
     return _route(router_logits(x, router), correction_bias, config, experts)
 
@@ -126,7 +126,7 @@ def _route(
     """`route` from the logits [T, E] f32 on."""
     scores = _score(logits, config)
     if experts is None and (config.routing == "greedy" or (config.routing != "noaux_tc" and config.n_group == 1)):
-        # What selects is what weighs: no second kernel has to look the weights up.
+        # The scores that select are also the weights: no second kernel has to look the weights up.
         weights, experts = lax.top_k(_without_sign(scores), config.top_k)
     else:
         if experts is None:
@@ -143,7 +143,7 @@ def _route(
 
 
 def _without_sign(choice: jax.Array) -> jax.Array:
-    """A choice whose NaN are positive: those with a sign would come last in `jax.lax.top_k`."""
+    """The scores `choice` with positive NaN: a negative NaN would come last in `jax.lax.top_k`."""
     return jnp.where(jnp.isnan(choice), jnp.nan, choice)
 
 
@@ -154,14 +154,16 @@ def _score(logits: jax.Array, config: MoEConfig) -> jax.Array:
 
 
 def _limit_to_groups(choice: jax.Array, config: MoEConfig, best: int) -> jax.Array:
-    """Scores [T, E], -inf outside each token's topk_group best groups; a group counts the sum of its `best` best."""
+    """Scores [T, E], -inf outside each token's topk_group best groups; a group's score is the sum of its `best` largest
+    scores.
+    """
     if config.n_group == 1:
         return choice
     grouped = choice.reshape(choice.shape[0], config.n_group, choice.shape[1] // config.n_group)
     scores = grouped.max(axis=-1) if best == 1 else _sum_of_best_two(grouped)
-    # A group with what is no number is among the best, so that it shows in the result.
+    # A group with a NaN is among the best, so that the NaN shows in the result.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    # Groups are compared with each other: a top_k of so few is three kernels more.
+    # Groups are compared in pairs: a top_k of so few groups would be three more kernels.
     one, other = scores[:, :, None], scores[:, None, :]
     earlier = jnp.arange(config.n_group) < jnp.arange(config.n_group)[:, None]
     better = (other > one) | ((other == one) & earlier)
@@ -195,11 +197,12 @@ def mix_experts(
 
     Args:
       x: [T, C].
-      experts, weights: [T, K], of `choose_experts`; one past the last expert for none, which adds nothing.
-      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last. Both may be in MXFP4.
+      experts, weights: [T, K], as `choose_experts` returns them; the index one past the last expert adds nothing.
+      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights after those of the last expert. Both may be
+        in MXFP4.
       limit: as in `gated_mlp`.
-      load: how many of the T K experts are expected to be there; None is all.
-      rows: x as `scaled_rows` makes it, where something else has made it already.
+      load: how many of the T K choices are expected to be of an expert that is here; None is all.
+      rows: x as `scaled_rows` makes it, if the caller has it already.
 
     Returns:
       [T, C] f32.
@@ -212,7 +215,7 @@ def mix_experts(
     if takes_scaled_products(x.dtype, gate_up, down):
         per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif isinstance(down, MXFP4):
-        # Where no kernel takes them: all at once, as a loader would have widened them.
+        # If no kernel takes these weights, all of them are widened at once, as a loader would have done.
         wide_gate_up, wide_down = (widened(weight, x.dtype) for weight in (gate_up, down))
         return mix_experts(x, experts, weights, wide_gate_up, wide_down, limit, load)
     elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
@@ -230,12 +233,12 @@ def mix_experts(
 
 
 def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
-    """Whether experts' products with activations of this dtype are those of grouped_block_scaled_matmul."""
+    """Whether grouped_block_scaled_matmul makes experts' products with activations of this dtype."""
     if isinstance(gate_up, MXFP4) and isinstance(down, MXFP4):
         return not why_not_mxfp4(dtype, *down.shape[1:])
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         return False
-    # A block of scales may not have gate and up rows in the kernel, which None asks for.
+    # The kernel, which products=None asks for, takes no block of scales that has both gate rows and up rows.
     if down.shape[2] % BLOCK and None in (gate_up.products, down.products):
         return False
     return all(products_of(weight, dtype) is not None for weight in (gate_up, down))
@@ -286,7 +289,7 @@ def takes_scaled_rows(dtype: Any, gate_up: Weight, down: Weight, load: int) -> b
 
 
 def _widened_first(gate_up: Weight, down: Weight, load: int) -> bool:
-    """Whether experts' weights are widened to 16 bits before their products: where each has many rows."""
+    """Whether experts' weights are widened to 16 bits before their products: this pays if an expert has many rows."""
     num_experts = min(gate_up.shape[0], down.shape[0])
     return load >= WIDENED_PAIRS * num_experts and 2 * math.prod(gate_up.shape) <= WIDENED_BYTES
 
@@ -299,10 +302,10 @@ def _grouped_experts(
     limit: float | None,
     load: int,
 ) -> jax.Array:
-    """Results of each token's experts, [T, K, C]: two products of all experts in use, on an NVIDIA GPU, of weights
-    that are widened to x's dtype first where each has many rows (WIDENED_PAIRS).
+    """Results of each token's experts, [T, K, C]: two products of all experts in use, on an NVIDIA GPU. If each expert
+    has many rows (WIDENED_PAIRS), its weights are widened to x's dtype first.
 
-    x: `ScaledRows` only where `takes_scaled_rows`. load: as in `mix_experts`."""
+    x: `ScaledRows` only if `takes_scaled_rows` says so. load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
     if isinstance(x, jax.Array) and _widened_first(gate_up, down, load):
         gate_up, down = widened(gate_up, x.dtype), widened(down, x.dtype)
@@ -311,18 +314,20 @@ def _grouped_experts(
     x = scaled_rows(x) if tile_up.half and isinstance(x, jax.Array) else x
     inner = grouped_matmul(x, gate_up, blocks, tile_up, gated=True, gather=True, limit=limit)
     out = cast(jax.Array, grouped_matmul(inner, down, blocks, tile_down))
-    # An absent expert gets some row's values, which the caller drops.
+    # A choice without an expert here gets the values of some row, which the caller drops.
     return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
 
 
 def _sorted_experts(
     x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None, load: int | None
 ) -> jax.Array:
-    """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul; x and what is between both
-    products are quantised if the weights' `products` says so. load: as in `mix_experts`."""
+    """Results of each token's experts, [T, K, C], by grouped_block_scaled_matmul. The `products` of block-scaled
+    weights says whether x and the activations between the two products are quantised. load: as in `mix_experts`.
+    """
     num_experts = min(gate_up.shape[0], down.shape[0])
     rows, cu_rows, places = sort_rows(experts, num_experts)
-    # One row for all pairs without an expert here, whose values the caller drops: of split experts they are most.
+    # All pairs without an expert here share one row, whose values the caller drops: if experts are split over devices,
+    # most pairs have none.
     places = jnp.where(experts < num_experts, places, 0)
 
     def product(values: jax.Array, scales: jax.Array | None, weight: Weight, **form: Any) -> Any:
@@ -338,14 +343,18 @@ def _sorted_experts(
 
 
 def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> bool:
-    """Whether the rows of x are copied, expert by expert, before the experts' first products. load: the pairs."""
+    """Whether the rows of x are copied, expert by expert, before the experts' first products.
+
+    load: how many (token, expert) pairs there are.
+    """
     exact = isinstance(gate_up, BlockScaled) and gate_up.products != "quantized" and x.dtype.itemsize == 2
     return exact and COPIED_PAIRS[0] * num_experts <= load <= COPIED_PAIRS[1] * num_experts
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
-    """Results of each token's experts by XLA's ragged product, where the kernel can't run. Some versions of it multiply
-    every row with every expert."""
+    """Results of each token's experts by XLA's ragged product, if the kernel can't run. Some versions of XLA multiply
+    every row with every expert in it.
+    """
     num_tokens, top_k = experts.shape
     count = min(gate_up.shape[0], down.shape[0])
     order = jnp.argsort(experts.reshape(-1), stable=True)
@@ -359,7 +368,7 @@ def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Wei
 
 
 def _block_rows(rows: int, num_experts: int) -> int:
-    """Rows an expert's block holds: about the mean load of an expert, a power of two in 8 to 128."""
+    """How many rows a block of an expert holds: about the mean load of an expert, as a power of two from 8 to 128."""
     size = 8
     while size < _MAX_BLOCK_ROWS and size * num_experts < rows:
         size *= 2
@@ -382,7 +391,7 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
     # Padding sorts behind every expert, where no block reaches.
     row_expert = experts.reshape(rows)
     order = jnp.argsort(row_expert, stable=True)
-    # Both searches compare everything at once: the default one is a loop, which costs a GPU a launch for every step.
+    # Both searches compare all pairs at once: the default method is a loop, which costs a GPU a launch for every step.
     experts_up_to = jnp.arange(num_experts + 1, dtype=jnp.int32)
     row_starts = jnp.searchsorted(row_expert[order], experts_up_to, method="compare_all").astype(jnp.int32)
     blocks = (row_starts[1:] - row_starts[:-1] + block - 1) // block
@@ -399,7 +408,8 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
         rows_in = lax.dynamic_slice_in_dim(x_sorted, start, block)
         own_gate_up, own_down = jax.tree.map(lambda weight: weight[expert], (gate_up, down))
         rows_out = gated_mlp(rows_in, own_gate_up, own_down, limit)
-        # A last block runs over into the next expert's rows; that expert's own blocks come later and overwrite them.
+        # An expert's last block runs over into the next expert's rows; that expert's own blocks come later and
+        # overwrite them.
         return lax.dynamic_update_slice_in_dim(out, rows_out, start, axis=0)
 
     out = lax.fori_loop(0, block_ends[-1], one_block, jnp.zeros_like(x_sorted))
@@ -412,10 +422,11 @@ def mixture_of_experts(
     """Routed experts plus the shared ones, which are experts that every token visits with weight 1.
 
     Args:
-      params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; or, where
-        the routed ones are in MXFP4, these alone, and "shared_gate_up" [2 S I, C] and "shared_down" [C, S I]; with
-        noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K]. Experts
-        that return their input have rows of the router and of the bias alone, behind the others.
+      params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; or, if the
+        routed experts are in MXFP4, the routed ones alone, and "shared_gate_up" [2 S I, C] and "shared_down" [C, S I];
+        with noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K].
+        Experts that return their input have no weights: only rows of the router and the bias, after those of the
+        others.
       x: [T, C].
       valid: [T] bool, False for padding.
       config: sizes and routing.
@@ -442,8 +453,9 @@ def mixture_of_experts(
 
 
 def without_zero(experts: jax.Array, weights: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    """Choices [T, K] of `config.choice` among experts that have weights, num_experts where one has none; and the sum
-    [T] of the weights of the others, each of which returns its input. Choices of padding add nothing to it."""
+    """The choices [T, K], with num_experts in place of an expert without weights; and for each token the sum [T] of the
+    weights of its experts without weights, which return their input. Padding adds nothing to this sum.
+    """
     zero = (experts >= config.num_experts) & (experts < config.num_experts + config.num_zero)
     return jnp.minimum(experts, config.num_experts), jnp.where(zero, weights, 0).sum(axis=1)
 
@@ -457,8 +469,9 @@ def choose_experts(
     logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their weights, as `route` returns them: the routed ones, then the shared ones with
-    ids from num_experts on. With `valid`, the experts of padding are one past the last. logits: of `router.project`,
-    where the caller has them. Other arguments as of `mixture_of_experts`."""
+    ids from num_experts on. If `valid` is given, padding tokens get the id one past the last expert. logits: the result
+    of `router.project`, if the caller has it. The other arguments are those of `mixture_of_experts`.
+    """
     bias = params.get("correction_bias")
     logits = project(x, params["router"], with_rows=False)[0] if logits is None else logits
     if "expert_table" not in params and not why_not_by_kernel(config):

@@ -1,9 +1,9 @@
-"""The next tokens from what the last layer made of the texts: by logits of the whole vocabulary on one device, or of a
-part of it on each of the devices that share a copy's experts.
+"""The next tokens, from the results of the last layer: one device makes the logits of the whole vocabulary, or each of
+the devices that share a copy's experts makes those of its part of the vocabulary.
 
-The output projection is the largest matrix beside the experts, and a decode step must read all of it: split, a device
-reads its part for the texts of all. What is exchanged is the rows that the projection reads, and the best of each
-part, or, where tokens are sampled, the logits.
+The output projection is the largest matrix beside the experts, and a decode step must read all of it. If it is split, a
+device reads only its part, for the texts of all devices. The devices exchange the rows that the projection reads, and
+then the best token of each part, or all logits if tokens are sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def choose_tokens(
       x: [N, C], the rows of this device's texts after the last norm; the same on all devices of the axis CONTEXT.
       requests, positions: [N] i32, as in `select_tokens`.
       sampling: how to choose.
-      config: the model. mesh: sizes of the axes. greedy: take the most likely token.
+      config: the model. mesh: the sizes of the mesh's axes. greedy: take the most likely token.
 
     Returns:
       [N] i32, as `select_tokens` returns them.
@@ -59,7 +59,8 @@ def _best_of_all(logits: jax.Array, count: int) -> jax.Array:
     parts = lax.all_gather(packed, EXPERT_SHARDS)
     own = lax.dynamic_slice_in_dim(parts, lax.axis_index(EXPERT) * count, count, axis=1)
     values = lax.bitcast_convert_type(own[..., 0], jnp.float32)
-    # The first of equals, as in a whole row: parts are in the order of the vocabulary, and NaN counts as the largest.
+    # The first of equal tokens wins, as in a whole row: parts are in the order of the vocabulary. NaN counts as
+    # largest.
     part = jnp.argmax(values, axis=0)[None]
     value, token = (jnp.take_along_axis(each, part, axis=0)[0] for each in (values, own[..., 1]))
     return jnp.where(jnp.isfinite(value), token, NOT_FINITE)

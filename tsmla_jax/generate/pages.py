@@ -1,4 +1,4 @@
-"""The owners of the cache's pages. Host-side bookkeeping: plain integers, no arrays on a device."""
+"""Bookkeeping of the cache's pages on the host, in plain integers: which request owns which page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run, made before a weight is read: do the options go together, does everything fit, can it run?"""
+"""The plan of a run, made before any weight is read: whether the options go together, everything fits, and can run."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class EngineOptions:
         parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout with scales of V3.2 and V4,
         latents and indexer keys; "bfloat16" or "float16", the parameters' dtype, rounds no key.
       kv_scale: an fp8 cache holds values / kv_scale.
-      q_dtype: of the absorbed queries, those of V2's and V3's decode and all of V3.2's and V4's. None takes the
+      q_dtype: the dtype of absorbed queries: those of decode in V2 and V3, and all in V3.2 and V4. None takes the
         parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in fp8, with the
         error that docs/guides/fp8.md states.
       q_scale: an fp8 query holds values / q_scale.
-      implementation: of the operations; None is the best that can run.
+      implementation: that of the operations; None is the best that can run.
       program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
         fraction of the time. None is "layer" where jax's default device is a CPU, else "step"; on a mesh it is "step".
-      data_parallel: of the mesh (`MeshShape`): copies of the model.
-      expert_parallel: devices of a copy that attend for texts of their own. The experts of a copy are split over
-        expert_parallel x context_parallel devices.
-      context_parallel: devices that the keys of one text are dealt out to.
+      data_parallel: how many copies of the model the mesh has (`MeshShape`).
+      expert_parallel: how many replicas a copy has, each of which attends for texts of its own. The experts of a copy
+        are split over expert_parallel x context_parallel devices.
+      context_parallel: how many devices share the keys of one text.
 
     Raises:
       ValueError: a value is not legal.
@@ -125,8 +125,9 @@ class EngineOptions:
         return MeshShape(self.data_parallel, self.expert_parallel, self.context_parallel)
 
     def check(self, config: ModelConfig, dtype: str) -> None:
-        """ValueError unless mesh, page size and dtypes go with this model, parameters of this dtype and jax's
-        devices."""
+        """Raises a ValueError unless mesh, page size and dtypes go with this model, with parameters of this dtype and
+        with jax's devices.
+        """
         check_mesh(config, self.mesh)
         _page_size(config, self)
         _dtypes(config, self, dtype)
@@ -139,12 +140,12 @@ class Plan:
     Attributes:
       batch: texts of a replica that decode together.
       max_pages: width of the block tables.
-      prefill_sizes: tokens that a prefill step is padded to, the chunk last.
+      prefill_sizes: the sizes in tokens that a prefill step may be padded to; the chunk is the last.
       dtype, q_dtype: names of the dtypes of the activations and of the absorbed queries.
-      layout: of the caches of a device.
-      at_once: a step is one program.
-      choices: which implementation runs each operation and why: of attention, and `with_experts` of the experts.
-      mesh: of the devices.
+      layout: the layout of a device's caches.
+      at_once: whether a step is one program.
+      choices: which implementation runs each operation of attention and why; after `with_experts`, of the experts, too.
+      mesh: the shape of the devices' mesh.
     """
 
     batch: int
@@ -158,17 +159,17 @@ class Plan:
     mesh: MeshShape = ONE_DEVICE
 
     def with_experts(self, params: Params) -> Plan:
-        """This plan, and how the experts run, which their weights decide."""
+        """This plan with the choices for the experts added, which depend on the experts' weights."""
         return replace(self, choices=(*self.choices, *explain_experts(params, jnp.dtype(self.dtype))))
 
     @property
     def span(self) -> int:
-        """Tokens that an entry of a block table stands for: a page on each of the devices that share a text's keys."""
+        """How many tokens an entry of a block table stands for: a page on each device that shares a text's keys."""
         return self.layout.page_size * self.mesh.context
 
     @property
     def rows(self) -> int:
-        """Rows of a decode step that has all texts."""
+        """How many rows a decode step has if all texts are in it."""
         return next(size for size in BATCH_SIZES if size >= self.batch)
 
     @property
@@ -180,14 +181,14 @@ class Plan:
 def make_plan(
     config: ModelConfig, options: EngineOptions, prompts: Sequence[Sequence[int]], max_new_tokens: int, dtype: str
 ) -> Plan:
-    """Checks prompts and options against each other, and plans for a cache that these prompts need.
+    """Checks prompts and options against each other, and makes the plan for a cache that these prompts need.
 
     Args:
       config: the model.
       options: how to generate.
       prompts: token ids.
       max_new_tokens: for each prompt.
-      dtype: of the parameters.
+      dtype: the dtype of the parameters.
 
     Raises:
       ValueError: a mesh that does not go with the model or jax's devices, no prompt or an empty one, an id outside the
@@ -227,18 +228,19 @@ def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether it is an int of Python or numpy, and at least `least`."""
+    """Whether `value` is an int of Python or numpy, and at least `least`."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _texts_of_replica(options: EngineOptions, texts: int) -> int:
-    """How many of `texts` texts a replica has at most, if they are shared out evenly."""
+    """The most texts that one replica has, if `texts` texts are shared out evenly."""
     return -(-texts // options.mesh.replicas)
 
 
 def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
-    """The prompt's ids and the pages that the text needs; ValueError, which begins with the text's name, if it can't be
-    generated under the plan."""
+    """The prompt's ids and the pages that the text needs; a ValueError, which begins with `name`, if the plan can't
+    serve this text.
+    """
     ids = _check_prompt(config, name, tokens, limit)
     need = pages_for(len(ids) + limit - 1, plan.span)
     _check_room(name, ids, limit, need, min(plan.max_pages, plan.layout.num_pages), plan.span)
@@ -256,7 +258,7 @@ def _page_size(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str) -> Plan:
-    """batch: texts of a replica. longest: tokens of the longest text."""
+    """The plan for `batch` texts of a replica, the longest of which has `longest` tokens."""
     page_size = _page_size(config, options)
     cache_dtype, q_dtype = _dtypes(config, options, dtype)
     layout = CacheLayout(

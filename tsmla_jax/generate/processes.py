@@ -17,7 +17,8 @@ HEARTBEAT_SECONDS = 20
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Waits until all processes are there. Before jax has looked for devices; nothing to do without any argument.
+    """Waits until all processes are there. Call it before jax has looked for devices. Without arguments it does
+    nothing.
 
     Args:
       coordinator_address: HOST:PORT, where process 0 can be reached.
@@ -47,7 +48,7 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
 
     import jax
 
-    # It would catch SIGTERM, and the process would live on.
+    # This service would catch SIGTERM, and the process would live on.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -58,13 +59,14 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
 
 
 def check_agreement(**given: object) -> None:
-    """ValueError in every process if one has another value than process 0.
+    """Raises a ValueError in every process if one of them has another value than process 0.
 
-    A step puts what each process has on that process's devices, as if it were the same: with other prompts there would
-    be wrong tokens, and with other options a collective that waits for ever. Nothing to do in a run of one process.
+    A step puts each process's values on that process's devices and takes them for the same everywhere: different
+    prompts would give wrong tokens, and with different options a collective would wait for ever. In a run of one
+    process this does nothing.
 
     Args:
-      given: values by their names in the error; equal ones have equal texts (`repr`).
+      given: the values, each by its name in the error; two values are equal if their texts (`repr`) are.
     """
     import jax
     import numpy as np
@@ -83,8 +85,9 @@ def check_agreement(**given: object) -> None:
 
 
 def environment() -> dict[str, object]:
-    """Facts beside the options that decide which program a process runs, by their names in `check_agreement`'s
-    error."""
+    """Facts that, beside the options, decide which program a process runs: each by its name in the error of
+    `check_agreement`.
+    """
     import jax
 
     from tsmla_kernels import __version__
@@ -104,10 +107,11 @@ _FLAGS = (
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Ends this process, which has failed. An orderly end would wait for the others, which wait for this one; so they
-    lose it, and jax ends them."""
+    """Ends this process, which has failed. An orderly end would wait for the others, which wait for this one; so this
+    process ends at once, and jax ends the others, which have lost it.
+    """
     for stream in (sys.stdout, sys.stderr):
-        # A pipe whose reader has gone must not turn this into an orderly end.
+        # A pipe whose reader has gone raises an OSError, which must not turn this into an orderly end.
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(status)

@@ -36,7 +36,7 @@ class Programs:
     Attributes:
       prefill, decode: `step.run_prefill` and `step.run_decode`. On a mesh the arrays of all replicas lie one after the
         other along their first axis, and the tokens come back to every device.
-      drop_row: `step.drop_row`, of a row among those of all replicas.
+      drop_row: `step.drop_row`; its row is an index among the rows of all replicas.
       mesh: None for one device.
     """
 
@@ -46,7 +46,7 @@ class Programs:
     mesh: Mesh | None = None
 
     def init_caches(self, config: ModelConfig, layout: CacheLayout) -> list[Any]:
-        """Empty caches of every layer, of each device as the layout says."""
+        """Empty caches of every layer: on each device those that the layout describes."""
         layers = [config.layer(index).attention for index in range(config.num_layers)]
         if self.mesh is None:
             return [init_cache(attention, layout) for attention in layers]
@@ -60,11 +60,13 @@ class Programs:
         return state
 
     def put_constants(self, constants: Constants) -> Constants:
-        """The constants of a run where the programs read them."""
+        """The constants of a run, put where the programs read them."""
         return constants if self.mesh is None else put(self.mesh, P(), constants)
 
     def put_work(self, work: Prompts | Drafts) -> Prompts | Drafts:
-        """The prompts or drafts of a step. Arrays of the host go to one device with its program's call."""
+        """The prompts or drafts of a step, put on the mesh. Without a mesh they stay on the host: the call of the
+        program moves them.
+        """
         if self.mesh is None:
             return work
         if isinstance(work, Drafts) and not work.tokens.size:
@@ -74,14 +76,14 @@ class Programs:
 
 @functools.cache
 def _maker(mesh: Mesh, spec: P, make: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """A program that makes, on each device, what make(*arguments) does on one."""
+    """A program that runs make(*arguments) on each device; its results are arrays split over the devices by `spec`."""
     of_device = partial(make, *arguments)
     return jax.jit(jax.shard_map(of_device, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))
 
 
 @functools.cache
 def _no_drafts(mesh: Mesh, rows: int) -> Drafts:
-    """No draft for any text, which most decode steps are: on the mesh once and for all."""
+    """Drafts without tokens, put on the mesh once, since most decode steps have none."""
     drafts: Drafts = put(mesh, P(REPLICAS), steps.no_drafts(rows))
     return drafts
 
@@ -109,8 +111,8 @@ class _Elements:
     process over one that enters it, such as the drafts of a step that has none.
 
     Attributes:
-      arrays: the others, in order.
-      shapes: of all arrays on one device, with their dtypes. structure: of the pytree.
+      arrays: the arrays with elements, in order.
+      shapes: shapes and dtypes of all arrays on one device. structure: that of the pytree.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -119,7 +121,7 @@ class _Elements:
 
     @classmethod
     def of(cls, tree: Any, parts: int) -> _Elements:
-        """`tree`, whose arrays are split along their first axis into `parts`."""
+        """The _Elements of `tree`, whose arrays are split into `parts` along their first axis."""
         arrays, structure = jax.tree.flatten(tree)
         shapes = [(x.shape[0] // parts, *x.shape[1:]) if parts > 1 else x.shape for x in arrays]
         structs = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, arrays, strict=True))
@@ -135,7 +137,7 @@ class _Elements:
 @functools.cache
 def _on_mesh(mesh: Mesh) -> Programs:
     rows, everywhere = NamedSharding(mesh, P(REPLICAS)), NamedSharding(mesh, P())
-    # Named, so that a step gives its state and caches back as the next step takes them.
+    # Named, so that a step returns its state and caches with the sharding that the next step takes.
     results = rows, NamedSharding(mesh, P(AXES)), everywhere
 
     def on_mesh(run: Callable[..., Any]) -> Callable[..., Any]:

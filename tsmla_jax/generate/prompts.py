@@ -14,7 +14,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     """Prompts from a JSON list of lists of token ids.
 
     Raises:
-      ValueError: the file is not that; the text names it and the first entry at fault.
+      ValueError: the file is no such list; the message names the file and the first entry at fault.
     """
     text = read_text("--prompt-ids", path)
     try:
@@ -53,7 +53,8 @@ class Tokenizer:
         # A file made for batches may cut texts off, or fill them up.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # The tokens that a template puts before a text belong to no text. Those behind it would end the prompt.
+        # Tokens that a template puts before a text are prepended here; tokens that it puts after a text would end the
+        # prompt.
         whole = tokenizer.encode("a")
         count = next((index for index, text in enumerate(whole.sequence_ids) if text is not None), len(whole.ids))
         self._before = list(whole.ids[:count])
@@ -61,17 +62,19 @@ class Tokenizer:
             self._before.insert(0, bos)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the model expects them before it, unless the text begins with them."""
+        """Token ids of a text. Before it come the special tokens that the model expects, unless the text begins with
+        them.
+        """
         ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         return ids if ids[:1] == self._before[:1] else [*self._before, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """The text of these ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The checkpoint's tokenizer; ValueError or ImportError where there is none to be read."""
+    """The checkpoint's tokenizer. Raises a ValueError or an ImportError if it can't be read."""
     from tsmla_jax.nn.checkpoints.hf_config import read_optional_config
 
     path = checkpoint / "tokenizer.json"

@@ -1,7 +1,7 @@
-"""A router's logits in f32, as models were trained, from activations of bf16: as one kernel.
+"""One kernel for a router's logits in f32, as models were trained, from activations of bf16.
 
-By XLA an f32 product is TF32's on a GPU, which keeps 11 bits of a weight, or is made without tensor cores. The kernel
-also leaves the activations as the experts' products take them, which would be a kernel of its own. Written in Pallas
+On a GPU, XLA makes an f32 product in TF32, which keeps 11 bits of a weight, or without tensor cores. The kernel also
+writes the activations as the experts' products take them, which would otherwise be a separate kernel. Written in Pallas
 for GPUs (Triton).
 """
 
@@ -33,8 +33,9 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def project(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Array, ScaledRows | None]:
-    """`router_logits` as sums of some columns of x: f32 [S, T, E], whose sum over S they are. And, if `with_rows` and
-    if it costs no kernel, x as `scaled_rows` makes it. Arguments as there."""
+    """Partial sums of `router_logits`: f32 [S, T, E], each over some columns of x; their sum over S is the logits. And
+    x as `scaled_rows` makes it, if `with_rows` is set and this costs no further kernel, else None.
+    """
     if why_not_by_kernel(x, router):
         return router_logits(x, router)[None], None
     return project_by_kernel(x, router, with_rows=with_rows)
@@ -75,7 +76,7 @@ def project_by_kernel(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tu
 
 
 def _tile(tokens: int) -> tuple[int, int, int]:
-    """Tokens and experts of a program, and its warps."""
+    """How many tokens and experts a program of the kernel has, and how many warps."""
     if tokens <= 64:
         return 16, 32, 4
     return (64, 64, 4) if tokens <= 1024 else (128, 64, 8)
@@ -83,7 +84,9 @@ def _tile(tokens: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The static part of the kernel: tokens and experts of a program, and its steps of BLOCK terms."""
+    """The static part of the kernel: how many tokens and experts a program has, and how many steps of BLOCK terms it
+    takes.
+    """
 
     block: int
     columns: int
@@ -91,7 +94,9 @@ class _Kind:
 
 
 def _kernel(kind: _Kind, x_ref: Any, router_ref: Any, logits_ref: Any, *rows_refs: Any) -> None:
-    """Part of the sums of some tokens' logits of some experts. rows_refs: values and scales of `ScaledRows`."""
+    """Sums over some columns of x, for the logits of some tokens and some experts. rows_refs: values and scales of
+    `ScaledRows`.
+    """
     (num_tokens, _), num_experts = x_ref.shape, router_ref.shape[0]
     tokens = pl.program_id(0) * kind.block + jnp.arange(kind.block, dtype=jnp.int32)
     experts = pl.program_id(1) * kind.columns + jnp.arange(kind.columns, dtype=jnp.int32)

@@ -31,8 +31,8 @@ def select_tokens(
 ) -> jax.Array:
     """Chooses one token a row.
 
-    A row's random bits depend on (seed, request, position) alone. So neither the batch a token is sampled in nor
-    speculation changes it: a draft is accepted where it equals the token sampled there, which for drafts that are not
+    A row's random bits depend on (seed, request, position) alone. So neither the other texts of a batch nor speculation
+    changes a token: a draft is accepted if it equals the token sampled in its place, which for drafts that are not
     random themselves is exact rejection sampling (Leviathan et al., arXiv:2211.17192, with q a point mass).
 
     Args:
@@ -44,7 +44,7 @@ def select_tokens(
       greedy: take the most likely token; the lowest id among equals.
 
     Returns:
-      [N] i32; NOT_FINITE in a row whose largest logit is no finite number; NaN counts as the largest.
+      [N] i32; NOT_FINITE in a row whose largest logit is not finite, where NaN counts as the largest.
     """
     logits = logits.astype(jnp.float32)
     if greedy:

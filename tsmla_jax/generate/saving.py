@@ -1,6 +1,6 @@
 """The parameters of `tsmla_jax.generate.model`, turned into a Hugging Face checkpoint directory: `load_model` inverted.
 
-Experts have tensors of their own each, as DeepSeek's checkpoints do; the host holds the experts of one layer at a time.
+Each expert has its own tensors, as in DeepSeek's checkpoints; the host holds the experts of one layer at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name
 
-# What `load_model` keeps in f32 (or i32) whatever its dtype is.
+# Tensors that `load_model` keeps in f32 (or i32), whatever its `dtype` is.
 _F32 = re.compile(r"\.(mlp|shortcut)\.gate\.(weight|e_score_correction_bias|tid2eid)$")
 _F32_OF_V4 = re.compile(r"norm\.weight$|\.sinks$|\.position_bias$|\.hc_head\.|\.(attn|ffn)_hc\.")
 
@@ -47,14 +47,15 @@ def save_model(
       params: the pytree described at `tsmla_jax.generate.model.Params`, whole in this process, on a mesh or not.
       config: the model.
       base: a checkpoint of this model whose config, tokenizer, and tensors for multi-token prediction are copied. None
-        writes the weights alone: config.json is then yours to write.
-      dtype: float32, bfloat16 or float16, of the parameters that `load_model` has a dtype for; None keeps each one's.
-        Block-scaled ones stay so.
-      max_shard_bytes: more tensors than fit this size go to several files with an index; of one tensor at least.
+        writes the weights alone: you must then write config.json yourself.
+      dtype: float32, bfloat16 or float16, for the parameters that the `dtype` of `load_model` applies to; None keeps
+        each parameter's dtype. Block-scaled parameters stay block-scaled.
+      max_shard_bytes: tensors that are larger in all go to several files with an index; a file holds at least one
+        tensor.
 
     Raises:
-      ValueError: params are not of this config, or dtype is none of the three; the folder holds safetensors; base lacks
-        a tensor or has others, has one in another shape, or stores it block-scaled where the parameter is not.
+      ValueError: params do not fit config, or dtype is none of the three; the folder holds safetensors; base lacks a
+        tensor, has others, has one in another shape, or stores one block-scaled whose parameter is not.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     check_dtype(dtype)
@@ -70,7 +71,7 @@ def save_model(
 def _stored_tensors(
     params: Params, config: ModelConfig, base: Checkpoint | None, dtype: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Every tensor by its name in the new checkpoint, in the dtype that it gets there."""
+    """Every tensor, by its name and in its dtype in the new checkpoint."""
     is_v4 = config.streams is not None
     spelled = {} if base is None else spelled_names(base, config)
     others = set() if base is None else expected_names(base, config)
@@ -113,7 +114,7 @@ def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, A
 
 
 def _unpadded(mlp: Mapping[str, Any], width: int) -> tuple[Any, Any]:
-    """gate_up and down of a dense MLP as it was before `model.fold` padded its width."""
+    """gate_up and down of a dense MLP, as they were before `model.fold` padded the width."""
     gate_up, down = mlp["gate_up"], mlp["down"]
     if down.shape[1] == width:
         return gate_up, down
@@ -144,7 +145,9 @@ def _moe_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterato
 
 
 def _apart_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterator[tuple[str, Any]]:
-    """Experts in MXFP4, which are stored as bfloat16, and the shared ones, which have parameters of their own."""
+    """The tensors of a layer with experts in MXFP4, which are stored as bfloat16, and with shared experts as separate
+    parameters.
+    """
     for expert in range(moe.num_experts):
         own = (jax.tree.map(lambda array, e=expert: array[e], mlp[name]) for name in ("gate_up", "down"))
         wide = (np.asarray(weight.widened(jnp.bfloat16)) for weight in own)
@@ -154,20 +157,22 @@ def _apart_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Itera
 
 
 def _parts_of(values: Any, count: int) -> int:
-    """Number of stacks that the values of `count` weights make up, each with its padding (`stack_size`); 0 if no number
-    fits."""
+    """In how many stacks, each with its own padding (`stack_size`), the values of `count` weights lie; 0 if no number
+    fits.
+    """
     parts = (parts for parts in range(1, count + 1) if count % parts == 0)
     return next((n for n in parts if n * stack_size(count // n, *values.shape[1:]) == values.shape[0]), 0)
 
 
 def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
-    """The routed experts of a stack, [M, K] each, and the stack of the shared ones, on the host. Split over devices, a
-    stack has the shared experts behind those of each part."""
+    """The routed experts of a stack, [M, K] each, and the stack of the shared experts, on the host. A stack that is
+    split over devices has the shared experts once in each part, after the routed ones.
+    """
     stack = jax.tree.map(np.asarray, stack)
     length = (stack.scales if isinstance(stack, BlockScaled) else stack).shape[0]
     if moe.num_shared:
         shards = (length - moe.num_experts) // moe.num_shared
-    else:  # only unused values behind each part tell the parts from one another
+    else:  # the parts can be found only by the unused values at the end of each
         shards = _parts_of(stack.values, moe.num_experts) if isinstance(stack, BlockScaled) else 1
     if shards < 1 or moe.num_experts % shards or length != moe.num_experts + shards * moe.num_shared:
         raise ValueError(
@@ -176,7 +181,7 @@ def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
         )
 
     def apart(array: Any) -> Any:
-        # Values of a block-scaled stack may be more than its experts (`stack_size`).
+        # A block-scaled stack may hold more matrices than it has experts (`stack_size`).
         parts = array.reshape(shards, -1, *array.shape[1:])
         each = moe.num_experts // shards
         routed = parts[:, :each].reshape(-1, *array.shape[1:])
@@ -190,7 +195,7 @@ def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
 
 
 def _together(gate_up: Any, down: Any) -> tuple[Any, Any]:
-    """MLPs [S, 2 I, C] and [S, C, I] as one of width S I, which is their sum."""
+    """S MLPs, [S, 2 I, C] and [S, C, I], as one MLP of width S I, which returns the sum of their results."""
 
     def rows(weight: Any) -> Any:
         return weight.reshape(len(weight), 2, -1, weight.shape[2]).swapaxes(0, 1).reshape(-1, weight.shape[2])

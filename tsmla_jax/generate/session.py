@@ -21,8 +21,8 @@ class Tokens(NamedTuple):
     """New tokens of one text.
 
     Attributes:
-      text_id: its number.
-      tokens: their ids.
+      text_id: the id of the text.
+      tokens: the ids of the new tokens.
       finished: whether the last of them ends the text.
     """
 
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
 
 class ContextPasses(NamedTuple):
-    """As `context_chunk` and `context_passes` of `StepOptions`."""
+    """How a step passes over cached tokens: `context_chunk` and `context_passes` of `StepOptions`."""
 
     chunk: int
     number: int
@@ -40,7 +40,8 @@ class ContextPasses(NamedTuple):
 
 class StepKind(NamedTuple):
     """A step's phase, its rows (texts of a replica, with padding), how it passes over the context, and the most cached
-    tokens of a text; None where the step is the same whatever their number."""
+    tokens of a text. passes and most_cached are None if they don't change the step.
+    """
 
     phase: Phase
     rows: int
@@ -49,7 +50,9 @@ class StepKind(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A step that runs: the figure its seconds count for, its tokens [N, K] on the device, and the text of each row."""
+    """A step that was started: the name of the figure that its seconds are added to, its tokens [N, K] on the device,
+    and the text of each row.
+    """
 
     seconds: str
     tokens: jax.Array
@@ -58,10 +61,10 @@ class Started(NamedTuple):
 
 @dataclass
 class Session:
-    """The caches, and the texts on their way through them.
+    """The caches, and the texts that are not finished.
 
     found: tokens that no call of `step` has returned yet.
-    broken: the exception that broke a change off, so that the host and the device may differ; nothing goes on then.
+    broken: the exception that interrupted a change. The host and the device may then differ, so no further step is run.
     """
 
     plan: Plan
@@ -77,7 +80,9 @@ class Session:
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[None]:
-        """Around what must be done as a whole: Ctrl-C, a device without memory or a failing `on_compile` break it."""
+        """A context around changes that must be made as a whole: an exception in it (Ctrl-C, a device without memory, a
+        failing `on_compile`) breaks the session.
+        """
         try:
             yield
         except BaseException as error:

@@ -1,10 +1,11 @@
-"""The two steps of generation: a chunk of prompts, and the next token (or drafts) of every text under way.
+"""The two kinds of step: one takes a chunk of prompts, one makes the next token (or checks drafts) of every text under
+way.
 
-The state of the texts under way stays on the device: a step reads it, computes and returns the next one, and the host
-need not see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted
-parts. Under `jax.jit` a step is one program, which a GPU wants: it is launched once, as CUDA graphs. Called as they
-are, they launch a program a layer, and layers of one kind share theirs, which compiles in a fraction of the time. On a
-mesh a step is what one device does for its replica's texts (programs.py).
+The state of the texts under way stays on the device: a step reads it and returns the next state, and the host need not
+see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted parts.
+Under `jax.jit` a step is one program, which is best on a GPU: one launch runs it, as CUDA graphs. Called without
+`jax.jit`, they launch one program a layer; layers of one kind share a program, which compiles in a fraction of the
+time. On a mesh these functions are what one device does for its replica's texts (programs.py).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class State(NamedTuple):
     """The texts under way, one a row, on the device. A text's row is also its slot of V4's compressor states.
 
     tokens        [R] i32, the last token of each text, which the next step brings into the cache
-    cached        [R] i32, its tokens in the cache
-    remaining     [R] i32, tokens that it may still generate; 0 in a row without a text or with one that has ended
-    requests      [R] i32, the number that its random bits depend on
+    cached        [R] i32, how many of its tokens are in the cache
+    remaining     [R] i32, how many tokens it may still generate; 0 in a row without a text or with one that has ended
+    requests      [R] i32, the id that its random bits depend on
     block_tables  [R, M] i32, its pages
     """
 
@@ -51,11 +52,11 @@ class State(NamedTuple):
 class Prompts(NamedTuple):
     """A chunk of prompts, packed: r of them, T tokens in all; i32.
 
-    tokens        [T], those from cu_seqlens[r] on are padding
-    cu_seqlens    [r + 1], where each prompt's tokens of this chunk start
-    seq_lens      [r], tokens of each prompt up to the end of this chunk
-    rows          [r], its row of the state; -1 for padding
-    limits        [r], tokens to generate after this chunk; 0 where more of the prompt follows
+    tokens        [T]; tokens from index cu_seqlens[r] on are padding
+    cu_seqlens    [r + 1], where each prompt's tokens start in this chunk
+    seq_lens      [r], how many tokens each prompt has up to the end of this chunk
+    rows          [r], each prompt's row of the state; -1 for padding
+    limits        [r], how many tokens to generate after this chunk; 0 if more of the prompt follows
     requests      [r], as in `State`
     block_tables  [r, M]
     """
@@ -91,9 +92,9 @@ class StepConfig:
     """The static part of a step.
 
     Attributes:
-      model: the model, without its end tokens, which are no concern of compiled programs.
-      options: of the layers.
-      rows: texts of the step, with padding.
+      model: the model, without its end tokens, which compiled programs do not depend on.
+      options: the layers' options.
+      rows: how many rows the step has: its texts, and padding.
       greedy: whether tokens are the most likely ones.
     """
 
@@ -105,7 +106,7 @@ class StepConfig:
 
 def init_state(rows: int, max_pages: int) -> State:
     """No texts: R rows, tables of M pages."""
-    # Arrays of their own: a step takes over the buffers of the state, each once.
+    # Each field needs its own array: a step is donated the state's buffers, and a buffer can be donated only once.
     return State(
         tokens=jnp.zeros(rows, jnp.int32),
         cached=jnp.zeros(rows, jnp.int32),
@@ -121,12 +122,16 @@ def drop_row(state: State, row: jax.Array) -> State:
 
 
 def no_drafts(rows: int, most: int = 0) -> Drafts:
-    """No draft for any of `rows` texts, of all replicas, on the host: arrays to fill in with up to `most` each."""
+    """Drafts on the host with no tokens yet: arrays with room for `most` tokens in each of `rows` texts of all
+    replicas.
+    """
     return Drafts(np.zeros((rows, most), np.int32), np.zeros(rows, np.int32))
 
 
 def no_prompts(tokens: int, rows: int, max_pages: int, replicas: int = 1) -> Prompts:
-    """A chunk of padding alone, on the host: arrays to fill in. Those of several replicas lie one after the other."""
+    """Prompts on the host that are all padding yet: arrays to fill in. The arrays of several replicas lie one after
+    another.
+    """
 
     def full(fill: int, count: int, *shape: int) -> Any:
         return np.full((replicas * count, *shape), fill, np.int32)
@@ -156,7 +161,7 @@ def run_prefill(
       config: static.
 
     Returns:
-      the state, the caches, and the token chosen after each prompt's last [r] i32, NO_TOKEN where more of it follows.
+      the state, the caches, and [r] i32: the token chosen after each prompt, or NO_TOKEN if more of the prompt follows.
     """
     batch = _pack_prompts(prompts, config)
     x, caches = _run_layers(params, caches, batch, constants, config)
@@ -169,14 +174,14 @@ def run_decode(
 ) -> tuple[State, list[Any], jax.Array]:
     """The next token of the texts in the first config.rows rows of the state, and the drafts that it confirms.
 
-    A draft is accepted where it equals the token chosen in its place, as long as all before it were.
+    A draft is accepted if it equals the token chosen in its place and all drafts of the text before it were accepted.
 
     Args:
-      drafts: of the same rows; K may be 0. A text may have fewer drafts than it has tokens remaining.
+      drafts: the drafts of the same rows; K may be 0. A text may have fewer drafts than it has tokens remaining.
       config: static.
 
     Returns:
-      the state, the caches, and the new tokens of each row [B, K + 1] i32, NO_TOKEN behind the last.
+      the state, the caches, and the new tokens of each row [B, K + 1] i32, NO_TOKEN after the last.
     """
     batch = _pack_texts(state, drafts, config)
     x, caches = _run_layers(params, caches, batch, constants, config)
@@ -189,7 +194,9 @@ _embed = jax.jit(model.embed, static_argnames="config")
 
 
 def _head(params: Params) -> Params:
-    """The parameters beside the layers'. Passed alone: flattening all of them would cost more than the call."""
+    """The parameters without the layers'. Programs that need no layer take these: to flatten all parameters would cost
+    more than the call.
+    """
     return {name: value for name, value in params.items() if name != "layers"}
 
 
@@ -275,13 +282,14 @@ def _first_rows(state: State, rows: int) -> State:
 
 
 class _Places(NamedTuple):
-    """Where the new tokens of B texts are among the T of a decode step.
+    """Where the new tokens of B texts lie among the T places of a decode step.
 
-    new     [B] i32, new tokens of each text; 0 of one that has ended
-    starts  [B] i32, the place of its first
-    offsets [B + 1] i32, starts and the end, where tokens are packed; None where each text has a place, whether or not
-            it has a token there
-    owner, local, owned  [T], the text of each place, the token's number there, and whether there is one
+    new     [B] i32, how many new tokens each text has; 0 if it has ended
+    starts  [B] i32, the place of each text's first new token
+    offsets [B + 1] i32, starts and the end, if tokens are packed; None if each text has one place, with or without a
+            token
+    owner, local, owned  [T], the text of each place, the index of its token among that text's new tokens, and whether
+            the place has a token
     """
 
     new: jax.Array
@@ -296,7 +304,8 @@ def _places(texts: State, drafts: Drafts, config: StepConfig) -> _Places:
     active = texts.remaining > 0
     new = jnp.where(active, 1 + drafts.lens, 0)
     if not drafts.tokens.size and isinstance(config.model.attention, MLAConfig):
-        # MLA's kernel writes every row of such a step; of packed tokens a second kernel has to clear what it left.
+        # Without drafts MLA's kernel writes every row; if tokens were packed, a second kernel would have to clear the
+        # rest.
         rows = jnp.arange(config.rows, dtype=jnp.int32)
         return _Places(new, rows, None, rows, jnp.zeros_like(rows), active)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
@@ -360,7 +369,7 @@ def _choose(
     sampling: Sampling,
     config: StepConfig,
 ) -> jax.Array:
-    """The tokens chosen after x[rows]; other arguments as of `choose_tokens`."""
+    """The tokens chosen after x[rows]; the other arguments are those of `choose_tokens`."""
     last = model.last_norm(head, config.model, x, rows)
     given: dict[str, Any] = {"config": config.model, "mesh": config.options.mesh, "greedy": config.greedy}
     return choose_tokens(model.output_projection(head, config.model), last, requests, positions, sampling, **given)

@@ -1,7 +1,7 @@
-"""V4's residual streams as two kernels a mix: the sums that its weights come from, then all that is done with them.
+"""Two kernels for a mix of V4's residual streams: one for the sums that the mix's weights come from, one for the rest.
 
-By XLA a mix is some thirty kernels, twenty of them Sinkhorn's rounds over 16 numbers a token, and a step of few tokens
-mostly waits for them. Written in Pallas for GPUs (Triton).
+In XLA a mix is some thirty kernels, twenty of which are Sinkhorn's rounds over 16 values a token, and a step of few
+tokens mostly waits for launches. Written in Pallas for GPUs (Triton).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def why_not_by_kernel(streams: jax.Array) -> list[str]:
 def read_by_kernel(
     params: Mapping[str, jax.Array], streams: jax.Array, norm: Norm, config: StreamsConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`streams.read_streams` by the kernels; arguments and results as there."""
+    """`streams.read_streams` by the kernels; its arguments and results are the same."""
     num_tokens, count, width = streams.shape
     sums = _project(params["fn"], streams)
     shapes = [
@@ -63,8 +63,9 @@ def read_by_kernel(
 
 
 def _project(fn: jax.Array, streams: jax.Array) -> jax.Array:
-    """Partial sums [S, T, O + 1 and more] of the products of streams [T, N, C] with fn [O, N C], and, at O, of the
-    streams' squares; f32. What is behind them is 0."""
+    """Partial sums [S, T, O + 1 and more] of the products of streams [T, N, C] with fn [O, N C], and, at index O, of
+    the streams' squares; f32. The values after index O are 0.
+    """
     num_tokens, depth = streams.shape[0], fn.shape[1]
     outputs = max(16, pl.next_power_of_2(fn.shape[0] + 1))
     block = 16 if num_tokens <= 64 else 64
@@ -82,7 +83,7 @@ def _project(fn: jax.Array, streams: jax.Array) -> jax.Array:
 
 
 def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> None:
-    """One part of the sums of a block of tokens."""
+    """One of the S partial sums, for a block of tokens."""
     (num_tokens, depth), count = streams_ref.shape, fn_ref.shape[0]
     parts, _, outputs = sums_ref.shape
     tokens = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32))[:, None]
@@ -109,8 +110,9 @@ def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> N
 
 
 def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *others: Any) -> None:
-    """Half of one token's mix: its first program reads the streams, the second makes the weights of what is written.
-    others: the mix's base and scale, the norm's weight, and the results."""
+    """Half of one token's mix: the token's first program reads the streams, its second makes the weights of the
+    writing. others: the mix's base and scale, the norm's weight, and the results.
+    """
     base_ref, scale_ref, norm_ref, read_ref, write_ref, mix_ref = others
     token, count, width = pl.program_id(0), config.count, streams_ref.shape[2]
     parts = jnp.arange(pl.next_power_of_2(sums_ref.shape[0]), dtype=jnp.int32)
@@ -156,7 +158,7 @@ def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *o
         mixing = jnp.where(inside, powers / powers.sum(axis=1, keepdims=True) + config.eps, 0.0)
 
         def divided(mixing: jax.Array, axis: int) -> jax.Array:
-            # What is outside stays 0 even where eps is.
+            # Values outside stay 0, even if eps is 0.
             return jnp.where(inside, mixing / (mixing.sum(axis=axis, keepdims=True) + config.eps), 0.0)
 
         def one_round(_: Any, mixing: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """The residual streams of DeepSeek-V4: manifold-constrained hyper-connections, as pure functions.
 
 A token's residual is N vectors. A block reads one mix of them, and its result is spread over all N, which are mixed by
-a matrix that is kept doubly stochastic, so that depth neither grows nor shrinks them. The weights of the mixes are
-computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
+a matrix that is kept doubly stochastic, so that they neither grow nor shrink from layer to layer. The weights of the
+mixes are computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_streams(
       params: "fn" [(2 + N) N, N C], "base" [(2 + N) N] and "scale" [3]: first the N weights of the reading, then the N
         of the writing, then the N x N of the mixing.
       streams: [T, N, C].
-      norm: of the input, with a weight [C].
+      norm: the norm of the block's input, with a weight [C].
 
     Returns:
       the block's input [T, C] in the streams' dtype; the f32 weights of the writing [T, N] and the mixing [T, N, N].
@@ -53,10 +53,13 @@ def read_streams(
 
 
 def write_streams(out: jax.Array, write: jax.Array, mix: jax.Array, streams: jax.Array) -> jax.Array:
-    """The streams after a block: its result `out` [T, C] to every stream n by write[n], stream m to n by mix[m, n]."""
+    """The streams after a block: stream n is write[n] times the block's result `out` [T, C], plus the sum over m of
+    mix[m, n] times stream m.
+    """
     dtype, count = streams.dtype, streams.shape[1]
     mix, wide = mix.astype(dtype).astype(jnp.float32), streams.astype(jnp.float32)
-    # Written out, products and sums are one kernel with what comes behind; a product of matrices is one more.
+    # Products and sums that are written out fuse with the operations after them; a matrix product would be one more
+    # kernel.
     mixed = sum(mix[:, stream, :, None] * wide[:, stream, None] for stream in range(count))
     return write.astype(dtype)[..., None] * out[:, None] + jnp.asarray(mixed).astype(dtype)
 
@@ -71,7 +74,7 @@ def close_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> 
 
 
 def _project(fn: jax.Array, streams: jax.Array, config: StreamsConfig) -> jax.Array:
-    """fn times all streams of a token, normed as one vector; f32."""
+    """fn times all streams of a token, which are normed as one vector; f32."""
     flat = jax.lax.collapse(streams, 1).astype(jnp.float32)
     normed = flat * jax.lax.rsqrt((flat * flat).mean(axis=-1, keepdims=True) + config.norm_eps)
     return jnp.einsum("ti,oi->to", normed, fn.astype(jnp.float32), precision="highest")
@@ -82,8 +85,9 @@ def _collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
 
 
 def _doubly_stochastic(mix: jax.Array, config: StreamsConfig) -> jax.Array:
-    """Sinkhorn and Knopp's rounds: columns and rows of [T, N, N] are divided by their sums in turn, columns first and
-    last."""
+    """Sinkhorn and Knopp's rounds on [T, N, N]: columns and rows are divided by their sums in turn, the columns first
+    and last.
+    """
 
     def columns(mix: jax.Array) -> jax.Array:
         return mix / (mix.sum(axis=-2, keepdims=True) + config.eps)
