@@ -280,11 +280,13 @@ def bits_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def gradients(
-    function: Callable[..., Any], inputs: dict[str, torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
+    function: Callable[..., Any], inputs: dict[str, torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the inputs of a function, for these cotangents of its results."""
+    """The gradients of the inputs of a function, for these cotangents of its results; dlse may be None."""
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    return torch.autograd.grad(function(**leaves, return_lse=True), list(leaves.values()), (dout, dlse))
+    cotangents = (dout,) if dlse is None else (dout, dlse)
+    results = function(**leaves, return_lse=True)[: len(cotangents)]
+    return torch.autograd.grad(results, list(leaves.values()), cotangents)
 
 
 def prefill_gradient(
@@ -307,8 +309,9 @@ def prefill_kv_gradient(
 def sink_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **given: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Those of q, k, v and the sinks by mla_prefill."""
+    """Those of q, k, v and the sinks by mla_prefill; of out alone unless they are deterministic."""
     dout, dlse = given.pop("dout"), given.pop("dlse")
+    dlse = dlse if given["deterministic"] else None
     call = functools.partial(tsmla_bridge.mla_prefill, **given)
     return gradients(call, {"q": q, "k": k, "v": v, "sinks": sinks}, dout, dlse)
 

@@ -301,9 +301,11 @@ def gradients(inputs: PrefillInputs, pair: Pair, options: PrefillOptions, saved:
             return prefill_launch.launch_backward(spec, inputs, pair, saved)
         if options.implementation == "cute":
             raise contract.not_runnable("the gradient of mla_prefill", "cute", reasons)
+    out, lse, dout, dlse = saved
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
     computed = reference.mla_prefill_backward(
-        spec, *saved, *inputs[:5], *pair, selection=inputs.selection, selection_rows=inputs.selection_rows,
-        sinks=inputs.sinks,
+        spec, out, lse, dout, dlse, *inputs[:5], *pair, selection=inputs.selection,
+        selection_rows=inputs.selection_rows, sinks=inputs.sinks,
     )  # fmt: skip
     return Gradients(*computed)
 

@@ -86,21 +86,28 @@ OPTIONS_SCHEMA = (
 
 
 class Saved(NamedTuple):
-    """The results of a call and their cotangents, in the order of the backward kernel's operands."""
+    """The results of a call and their cotangents, in the order of the backward kernel's operands. dlse: None if nothing
+    depends on lse."""
 
     out: torch.Tensor
     lse: torch.Tensor
     dout: torch.Tensor
-    dlse: torch.Tensor
+    dlse: torch.Tensor | None
+
+    def dense(self) -> Saved:
+        """The same with zeros in place of no dlse."""
+        return self if self.dlse is not None else self._replace(dlse=torch.zeros_like(self.lse))
 
     def checked(self, spec: PrefillSpec, q: torch.Tensor) -> Saved:
         """A copy with dense cotangents. ValueError / TypeError unless all have the results' shapes and dtypes."""
         layout = result_layout(spec, q)
-        saved = self._replace(dout=self.dout.contiguous(), dlse=self.dlse.contiguous())
+        dlse = None if self.dlse is None else self.dlse.contiguous()
+        saved = self._replace(dout=self.dout.contiguous(), dlse=dlse)
         for name, tensor in (("out", saved.out), ("dout", saved.dout)):
             tensors.check_output(name, tensor, layout.shape, layout.dtype, layout.device)
-        for name, tensor in (("lse", saved.lse), ("dlse", saved.dlse)):
-            tensors.check_output(name, tensor, layout.rows, layout.lse_dtype, layout.device)
+        for name in ("lse", "dlse"):
+            if (tensor := getattr(saved, name)) is not None:
+                tensors.check_output(name, tensor, layout.rows, layout.lse_dtype, layout.device)
         return saved
 
 
@@ -192,24 +199,31 @@ def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved,
     if inputs.sinks is not None:
         return _backward_of_sinks(spec, inputs, pair, saved, rope_dim)
     gradients = new_gradients(inputs)
-    _launch_backward(spec, inputs, pair, saved, gradients, rope_dim)
+    _launch_backward(spec, inputs, pair, saved.dense(), gradients, rope_dim)
     return gradients
 
 
 def _backward_of_sinks(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int) -> Gradients:
     """The gradients of a call with sinks: the kernel's, given the log-sum-exp of the keys and the sink together. The
-    kernel's terms of rows give that of the sinks, so that out is not read again."""
+    kernel's terms of rows give that of the sinks, so that out is not read again. Few torch kernels, because each costs
+    some 2 us."""
     assert inputs.sinks is not None
-    absorbed = Absorbed.of(saved.lse, saved.dlse, inputs.sinks)
+    sinks, absorbed = inputs.sinks.float(), None
+    if saved.dlse is None:
+        # A row that sees no key gets the sink as its lse: no key then has a weight, and its out is 0.
+        whole = saved._replace(lse=torch.logaddexp(saved.lse, sinks)).dense()
+    else:
+        absorbed = Absorbed.of(saved.lse, saved.dlse, sinks)
+        whole = saved._replace(lse=absorbed.lse, dlse=absorbed.dlse)
     without = inputs._replace(sinks=None)
     gradients = new_gradients(without)
-    terms = _launch_backward(
-        spec, without, pair, saved._replace(lse=absorbed.lse, dlse=absorbed.dlse), gradients, rope_dim, keep_terms=True
-    )
+    terms = _launch_backward(spec, without, pair, whole, gradients, rope_dim, keep_terms=True)
     # [H, tiles, 2, rows]: -lse in base 2, and dlse minus the sum of out * dout; -inf and 0 where there is no row.
     negative_lse, delta = terms.unbind(2)
-    weights = torch.exp2(inputs.sinks.float()[:, None, None] * LOG2_E + negative_lse)
-    d_sinks = (weights * delta).sum((1, 2)) - (absorbed.weights(inputs.sinks) * absorbed.dlse).sum(0)
+    weights = torch.add(negative_lse, sinks[:, None, None], alpha=LOG2_E).exp2_()
+    d_sinks = weights.mul_(delta).sum((1, 2))
+    if absorbed is not None:
+        d_sinks -= (absorbed.weights(sinks) * absorbed.dlse).sum(0)
     return gradients._replace(sinks=d_sinks.to(inputs.sinks.dtype))
 
 

@@ -102,7 +102,9 @@ def register(form: Form) -> Operators:
         inputs, _, options = unpacked(*arguments)
         return operators.new_max_logits(inputs.q if options.max_logits else inputs.q[:0])
 
-    def run_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> Any:
+    def run_backward(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *given: Any
+    ) -> Any:
         inputs, pair, options = unpacked(*given)
         return all_gradients(form.gradients(inputs, pair, options, Saved(out, lse, dout, dlse)))
 
@@ -118,7 +120,7 @@ def register(form: Form) -> Operators:
         form.name, run, parameters, lambda *arguments: form.value_width(*arguments[:3]),
         memory=("out", "lse", "max_logits"), third=third,
     )  # fmt: skip
-    given = "Tensor dout, Tensor dlse, Tensor out, Tensor lse"
+    given = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
     backward = operators.register(
         f"{form.name}_backward", run_backward, f"({given}, {parameters}) -> (Tensor, Tensor, Tensor, Tensor)"
     )
@@ -136,8 +138,10 @@ def register(form: Form) -> Operators:
         tensors_given = NUM_INPUTS + 1  # and the scales
         ctx.save_for_backward(*output[:2], *inputs[:tensors_given])
         ctx.numbers = inputs[tensors_given:]
+        ctx.set_materialize_grads(False)
 
-    def differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        dout = torch.zeros_like(ctx.saved_tensors[0]) if dout is None else dout
         *found, d_sinks = backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
         gradients: list[torch.Tensor | None] = [None for _ in ctx.needs_input_grad]
         gradients[:3] = found
