@@ -19,8 +19,9 @@ Scale = float | jax.Array
 
 def describe(name: str, value: Any) -> contract.Array:
     """Shape and dtype of an array argument (or a ShapeDtypeStruct), before any conversion, so that an int64 table is
-    refused and not quietly narrowed. Floats of numpy are what jax makes of them: float64 needs jax_enable_x64.
-    TypeError if it has no shape or dtype."""
+    refused and not quietly narrowed. The dtype of numpy floats is the one that jax gives them: float64 needs
+    jax_enable_x64. Raises a TypeError if the value has no shape or dtype.
+    """
     if not _is_array(value):
         raise contract.not_an_array(name, value)
     try:
@@ -35,7 +36,9 @@ def describe(name: str, value: Any) -> contract.Array:
 def describe_as(
     name: str, value: Any, axes: str, dtypes: Sequence[str], *sizes: tuple[contract.Dim, str]
 ) -> contract.Array:
-    """`describe`, and the check of the axes, the dtype and the sizes of the first axes (contract.rules.check_array)."""
+    """`describe`, followed by the check of the axes, the dtype and the sizes of the first axes
+    (contract.rules.check_array).
+    """
     array = describe(name, value)
     rules.check_array(name, array, axes, dtypes, *sizes)
     return array
@@ -49,13 +52,15 @@ def describe_ints(name: str, value: Any, axes: str, *sizes: tuple[contract.Dim, 
 def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:
     """The contract's spec of a call: make(**arguments), where every array becomes its contract.Array.
 
-    Raises TypeError if an argument has to be an array and is none, and everything that `make` raises.
+    Raises a TypeError if an argument must be an array and isn't one, and everything that `make` raises.
     """
     return rules.spec_of(make, arguments, describe, describe_scale)
 
 
 def describe_scale(name: str, value: Any) -> Any:
-    """The contract judges numbers and None. A scalar of numpy is an array whose value is known."""
+    """A scale as the contract takes it: a number or None as it is, an array as its contract.Array. The value of a numpy
+    scalar is known, so it is checked here.
+    """
     if isinstance(value, np.floating | np.ndarray) and value.dtype.kind == "f" and value.ndim == 0:
         rules.check_scale(name, float(value))
     return describe(name, value) if _is_array(value) else value
@@ -66,7 +71,7 @@ def _is_array(value: Any) -> bool:
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """The name of a dtype argument, as the contract takes it; None for None."""
+    """The name of a dtype argument, as the contract takes it; None if the argument is None."""
     return None if dtype is None else jnp.dtype(dtype).name
 
 
@@ -84,7 +89,7 @@ def scale_operand(scale: Scale | None) -> jax.Array | np.ndarray:
 
 
 class Scales(NamedTuple):
-    """The scales of an attention call: the factor of the logits, and what q, k and v were divided by (None is 1)."""
+    """The scales of an attention call: the factor of the logits, and the divisors of q, k and v (None is 1)."""
 
     softmax: Scale
     q: Scale | None = None

@@ -33,8 +33,8 @@ def kernel_call(
     """Run `kernel` for `config` on `inputs`; the results are its output operands, workspaces included.
 
     Args:
-      inputs: the kernel's input operands, in order. result_shapes: the shapes of its outputs, in order.
-      arch: the architecture to compile for, one of the kernel's.
+      inputs: the kernel's input operands, in order. result_shapes: the shapes of the kernel's outputs, in order.
+      arch: the architecture to compile for, which must be one of the kernel's architectures.
 
     Raises ValueError if an array's shape or dtype is not that of the kernel's operand, or an axis is too long for it.
     """
@@ -45,7 +45,8 @@ def kernel_call(
     for operand, shape in zip(results, result_shapes, strict=True):
         operand.check(shape, operand.dtype)
         operand.check_sizes(shape)
-    # Under shard_map some operands vary over more mesh axes than others; a custom call needs all to vary over the same.
+    # Under shard_map some operands vary over more mesh axes than others; a custom call needs all to vary over the same
+    # axes.
     outputs: list[jax.Array] = kernel_call_p.bind(
         *(carry(array, *inputs) for array in inputs),
         kernel=kernel,

@@ -1,4 +1,4 @@
-"""Arrays whose types differ between devices as other arrays' do, which loops and kernels' calls need in shard_map."""
+"""Types of arrays in shard_map: loops and kernel calls need arrays typed as varying over the same mesh axes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from jax import lax
 
 
 def carry(initial: jax.Array, *operands: jax.Array) -> jax.Array:
-    """`initial` typed as differing between the devices of every mesh axis along which an operand does.
+    """`initial`, typed as varying over every mesh axis over which an operand varies.
 
-    A loop's carry must have one type; a constant start is the same everywhere until the body mixes sharded data into
-    it, which shard_map would refuse."""
+    A loop's carry must keep its type: a constant start has the same value on all devices, the body mixes sharded data
+    into it, and shard_map would refuse this change of type.
+    """
     axes = frozenset().union(*map(_varying_axes, operands)) - _varying_axes(initial)
     return lax.pcast(initial, tuple(sorted(axes)), to="varying") if axes else initial
 

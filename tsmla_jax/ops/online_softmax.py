@@ -21,7 +21,7 @@ class State(NamedTuple):
 
 
 def start(rows: tuple[int, ...], width: int, dtype: jnp.dtype, *operands: jax.Array) -> State:
-    """The state of `rows` before the first key, as a loop's carry whose body reads `operands`."""
+    """The state of `rows` before the first key, typed as the carry of a loop whose body reads `operands`."""
     state = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, width), dtype)
     return State(*(carry(x, *operands) for x in state))
 
@@ -39,9 +39,10 @@ def update(state: State, scores: jax.Array, weighted_sum: Callable[[jax.Array], 
 
 
 def finish(state: State, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of weights of the rows that saw a key (`seen`, broadcastable), 1 for the others; and the lse, -inf for
-    the others. Both are NaN in a row whose scores are all -inf, as 0 / 0 weights would be: it must not look like a row
-    that saw none."""
+    """The sum of weights and the lse of each row; 1 and -inf in rows that saw no key. seen: which rows saw one,
+    broadcastable. Both are NaN in a row that saw keys and whose scores are all -inf, since its weights would be 0 / 0:
+    it must not look like a row that saw no key.
+    """
     maximum = jnp.where(seen, state.maximum, 0)
-    total = jnp.where(seen, state.total + (maximum - maximum), 1)  # inf - inf is NaN, all other differences are 0
+    total = jnp.where(seen, state.total + (maximum - maximum), 1)  # -inf - -inf is NaN, every other difference is 0
     return total, jnp.where(seen, maximum + jnp.log(total), -jnp.inf)

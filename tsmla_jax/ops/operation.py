@@ -1,9 +1,9 @@
 """Operation: a public function, the spec of its calls, and its implementations in an explicit table.
 
 An operation is a folder tsmla_jax/ops/<op>/. Its api.py holds the public function and the `Operation`, whose table is
-a small function that imports the implementations. These, and that of `device` here, are the only imports inside
-functions in this package: they happen at the first call of the operation, so that `import tsmla_jax` costs milliseconds
-and brings no compiler.
+a small function that imports the implementations. These imports, and the import of `device` here, are the only ones
+inside functions in this package: they run at the first call of the operation, so that `import tsmla_jax` costs
+milliseconds and brings no compiler.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Explanation:
 
     Attributes:
       op: the operation's name.
-      spec: what the contract read from the arguments, of tsmla_kernels.contract.
+      spec: the spec (of tsmla_kernels.contract) that the contract made from the arguments.
       chosen: the implementation that None picks, or the first that was named and can run; None if there is none.
-      reasons: of every implementation, why it can't run this call; none when it can.
+      reasons: for every implementation, the reasons why it can't run this call; empty if it can.
       notes: further facts about an implementation.
     """
 
@@ -68,10 +68,11 @@ def _nothing(*_: Any) -> list[str]:
 class Implementation:
     """One way to compute an operation.
 
-    run: the computation, of jax arrays and keyword options.
-    why_not: of the call's spec, the reasons why it can't run that call; empty if it can.
-    why_not_by_default: the reasons why implementation=None must not pick it although it can be named.
-    notes: of the spec, facts about it that `explain` tells.
+    run: the computation, a function of jax arrays and keyword options.
+    why_not: takes the call's spec; returns the reasons why the implementation can't run that call, empty if it can.
+    why_not_by_default: takes the spec; returns the reasons why implementation=None must not pick it, though it may be
+      named.
+    notes: takes the spec; returns facts about the call that `explain` shows.
     """
 
     run: Callable[..., Any]
@@ -105,7 +106,7 @@ class Operation:
     """A public function with its implementations.
 
     function: the public function; its name is the operation's.
-    spec: of the function's arguments by keyword (without `implementation`), the contract's spec of the call.
+    spec: takes the function's arguments by keyword (without `implementation`); returns the contract's spec of the call.
     implementations: returns the table of implementations by name, for some of IMPLEMENTATIONS.
     """
 
@@ -144,8 +145,9 @@ class Operation:
         return spec, self.select(spec, implementation)
 
     def why_not(self, implementation: str, spec: Any, *, named: bool = True) -> list[str]:
-        """The reasons why `implementation` can't run this call, or (not named) why None doesn't choose it; empty if
-        there are none."""
+        """The reasons why `implementation` can't run this call, or, if `named` is False, why None doesn't choose it;
+        empty if there are none.
+        """
         found = self.table.get(implementation)
         if found is None:
             return [NO_KERNEL]
@@ -156,8 +158,9 @@ class Operation:
     def select(self, spec: Any, implementation: Preference) -> Implementation:
         """The implementation that runs this call.
 
-        ValueError for what `names` refuses; NotImplementedError, with every reason, if no implementation that is named
-        can run."""
+        Raises a ValueError if `names` does, and a NotImplementedError, with every reason, if no named implementation
+        can run.
+        """
         tried, named = names(implementation), implementation is not None
         refused: list[str] = []
         kernel: Implementation | None = None
@@ -203,10 +206,11 @@ def by_platform(kernel: Implementation, other: Implementation) -> Implementation
         operands = [x for x in jax.tree.leaves((arrays, options)) if isinstance(x, jax.Array)]
 
         def varying(each: Implementation) -> Any:
-            # Under shard_map both must have results of one type: a kernel's vary as all of its operands do together.
+            # Under shard_map both must have results of one type: a kernel's results vary over all mesh axes that any
+            # operand varies over.
             return jax.tree.map(lambda x: carry(x, *operands), each.run(*arrays, **options))
 
-        # Both are traced, and the one of the platform is lowered.
+        # Both are traced; only the one for the platform is lowered.
         return lax.platform_dependent(cuda=lambda: varying(kernel), default=lambda: varying(other))
 
     return Implementation(run)
@@ -215,7 +219,7 @@ def by_platform(kernel: Implementation, other: Implementation) -> Implementation
 def names(implementation: Preference) -> tuple[str, ...]:
     """The implementations that a call tries, in order.
 
-    ValueError for an unknown name, for what is no name, and for an empty sequence."""
+    Raises a ValueError for an unknown name, for a value that is no name, and for an empty sequence."""
     if implementation is None:
         return IMPLEMENTATIONS
     if not isinstance(implementation, str | Sequence):
@@ -230,7 +234,9 @@ def names(implementation: Preference) -> tuple[str, ...]:
 
 
 def row_specs(x: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
-    """The specs of an array like x with another last axis, and of one without it: of an out and its lse."""
+    """The PartitionSpecs of an out and its lse: out has the axes of x with another last one, lse has them without the
+    last.
+    """
     rows = tuple(same_spec(x))[: x.ndim - 1]
     rows += (None,) * (x.ndim - 1 - len(rows))
     return PartitionSpec(*rows, None), PartitionSpec(*rows)

@@ -1,4 +1,4 @@
-"""What surrounds a paged cache: making one, and the slots that positions have in it."""
+"""Helpers of a paged cache: how to make one, and the slots that positions have in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def slots(
       requests: [T] int32, the request of each token. None: row b of `positions` is request b's.
 
     Returns:
-      int32 like positions; -1, which writers skip, where a position is negative or past the request's table.
+      int32 like positions; -1, which writers skip, if a position is negative or past the request's table.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

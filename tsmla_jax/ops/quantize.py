@@ -12,7 +12,8 @@ from tsmla_kernels.contract import FP8, FP8_MAX
 def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
     """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even into `dtype`; fp8 saturates at +-448.
 
-    The reciprocal is taken once. XLA turns a division by a scalar into this under jit, and so do the kernels.
+    The reciprocal is taken once. The kernels do the same, and under jit XLA turns a division by a scalar into this
+    product.
     """
     if scale is not None:
         wide = accumulation_dtype(x.dtype.name)
@@ -24,5 +25,5 @@ def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
 
 
 def quantize_q(q: jax.Array, q_scale: Scale | None) -> jax.Array:
-    """Queries as a layer gives them to attention: q / q_scale in float8_e4m3fn, or q itself where there is no scale."""
+    """Queries as a layer gives them to attention: q / q_scale in float8_e4m3fn, or q itself if q_scale is None."""
     return q if q_scale is None else to_cache_dtype(q, q_scale, FP8)

@@ -22,13 +22,15 @@ def row_owner(cu_seqlens: jax.Array, num_rows: int) -> RowOwner:
 
 
 def to_padded(packed: jax.Array, cu_seqlens: jax.Array, max_len: int) -> jax.Array:
-    """[T, ...] -> [B, max_len, ...]. Past a request's end come other rows, never ones out of bounds."""
+    """[T, ...] -> [B, max_len, ...]. After a request's end come rows of other requests, never rows out of bounds."""
     index = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
     return packed[jnp.clip(index, 0, packed.shape[0] - 1)]
 
 
 def to_packed(padded: jax.Array, cu_seqlens: jax.Array, num_rows: int, fill: float) -> jax.Array:
-    """[B, S, ...] -> [num_rows, ...]; rows of no request, and those past a request's S-th token, are `fill`."""
+    """[B, S, ...] -> [num_rows, ...]; rows that belong to no request, and rows past a request's S-th token, are
+    `fill`.
+    """
     request, position, owned = row_owner(cu_seqlens, num_rows)
     owned &= position < padded.shape[1]
     packed = padded[request, jnp.minimum(position, padded.shape[1] - 1)]
@@ -37,7 +39,7 @@ def to_packed(padded: jax.Array, cu_seqlens: jax.Array, num_rows: int, fill: flo
 
 def seen_keys(seq_lens: jax.Array, cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """For each of num_rows packed query tokens: its request, and how many keys it sees: token i of S sees the first
-    seq_len - (S - 1) + i. A row of no request sees none."""
+    seq_len - (S - 1) + i. A row that belongs to no request sees none."""
     request, position, owned = row_owner(cu_seqlens, num_rows)
     lens = seq_lens[request] - (cu_seqlens[request + 1] - cu_seqlens[request]) + 1 + position
     return request, jnp.where(owned, jnp.maximum(lens, 0), 0)

@@ -10,7 +10,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool, la
     """The rotated vectors, in x's dtype; computed in float32 at least.
 
     Args:
-      x: [..., R]; pair i is columns 2i and 2i + 1 where `interleave`, else i and i + R / 2.
+      x: [..., R]; pair i is columns 2i and 2i + 1 if `interleave` is set, else i and i + R / 2.
       cos, sin: float32, broadcastable to [..., R / 2].
       layout: the order of the result's columns: "interleaved" (pairs 2i, 2i + 1) or "halves" (i, i + R / 2).
     """

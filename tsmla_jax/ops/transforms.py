@@ -36,7 +36,9 @@ Partition = tuple[tuple[P, ...], Any]
 
 
 class Summed(NamedTuple):
-    """Results that sum over axes of the first operand. Devices that split one of these axes add up theirs."""
+    """Results that are sums over axes of the first operand. Devices that split one of these axes add up their
+    results.
+    """
 
     results: tuple[int, ...]
     axes: tuple[int, ...]
@@ -58,16 +60,16 @@ def transformable(
     """`on_device`, a function of arrays, under jax's transformations.
 
     Args:
-      rule: the sharding rule of custom_partitioning. fixed: its factors that are never split.
+      rule: the sharding rule of custom_partitioning. fixed: the rule's factors that are never split.
       partition: the specs that the operands' and results' shapes (with shardings) should have.
       fold: called with (run, axis_size, *arrays), all batched but the shared ones: one call of `run` in the place of
-        axis_size calls. It may return None where one call can't hold them. Without a fold, vmap makes one call after
+        axis_size calls. It may return None if one call can't hold them all. Without a fold there is one call after
         another.
-      shared: the number of operands at the end that one call has one value of. Calls that differ in them come one after
-        another.
+      shared: how many operands at the end must be the same for all calls that are folded into one. If vmap batches one
+        of them, there is one call after another.
       unexpanded: operands that `fold` takes without the batch axis when vmap gives them none.
-      derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. None
-        leaves the derivative to `with_backward`; with both, only second derivatives ask for this one.
+      derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. If it is
+        None, `with_backward` gives the derivative; if both are given, only second derivatives use this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
       summed: results that the devices add up, if there are any.
     """
@@ -84,8 +86,8 @@ def transformable(
         split_axes = jax.tree.leaves([axis for axis in mesh_axes if axis is not None])
 
         def local(*arrays: jax.Array) -> Any:
-            # What one device computes has no mesh, whatever jax.set_mesh has set: jax 0.12 would leave annotations of
-            # shardings in it, which nothing resolves any more.
+            # The computation of one device has no mesh, whatever jax.set_mesh has set: otherwise jax 0.12 would leave
+            # sharding annotations in it, which nothing resolves any more.
             with jax.sharding.use_abstract_mesh(_NO_MESH):
                 return on_shapes(*arrays)
 
@@ -142,11 +144,11 @@ def transformable(
 
 
 def row_writer(kernel: Kernel, config: Config, arch: str, *, rule: str, slots: int) -> Callable[..., Any]:
-    """A kernel that writes a row a token into the slots of its first operand, as a function of its inputs under jax's
-    transformations but for derivatives. Pages may be split; tokens are whole on every device.
+    """A kernel that writes one row for each token into slots of its first operand, as a function of its inputs under
+    jax's transformations other than derivatives. Pages may be split; all tokens are on every device.
 
     Args:
-      rule: of the operands; the first three factors are the cache's.
+      rule: the sharding rule of the operands; its first three factors are the cache's axes.
       slots: the operand that holds slots.
     """
 
@@ -178,7 +180,7 @@ def row_writer(kernel: Kernel, config: Config, arch: str, *, rule: str, slots: i
 def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[Any, ...]]) -> Callable[..., Any]:
     """`run`, a function of arrays, with a derivative in reverse mode.
 
-    backward: of ((operands, results), the results' cotangents), the operands' cotangents.
+    backward: takes (operands, results) and the results' cotangents; returns the operands' cotangents.
     """
 
     def forward(*operands: jax.Array) -> tuple[Any, tuple[tuple[jax.Array, ...], Any]]:
@@ -199,15 +201,17 @@ def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[
 
 def without_derivative(results: Any, known: Any, op: str, alternative: str) -> Any:
     """`results` of a loop whose number of passes depends on the array `known`. Under jax.jit that number is not known,
-    such a loop has no derivative in reverse mode, and NotImplementedError says so."""
+    and such a loop has no derivative in reverse mode: to ask for one raises a NotImplementedError that says so.
+    """
     if not isinstance(known, jax.core.Tracer):
         return results
     return refuse_derivative(results, (), f"{op} under jax.jit", alternative)
 
 
 def refuse_derivative(results: Any, operands: Sequence[jax.Array], op: str, alternative: str) -> Any:
-    """`results`. NotImplementedError where one of them has a derivative, or one of `operands`, from which they were
-    computed without it."""
+    """`results`, for which a derivative raises a NotImplementedError, be it of one of them or of one of `operands`,
+    from which they were computed without a derivative.
+    """
     leaves, structure = jax.tree.flatten(results)
 
     @jax.custom_jvp
@@ -222,7 +226,9 @@ def refuse_derivative(results: Any, operands: Sequence[jax.Array], op: str, alte
 
 
 def named_axes(shape: Any) -> tuple[Any, ...]:
-    """The mesh axes of each dimension of a custom partitioning's operand; None for all if its sharding has no names."""
+    """The mesh axes of each dimension of a custom partitioning's operand; None for every dimension if the operand's
+    sharding has no names.
+    """
     spec = tuple(shape.sharding.spec) if isinstance(shape.sharding, NamedSharding) else ()
     return spec + (None,) * (len(shape.shape) - len(spec))
 

@@ -1,4 +1,4 @@
-"""indexer_topk: the keys that the V3.2 indexer selects for each query token, without the logits of all of them."""
+"""indexer_topk: the keys that the V3.2 indexer selects for each query token, without holding the logits of all keys."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def indexer_topk(
     return_bits: bool = False,
     implementation: Preference = None,
 ) -> Array | tuple[Array, ...]:
-    """The cached keys with the k best scores of the indexer for every query token: select_topk(order="position") of
-    indexer_logits, in memory that does not grow with the query tokens times the keys.
+    """The cached keys with the k best indexer scores for every query token: select_topk(order="position") of
+    indexer_logits, in memory that does not grow with query tokens times keys.
 
     Args:
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.
@@ -128,26 +128,27 @@ def indexer_topk(
       k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain floats [P, Z, Di].
       block_tables: [T, M] int32, one row a token (see expand_decode_metadata), or with cu_seqlens_q [B, M], one row a
         request; entries past a row's last page are never used.
-      seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
+      seq_lens: [T] int32, how many keys token t sees; or with cu_seqlens_q [B], how many keys request b has; 0 is
+        legal.
       k: static, at least 1 (2048 in V3.2).
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
-        iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none.
+        iff j < seq_len - (S - 1) + i, as in mla_decode; rows that belong to no request see none.
       return_slots: static; return slots and counts in the place of positions.
       return_scores: static; return the scores of the selected keys, too, as the last result.
       return_bits: static; return the selection as bits, which mla_prefill takes, in the place of positions; without
         return_slots and return_scores.
-      implementation: "cute" (the kernels, by chunks of query tokens; logits that their kernel doesn't take as in
-        "xla"), "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the best that can run;
-        see `explain`.
+      implementation: "cute" (the kernels, by chunks of query tokens; if the kernel of the logits can't run, they are
+        computed as in "xla"), "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the
+        best that can run; see `explain`.
 
     Returns:
-      [T, k] int32, the positions of the selected keys in the token's sequence, ascending, and -1 behind the
-      min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
-      number. With return_slots: their slots in k_cache, block_tables[., p // Z] * Z + p % Z of position p, in the same
-      order; and the counts [T] int32, min(k, keys seen). With return_scores also the scores, [T, k] float32, of the
-      keys in the order of the positions (or slots), -inf where there is no key; they are the logits that the
-      implementation compared. With return_bits: [T, W] int32 words, W = ceil(M * Z / 128) * 4, the selection_bits of
-      the positions. Integers have no derivative; the scores have one in "reference" alone.
+      [T, k] int32, the positions of the selected keys in the token's sequence, ascending: min(k, keys seen) positions,
+      then -1. Of equal scores the one at the lower position is the larger, and NaN is below every number. With
+      return_slots: their slots in k_cache, block_tables[., p // Z] * Z + p % Z of position p, in the same order; and
+      the counts [T] int32, min(k, keys seen). With return_scores also the scores, [T, k] float32, of the keys in the
+      order of the positions (or slots), -inf where there is no key; they are the logits that the implementation
+      compared. With return_bits: [T, W] int32 words, W = ceil(M * Z / 128) * 4, the selection_bits of the positions.
+      Integers have no derivative; only "reference" gives the scores one.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out

@@ -1,7 +1,7 @@
-"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows. The
-logits that no kernel takes, of keys that are not in e4m3, are computed as in xla.py, a chunk at a time.
+"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows.
+Logits that no kernel computes (of keys that are not e4m3) are computed as in xla.py, a chunk at a time.
 
-Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them.
+If each token has its own row of the block table, tokens are partitioned, and vmap's axis is folded into them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _transformable(options: Options, ragged: bool, arch: str, num_sms: int) -> C
 
 
 def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, num_sms: int) -> Results:
-    """The results of all query rows of a device; `given` are the operands by name."""
+    """The results of all query rows of a device, chunk by chunk. given: the operands by name."""
     plan = chunks.chunks_of(spec, num_sms, arch=arch)
     tokens = spec.logits.num_tokens
     block_tables, seq_lens = given["block_tables"], given["seq_lens"]
@@ -117,8 +117,9 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
     several = plan.rows < tokens
     num_requests = spec.logits.num_requests if spec.logits.ragged else plan.rows
     of_rows = dataclasses.replace(spec.logits, num_tokens=plan.rows, num_requests=num_requests)
-    # What else a chunk has rows of: its rows of the block table and the keys that they see; or, of several tokens a
-    # request, each row's number, and unless their kernel writes this beside the logits, a row's keys and its request.
+    # The other arrays that are cut into chunks. With one row of the block table a token: the block table and how many
+    # keys each row sees. In ragged calls: each row's index; and each row's key count and request, unless the kernel of
+    # the logits writes these two.
     where: tuple[jax.Array, ...] = block_tables, seq_lens
     if cu_seqlens_q is not None:
         where = (jnp.arange(tokens, dtype=jnp.int32),) if several else ()
@@ -165,14 +166,16 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
 
 
 def of_chunk(seq_lens: jax.Array, cu_seqlens_q: jax.Array, first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(seq_lens, cu_seqlens_q) of the `rows` query rows from `first` on, as if there were no others. No token in the
-    chunk sees the keys of its request's tokens behind the chunk, which are its last ones."""
+    """(seq_lens, cu_seqlens_q) of a chunk, the `rows` query rows from `first` on, as if there were no other rows. A
+    request's tokens after the chunk have the request's last keys, which no token in the chunk sees: seq_lens leaves
+    them out.
+    """
     behind = jnp.maximum(cu_seqlens_q[1:] - (first + rows), 0)
     return jnp.maximum(seq_lens - behind, 0), jnp.clip(cu_seqlens_q - first, 0, rows)
 
 
 def _partition(ragged: bool, return_slots: bool, return_scores: bool, shapes: Sequence[Any]) -> transforms.Partition:
-    """Tokens as those of q; nothing is split if requests have several."""
+    """The sharding of q along tokens, everything else whole; if calls are ragged, nothing is split."""
     rows = None if ragged else transforms.named_axes(shapes[0])[0]
     cu_seqlens_q = (P(None),) if ragged else ()
     operands = (P(rows, None, None), P(rows, None), P(rows, None), P(rows), *cu_seqlens_q, P(None, None, None))

@@ -43,8 +43,9 @@ def indexer_topk(
 def with_scores(
     spec: IndexerTopkSpec, logits: jax.Array, positions: jax.Array, block_tables: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The results of a call with return_scores, from the positions that were selected of rows of logits: each row's
-    block table and how many keys it sees."""
+    """The results of a call with return_scores, from rows of logits, the positions selected in them, each row's block
+    table and how many keys each row sees.
+    """
     scores = jnp.where(positions >= 0, jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=1), -jnp.inf)
     if not spec.return_slots:
         return positions, scores
@@ -62,7 +63,7 @@ def rows_of(spec: IndexerTopkSpec, seq_lens: jax.Array, cu_seqlens_q: jax.Array 
 
 
 def nothing_selected(spec: IndexerTopkSpec) -> tuple[jax.Array, ...]:
-    """The results, always in a tuple, of a call without query tokens, requests or keys."""
+    """The results, always as a tuple, of a call that has no query tokens, no requests or no keys."""
     tokens = spec.logits.num_tokens
     if spec.return_bits:
         return (jnp.zeros((tokens, spec.topk.width), jnp.int32),)

@@ -1,6 +1,6 @@
 """indexer_topk in portable XLA: blocks of tokens, and for each of them windows of keys and a running top-k.
 
-Beyond the operands and the result there are one window's logits of a block of tokens and the best keys so far, some
+Beyond the operands and the result, memory holds one window's logits of a block of tokens and the best keys so far: some
 MiB, however many keys there are; windows past the longest sequence of a block of tokens are never visited.
 """
 
@@ -22,7 +22,8 @@ from tsmla_jax.ops.selection_bits import xla as bits_xla
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 MIN_WINDOW = 4096
-"""Keys between two merges into the running top-k, or twice k if that is more: the merge sorts the k best so far again.
+"""Keys between two merges into the running top-k, or twice k if that is more: the merge sorts the k best so far
+again.
 """
 BLOCK_BYTES = 4 << 20
 """Bound on the float32 logits of a window of keys and a block of tokens; the sort's own workspace is a small multiple
@@ -30,7 +31,9 @@ of it."""
 
 
 class Best(NamedTuple):
-    """The best keys of each token so far, descending: their logits, and their positions, -1 where there is no key."""
+    """The best keys of each token so far, in descending order: their logits, and their positions (-1 if there is no
+    key).
+    """
 
     logits: jax.Array
     positions: jax.Array
@@ -61,7 +64,7 @@ def indexer_topk(
         of_window = dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, max_pages=pages, ragged=False)
 
         def step(i: jax.Array, best: Best) -> Best:
-            # The last window ends with the table; keys that it shares with the one before have been merged.
+            # The last window ends with the table; keys that it shares with the window before have been merged already.
             entry = jnp.minimum(i * pages, spec.logits.max_pages - pages)
             tables = lax.dynamic_slice_in_dim(block_tables, entry, pages, axis=1)[request]
             lens = jnp.clip(seen - entry * page_size, 0, window)
@@ -97,7 +100,9 @@ def indexer_topk(
 
 
 def by_position(best: Best, k: int) -> tuple[jax.Array, jax.Array]:
-    """Positions [T, k] in ascending order, -1 behind the last, and their logits, -inf there."""
+    """Positions [T, k] in ascending order and their logits; after the last key the position is -1 and the logit
+    -inf.
+    """
     padding = ((0, 0), (0, k - best.positions.shape[1]))
     positions = jnp.pad(best.positions, padding, constant_values=-1)
     logits = jnp.where(positions < 0, -jnp.inf, jnp.pad(best.logits, padding))
@@ -107,7 +112,9 @@ def by_position(best: Best, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def merge(best: Best, more: Best) -> Best:
-    """The best keys of both; those of `more` lie behind all of `best` in their sequences."""
+    """The best keys among those of `best` and `more`; all keys of `more` lie after those of `best` in their
+    sequences.
+    """
     kept = best.logits.shape[1]
     logits, positions = (jnp.concatenate(pair, axis=1) for pair in zip(best, more, strict=True))
     is_key = positions >= 0
@@ -118,7 +125,8 @@ def merge(best: Best, more: Best) -> Best:
     def sort_all() -> jax.Array:
         return jnp.lexsort((~numerics.ordered(logits), ~is_key), axis=-1).astype(jnp.int32)[:, :kept]
 
-    # Ties go to the lower index, so to the lower position. But a place without a key is not worse than a key of -inf.
+    # Ties go to the lower index, so to the lower position. But a place without a key also has the logit -inf, and would
+    # not lose against a key of -inf.
     unusual = (is_key & (numerics.is_unordered(logits) | jnp.isneginf(logits))).any()
     order = lax.cond(unusual, sort_all, lambda: lax.top_k(value, kept)[1])
     return Best(jnp.take_along_axis(logits, order, axis=1), jnp.take_along_axis(positions, order, axis=1))

@@ -1,1 +1,1 @@
-"""The operation merge_attention_states: api, reference, xla and, where there is a kernel, cute."""
+"""The operation merge_attention_states: api, cute, reference and xla."""

@@ -24,13 +24,15 @@ def merge_attention_states(
 ) -> tuple[Float[Array, "*rows L"], Float[Array, "*rows"]]:
     """The exact merge of attention over disjoint sets of keys: weights exp(lse_i - logsumexp(lse)).
 
-    As merge_attn_states in vLLM and FlashInfer's cascade; used for chunked context, split keys and context parallelism.
+    The same merge as merge_attn_states in vLLM and FlashInfer's cascade, for chunked context, split keys and context
+    parallelism.
 
     Args:
       outs: N partial results [..., H, L], a sequence or one array with N in front; float16 to float64.
-      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf, or +inf as
-        FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
-      implementation: "xla", "reference", or None for the best that can run; see `explain`.
+      lses: their logsumexps [..., H], natural logarithm; float32 or float64. An lse of -inf, or of +inf as
+        FlashAttention and FlashMLA write it, means that the part saw no key: its out is then ignored, even if it is
+        NaN.
+      implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
@@ -41,7 +43,7 @@ def merge_attention_states(
         call.
     """
     spec, chosen = OPERATION.choose(**locals())
-    # By index: iterating over a sharded array loses its sharding.
+    # Parts are taken by index: iterating over a sharded array loses its sharding.
     arrays = tuple(tuple(jnp.asarray(parts[i]) for i in range(spec.num_parts)) for parts in (outs, lses))
     return chosen.call(arrays, lambda: row_specs(arrays[0][0]), spec=spec)
 

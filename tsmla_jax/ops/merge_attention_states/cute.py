@@ -1,6 +1,7 @@
-"""merge_attention_states by the CuTe DSL kernel: one custom call whose results are the first part's memory, where that
-has no further use. The derivative is that of "xla", vmap's axis is one more axis of rows, and rows are partitioned as
-the first part's are."""
+"""merge_attention_states by the CuTe DSL kernel: one custom call. Its results overwrite the first part's memory if the
+program does not use that part again. The derivative is that of "xla", vmap's axis is one more axis of rows, and rows
+are partitioned as those of the first part.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def _transformable(config: merge_rules.MergeConfig, arch: str) -> Callable[..., 
         return out.reshape(outs[0].shape), lse.reshape(lses[0].shape)
 
     def partition(shapes: Sequence[Any]) -> transforms.Partition:
-        """Rows as those of the first part, columns whole."""
+        """The sharding: rows as in the first part, columns whole."""
         rows = transforms.named_axes(shapes[0])[:-1]
         out, lse = P(*rows, None), P(*rows)
         return (out,) * parts + (lse,) * parts, (out, lse)

@@ -15,8 +15,8 @@ def merge_attention_states(
     """out and lse, as the public merge_attention_states documents them."""
     dtype = accumulation_dtype(spec.out_dtype)
     lse = jnp.stack(lses).astype(dtype)
-    seen = ~jnp.isinf(lse)  # true of NaN, which must not look like no key
-    lse = jnp.where(seen, lse, -jnp.inf)  # FlashAttention and FlashMLA write +inf where no key is seen
+    seen = ~jnp.isinf(lse)  # true for NaN, too, which must not look like a row without keys
+    lse = jnp.where(seen, lse, -jnp.inf)  # FlashAttention and FlashMLA write +inf for a row that saw no key
     out = jnp.where(seen[..., None], jnp.stack(outs).astype(dtype), 0)
     any_seen = seen.any(0)
     maximum = jax.lax.stop_gradient(jnp.where(any_seen, lse.max(0), 0))

@@ -1,4 +1,4 @@
-"""merge_attention_states in portable XLA: a fused sum over the parts, with a derivative of its own."""
+"""merge_attention_states in portable XLA: a fused sum over the parts, with a custom derivative."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = tuple[jax.Array, jax.Array]
 
 def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> State:
     """out and lse, as the public merge_attention_states documents them."""
-    # All operands get one varying type before the custom derivative, as their cotangents have.
+    # All operands get the same varying type before the custom derivative, because their cotangents have one.
     return _merge(spec, *(tuple(carry(x, *outs, *lses) for x in parts) for parts in (outs, lses)))
 
 
@@ -31,7 +31,7 @@ def _merge(spec: MergeSpec, outs: Parts, lses: Parts) -> State:
 
 
 def _weights(lses: Parts, dtype: jnp.dtype) -> tuple[list[jax.Array], jax.Array]:
-    """Each part's share of the result, 0 where it saw nothing, and the merged lse."""
+    """Each part's share of the result (0 if the part saw no key), and the merged lse."""
     wide = [lse.astype(dtype) for lse in lses]
     wide = [jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in wide]  # FlashAttention and FlashMLA write +inf
     maximum = reduce(jnp.maximum, wide)
@@ -54,7 +54,7 @@ def _forward(spec: MergeSpec, outs: Parts, lses: Parts) -> tuple[State, tuple[Pa
 
 
 def backward(spec: MergeSpec, saved: tuple[Parts, Parts, jax.Array], cotangents: State) -> tuple[Parts, Parts]:
-    """The cotangents of outs and lses, from these, the merged out, and the cotangents of out and lse."""
+    """The cotangents of outs and lses. saved: outs, lses and the merged out. cotangents: those of out and lse."""
     outs, lses, merged = saved
     dtype = accumulation_dtype(spec.out_dtype)
     d_out, d_lse = (x.astype(dtype) for x in cotangents)

@@ -1,1 +1,1 @@
-"""The operation mla_decode: api, reference, xla and, where there is a kernel, cute."""
+"""The operation mla_decode: api, cute, reference and xla."""

@@ -80,7 +80,7 @@ def mla_decode(
     fp8_probabilities: bool = False,
     implementation: Preference = None,
 ) -> Float[Array, "*tokens H L"] | tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]:
-    """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
+    """Attention of the last tokens of each request over that request's latent cache (absorbed MLA, one key head).
 
     out = softmax(softmax_scale * q . kv) latent, with q the absorbed query [q_nope W_UK | q_rope]; apply W_UV after it.
     The formulation is DeepSeek-V2's (arXiv:2405.04434); the masks are those of the decode step in vLLM and SGLang.
@@ -99,15 +99,15 @@ def mla_decode(
       latent_dim: L; the first L columns of a cache row are also its value. R = 0 (L = D) is legal.
       cu_seqlens_q: [B + 1] int32, row where each request's query tokens start, and their end; with ragged q only.
       max_q_len: static bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
-      causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
-      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
-        visible_lens keys of its request, at most seq_len of them, and none where it is negative. For keys that are
-        dealt out to several devices (vLLM's and SGLang's decode context parallelism), where a device holds others for
-        each token of a request.
+      causal: query i of S sees key j iff j < seq_len - (S - 1) + i; without causal iff j < seq_len.
+      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: a token with the entry n sees the
+        first min(n, seq_len) keys of its request, and none if n is negative. Made for keys that are dealt out to
+        several devices (vLLM's and SGLang's decode context parallelism): there the causal rule does not say how many of
+        a device's keys a token sees.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
-        are from 2^-126 to 2^126, so that float32 holds their reciprocals too; that is checked of numbers, and an array
-        with another value gives rows without meaning.
+        are from 2^-126 to 2^126, so that float32 holds their reciprocals too; numbers are checked, and an array with
+        another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       fp8_probabilities: "cute" on Hopper may round the softmax's terms to float8_e4m3fn before it multiplies them by
@@ -121,21 +121,21 @@ def mla_decode(
       score.
 
     Slots past seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
-    token reaches the queries that see it; with "cute" also those of the same request that the causal mask or
-    visible_lens hides it from. A row whose scores are all -inf (of queries that overflowed, say) is NaN; with "cute",
-    here and in the other attention operations, as if it saw no key. "cute" subtracts a row's greatest score in float32:
-    where scores times softmax_scale pass 2^24 in size, a row's weights may be anything. Unsound lengths, pages and
-    offsets (negative, decreasing, past their end) read nothing outside the arrays and give rows without meaning, other
-    ones in each implementation and front end; TSMLA_CHECK=1 raises instead.
+    token reaches the queries that see it; with "cute" it also reaches queries of the same request from which the causal
+    mask or visible_lens hides the key. A row whose scores are all -inf (because the query overflowed, say) is NaN; in
+    "cute", here and in the other attention operations, it is a row that sees no key. "cute" subtracts a row's greatest
+    score in float32: where scores times softmax_scale pass 2^24 in size, a row's weights may be anything. Unsound
+    lengths, pages and offsets (negative, decreasing, past their end) read nothing outside the arrays, and give rows
+    without meaning that differ between implementations and front ends; TSMLA_CHECK=1 raises instead.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
     through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with all of them;
-    "cute" is also partitioned automatically over heads and batch, without moving the cache, and to be exported needs
-    disabled_checks=tsmla_jax.export_disabled_checks().
+    "cute" is also partitioned automatically over heads and batch, without moving the cache, and jax.export needs
+    disabled_checks=tsmla_jax.export_disabled_checks() for it.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call; the message gives every reason.
     """
     spec, chosen = OPERATION.choose(**locals())
     q, kv_cache, block_tables, seq_lens = map(jnp.asarray, (q, kv_cache, block_tables, seq_lens))

@@ -1,6 +1,6 @@
 """mla_decode on Blackwell: the operands of TokenSpeed's kernels for a call on one device, made safe for any input.
 
-tsmla_kernels.sm100.dense_arrays says what they need.
+tsmla_kernels.sm100.dense_arrays says what these kernels need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tsmla_kernels.sm100 import dense_arrays
 
 
 def behind_check(spec: DecodeSpec, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
-    """seq_lens, under TSMLA_CHECK=1 behind the check that unused slots of last pages are finite."""
+    """seq_lens, which under TSMLA_CHECK=1 waits for the check that unused slots of last pages are finite."""
     if not checks.enabled():
         return seq_lens
     bad = dense_arrays.not_finite(LIBRARY, spec, kv_cache, block_tables, seq_lens)
@@ -45,10 +45,10 @@ def on_one_device(
     """out and lse of a call whose arrays lie on one device; spec describes those.
 
     Args:
-      scales: [2] float32, the factors of the logits and of the outputs. static_scales: the same as numbers if they are
-        known, so that the launch can pass them by value.
+      scales: [2] float32, the factors of the logits and of the outputs. static_scales: the two factors as numbers, if
+        they are known, so that the launch can pass them by value.
 
-    Raises NotImplementedError where vmap made the call larger than the kernels can index.
+    Raises a NotImplementedError if vmap made the call larger than the kernels can index.
     """
     if reasons := MLA_DECODE_SM100.reasons(spec):
         raise contract.not_runnable("mla_decode", "cute", reasons)

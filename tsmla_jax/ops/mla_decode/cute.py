@@ -1,4 +1,6 @@
-"""mla_decode by the CuTe DSL kernels: their operands, how vmap's axis becomes requests, and what is partitioned."""
+"""mla_decode by the CuTe DSL kernels: their operands, the folding of vmap's axis into requests, and the
+partitioning.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,13 @@ class _Planned(NamedTuple):
     static_scales: tuple[float, float] | None = None
 
     def optional(self, others: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
-        """cu_seqlens_q and visible_lens, or None, of the arrays behind seq_lens."""
+        """cu_seqlens_q and visible_lens from the arrays after seq_lens; each is None if the call has none."""
         ragged = self.spec.ragged
         return others[0] if ragged else None, others[int(ragged)] if self.spec.visible_lens else None
 
 
-# Heads split everything but the cache; requests split everything of theirs but the cache, whose pages any of them may
-# name. Ragged rows can't be split by requests: where one ends is only known on the device.
+# An array can be split along heads, if it has them, and along requests. The cache is whole: any request may name any
+# page. Ragged rows can't be split by requests: where a request ends is known only on the device.
 _SHARDING_RULES = {
     False: (
         "b s h d, p z e, b m, b, {}c -> b s h l, b s h",
@@ -126,8 +128,9 @@ def _refuse_derivative(*_: jax.Array) -> NoReturn:
 def _on_one_device(
     call: _Planned, q: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, *others: jax.Array
 ) -> Results:
-    """The kernel on the arrays of one device, whose number of heads and requests may be a part of the whole. `others`
-    are cu_seqlens_q (ragged calls), visible_lens (calls that have these) and the scales."""
+    """The kernel on the arrays of one device, which may have only a part of the heads and requests. others:
+    cu_seqlens_q (in ragged calls), visible_lens (if the call has them) and the scales.
+    """
     (cu_seqlens_q, visible_lens), scales = call.optional(others), others[-1]
     spec = call.spec.with_sizes_of(q.shape, kv_cache.shape, block_tables.shape)
     if call.arch in MLA_DECODE_SM100.archs:
@@ -142,12 +145,14 @@ def _on_one_device(
     config = sm90_decode.decode_config(spec)
 
     def launch(first: Any, stop: Any) -> Results:
-        """The rows of requests first to stop - 1. Those of a ragged call's other requests are not written."""
+        """The rows of requests first to stop - 1. In a ragged call, rows of the other requests are in the result but
+        not written.
+        """
         mine = slice(first, stop)
         rows_of = q if spec.ragged else q[mine]
         rows = math.prod(rows_of.shape[:-1])
         workspaces = sm90_decode.workspace_shapes(config, call.num_sms, stop - first, spec.max_pages)
-        # The kernel has the operand of offsets in both cases.
+        # The kernel always has an operand for offsets; calls that are not ragged pass seq_lens, which it does not read.
         offsets = seq_lens[mine] if cu_seqlens_q is None else cu_seqlens_q[first : stop + 1]
         visible: tuple[jax.Array, ...] = ()
         if visible_lens is not None:
@@ -167,7 +172,7 @@ def _on_one_device(
     if cu_seqlens_q is None:
         outs, lses = zip(*results, strict=True)
         return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
-    # The kernel walks requests: it doesn't write rows of none, and max_q_len is only its bound.
+    # The kernel walks requests: it doesn't write rows that belong to none, and it may write rows past max_q_len.
     request, position, owned = row_owner(cu_seqlens_q, spec.total_q_len)
     kept = owned & (position < spec.max_q_len)
     out, lse = results[0]
@@ -218,10 +223,11 @@ def _fold(
 
 
 def _fold_offsets(offsets: jax.Array, total: int, max_q_len: int) -> tuple[jax.Array, int]:
-    """cu_seqlens_q [V, B + 1] over V packings of `total` rows each -> the offsets of all of them as one packing.
+    """The offsets of one packing of V * `total` rows, from cu_seqlens_q [V, B + 1] of V packings of `total` rows each.
 
     Rows that a packing leaves unused at its end must not become part of its last request: they go to requests without
-    keys, `fillers` of them for each packing (returned too), each no longer than max_q_len."""
+    keys, each at most max_q_len long. How many such requests each packing gets is the second result.
+    """
     num_packings = offsets.shape[0]
     fillers = -(-total // max_q_len)
     ends = offsets[:, -1:] + jnp.arange(1, fillers + 1, dtype=jnp.int32) * max_q_len
@@ -232,7 +238,7 @@ def _fold_offsets(offsets: jax.Array, total: int, max_q_len: int) -> tuple[jax.A
 
 
 def _partition(call: _Planned, shapes: Sequence[Any]) -> transforms.Partition:
-    """q's sharding along heads and requests, everything else whole."""
+    """The sharding of q along heads and requests; everything else is whole."""
     q, _, tables, lens, *_ = map(transforms.named_axes, shapes)
     if call.spec.ragged:
         rows, visible = P(None, q[1], None), [P(None)] * call.spec.visible_lens

@@ -60,7 +60,9 @@ def _attend(
     q_len: jax.Array,
     visible_lens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scaled queries q [B, S, H, D], of which the first q_len [B] count -> out [B, S, H, L], lse [B, S, H]."""
+    """out [B, S, H, L] and lse [B, S, H] of scaled queries q [B, S, H, D], of which each request has the first
+    q_len[b].
+    """
     dtype = q.dtype
     num_keys = spec.max_pages * spec.page_size
     position = jnp.arange(num_keys)
@@ -70,8 +72,9 @@ def _attend(
     pages = jnp.where(page_used, jnp.clip(block_tables, 0, spec.num_pages - 1), 0)
     kv = kv_cache[pages].reshape(q.shape[0], num_keys, spec.head_dim).astype(dtype) * as_scale(scales.k, dtype)
     kv = jnp.where(used[..., None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
-    # A new token's key may hold NaN too, and must not reach the queries that don't see it, nor their derivatives: its
-    # score is NaN, which its queries' softmax hands on, and its numbers enter no product.
+    # A new token's key may hold NaN too, which must reach neither queries that don't see the key nor their derivatives.
+    # So its score is set to NaN, which the softmax of the queries that see it hands on, and its values enter no
+    # product.
     is_nan = jnp.isnan(kv)
     values = jnp.where(jnp.isfinite(kv), kv, 0)[..., : spec.latent_dim]
     kv = jnp.where(is_nan, 0, kv)
@@ -97,7 +100,7 @@ def _attend(
 
 
 def _scores(spec: DecodeSpec, q: jax.Array, kv: jax.Array) -> jax.Array:
-    """q . k for all keys kv [B, M Z, D], [B, S, H, M Z]."""
+    """The products q . k with all keys kv [B, M Z, D]: [B, S, H, M Z]."""
 
     def scores(kv: jax.Array) -> jax.Array:
         return jnp.einsum("bshd,bkd->bshk", q, kv, precision="highest")
@@ -109,7 +112,7 @@ def _scores(spec: DecodeSpec, q: jax.Array, kv: jax.Array) -> jax.Array:
 
 
 def _sums(spec: DecodeSpec, weights: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of weights [B, S, H, M Z] over the keys, and those of weight times value [B, M Z, L]."""
+    """The sums over the keys of the weights [B, S, H, M Z], and of weight times value [B, M Z, L]."""
 
     def sums(weights: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         return weights.sum(-1), jnp.einsum("bshk,bkl->bshl", weights, values, precision="highest")
@@ -128,6 +131,6 @@ def _sums(spec: DecodeSpec, weights: jax.Array, values: jax.Array) -> tuple[jax.
 
 
 def _by_page(spec: DecodeSpec, x: jax.Array, axis: int) -> jax.Array:
-    """x with its axis of M Z keys cut into Z, and M in front."""
+    """x with its axis of M Z keys cut into pages: that axis becomes Z, and a new axis of M pages comes first."""
     shape = (*x.shape[:axis], spec.max_pages, spec.page_size, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis, 0)

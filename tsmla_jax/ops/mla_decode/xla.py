@@ -74,7 +74,7 @@ def _decode_padded(
     logit_scale: jax.Array,
     out_scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """q is [B, S, H, D], whose tokens see the first ends [B, S] keys each."""
+    """out and lse of q [B, S, H, D]; token [b, s] sees the first ends[b, s] keys of its request."""
     pages_per_block = max(1, BLOCK_KEYS // spec.page_size)
     block_keys = pages_per_block * spec.page_size
     num_blocks = (seq_lens + (block_keys - 1)) // block_keys
@@ -113,7 +113,7 @@ def _attend_one(
     *,
     pages_per_block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """One request: q [S, H, D], table [M] and ends [S] -> out [S, H, L], lse [S, H]."""
+    """out [S, H, L] and lse [S, H] of one request: q [S, H, D], table [M] and ends [S]."""
     dtype = accumulation_dtype(spec.q_dtype)
     wide = {spec.q_dtype, spec.kv_dtype} & {"float32", "float64"}
     # 16-bit inputs are exact in tf32 and in bf16 products, so the fast product of a GPU or TPU loses nothing on them.
@@ -129,7 +129,8 @@ def _attend_one(
         page = jnp.clip(table[jnp.minimum(entry, spec.max_pages - 1)], 0, spec.num_pages - 1)
         page = jnp.where(entry * page_size < seq_len, page, 0)  # an unused entry may hold anything
         position = i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-        # Tied to the step's pages: otherwise XLA's CPU backend converts the whole cache to float32 ahead of the loop.
+        # The barrier ties the cache to the step's page: otherwise XLA's CPU backend converts the whole cache to float32
+        # before the loop.
         cache, page = lax.optimization_barrier((kv_cache, page))
         kv = cache[page].reshape(block_keys, spec.head_dim).astype(dtype)
         kv = jnp.where((position < seq_len)[:, None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
@@ -137,7 +138,7 @@ def _attend_one(
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
         values = kv[:, :latent_dim]
         if spec.visible_lens or (spec.causal and q.shape[0] > 1):
-            # There are keys that not every query sees. NaN in it is in the scores of those that do.
+            # This block has keys that not every query sees. A NaN in a key is in the scores of the queries that see it.
             values = jnp.where(jnp.isfinite(values), values, 0)
         return online_softmax.update(state, scores, lambda weights: lax.dot(weights, values, precision=precision))
 

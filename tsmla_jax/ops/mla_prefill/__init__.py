@@ -1,1 +1,1 @@
-"""The operation mla_prefill: api, reference, xla and, where there is a kernel, cute."""
+"""The operation mla_prefill: api, cute, reference and xla."""

@@ -157,30 +157,30 @@ def mla_prefill(
       max_q_len, max_kv_len: static bounds on one request's tokens; max_kv_len goes with cu_seqlens_kv.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced; K^-0.5 times the square of
         yarn's mscale for DeepSeek.
-      causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
-        request.
+      causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Without causal a query sees all
+        keys of its request.
       q_scale, k_scale, v_scale: the arrays hold values / scale (fp8 usually); None is 1. Float or float32 scalar array.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
       deterministic: the gradients of two equal calls are equal bit by bit. Without it only "cute" adds in an order that
         may differ between calls; with it the backward kernel takes 1 to 8 % longer on an H200, with K and V of 256 29
         to 70 %.
       selection: [R, W] int32, words of bits that say which keys a query token selects, see `selection_bits`: bit j of
-        word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. A token
-        sees, of the keys that `causal` and the lengths leave it, only those that it selects; one that selects none of
-        them gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
+        word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. Of the keys
+        that `causal` and the lengths leave a token, it sees only those that it selects; a token that selects none of
+        these gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
       selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
         its keys and needs no words. None: token t has row t.
       sinks: [H] of floats, a logit a head that takes weight and has no value: out is multiplied by
         1 / (1 + exp(sink - lse)).
       return_max_logits: also return the greatest scaled logit of each row and head, as QK-clip wants it: its maximum
-        over the tokens is a head's. Not of fp8 in "cute". It carries no derivative.
+        over the tokens is the head's greatest logit. "cute" can't return it for fp8. It carries no derivative.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for
       float64), natural logarithm; with return_max_logits then max_logits [Tq, H] in lse's dtype. A row that sees no key
-      gives out 0, lse -inf and max_logits -inf; max_logits is NaN where lse is. Legal scales, and what unsound
-      offsets do without TSMLA_CHECK, are as `mla_decode` says.
+      gives out 0, lse -inf and max_logits -inf; max_logits is NaN if lse is. Legal scales, and what unsound offsets do
+      without TSMLA_CHECK, are as `mla_decode` says.
 
     Derivatives: reverse mode in q, k, v, the sinks and the scales, in memory linear in Tq + Tk (from the saved lse, as
     FlashAttention's backward). "cute" has a kernel for the gradient on Hopper, for float16 and bfloat16 with K 192 and
@@ -189,7 +189,7 @@ def mla_prefill(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call; the message gives every reason.
     """
     spec, chosen = OPERATION.choose(**locals())
     cu_seqlens_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv

@@ -1,4 +1,4 @@
-"""The derivative of the prefill kernels' calls: the kernel of the gradient where it can run, else "xla"'s loop."""
+"""The derivative of the prefill kernels' calls: the kernel of the gradient if it can run, else the loop of "xla"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Gradients = tuple[jax.Array, ...]
 
 
 class Operands(NamedTuple):
-    """What the kernel reads; k and v may also be kv and k_rope."""
+    """The arrays that the kernel reads; the fields k and v may also hold kv and k_rope."""
 
     q: jax.Array
     k: jax.Array
@@ -61,8 +61,9 @@ def note(spec: PrefillSpec, arch: str) -> str:
 
 
 def backward(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
-    """The cotangents of q, k, v, the sinks if there are any, the scales, the offsets and the selection, in this order,
-    from a call's operands in this order, its results and their cotangents."""
+    """The cotangents of the call's operands: q, k, v, the sinks (if any), the scales, the offsets and the selection.
+    saved: the operands in this order, and the results.
+    """
     (q, k, v, *others), results = saved
     sinks, (scales, *offsets), selection = call.split(others)
     spec = call.spec_of(q, k, offsets[0])
@@ -76,7 +77,7 @@ def backward(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
 
 
 def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
-    """`backward` by the kernel; k and v may also be kv and k_rope. A scale's cotangent is NaN where the scale is 0."""
+    """`backward` by the kernel; k and v may also be kv and k_rope. A scale's cotangent is NaN if the scale is 0."""
     (q, k, v, *others), (out, lse, *_) = saved
     d_out, d_lse, *_ = cotangents
     sinks, (scales, *offsets), selection = call.split(others)
@@ -93,13 +94,15 @@ def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
 
 @jax.jit
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum of the products of a and b. Rows of no request have a = 0, and b may be NaN there."""
+    """The sum of the products of a and b. In rows that belong to no request a is 0, and b may be NaN."""
     return jnp.where(a == 0, 0, a.astype(jnp.float32) * b.astype(jnp.float32)).sum()
 
 
 @functools.cache
 def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]:
-    """The kernel as a function of Operands. vmap makes one call after another where heads share the rope columns."""
+    """The kernel as a function of Operands. Under vmap there is one call after another if heads share the rope
+    columns.
+    """
     keys, columns = ("s h w, s r", ("w", "r")) if shared_rope else ("s h k, s h v", ())
     return transforms.transformable(
         functools.partial(_on_device, call),
@@ -114,7 +117,7 @@ def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]
 
 
 def _on_device(call: Planned, *arrays: jax.Array) -> Gradients:
-    """The kernel on the arrays of one device, whose number of heads may be a part of the whole."""
+    """The kernel on the arrays of one device, which may have only a part of the heads."""
     x = Operands(*arrays)
     spec = call.spec_of(x.q, x.k, x.cu_seqlens_q)
     config = sm90_backward.backward_config(spec, x.v.shape[1] if x.v.ndim == 2 else 0)
@@ -139,7 +142,7 @@ def _fold(run: Callable[..., Gradients], axis_size: int, *arrays: jax.Array) -> 
 
 
 def _partition(shared_rope: bool, shapes: Sequence[Any]) -> transforms.Partition:
-    """q's sharding along heads; what has no heads is whole."""
+    """The sharding of q along heads; arrays without heads are whole."""
     heads = transforms.named_axes(shapes[0])[1]
     rows, terms = P(None, heads, None), P(None, heads)
     gradients = (rows, rows, P(None, None) if shared_rope else rows)

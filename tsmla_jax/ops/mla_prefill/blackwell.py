@@ -1,6 +1,6 @@
 """mla_prefill on Blackwell: the operands of TokenSpeed's kernel for a call on one device, made safe for any input.
 
-tsmla_kernels.sm100.dense_arrays says what it needs.
+tsmla_kernels.sm100.dense_arrays says what this kernel needs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def on_one_device(
     """out and lse of a call whose arrays lie on one device; spec describes those.
 
     Args:
-      scales: [2] float32, the factors of the logits and of the outputs. static_scales: the same as numbers if they are
-        known, so that the launch can pass them by value.
+      scales: [2] float32, the factors of the logits and of the outputs. static_scales: the two factors as numbers, if
+        they are known, so that the launch can pass them by value.
 
-    Raises NotImplementedError where vmap made the call larger than the kernel can index.
+    Raises a NotImplementedError if vmap made the call larger than the kernel can index.
     """
     if reasons := MLA_PREFILL_SM100.reasons(spec):
         raise contract.not_runnable("mla_prefill", "cute", reasons)

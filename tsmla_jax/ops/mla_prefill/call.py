@@ -26,7 +26,7 @@ SEVERAL_TIMES = "implementation='reference' can be differentiated several times"
 
 class Planned(NamedTuple):
     """A call's spec without sizes, and the GPU that it is planned for. static_scales: the scales, if a kernel takes
-    them by value. The derivative in XLA and Blackwell use the spec's bounds on lengths."""
+    them by value. The spec keeps its bounds on lengths, which XLA's derivative and the Blackwell kernels need."""
 
     spec: PrefillSpec
     arch: str
@@ -35,17 +35,20 @@ class Planned(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many results have a number a row and head: lse, and max_logits if the call returns it."""
+        """How many results have one value for each row and head: lse, and max_logits if the call returns it."""
         return 1 + self.spec.max_logits
 
     def split(self, others: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """The operands behind the first three: the sinks, if there are any; the scales and the two arrays of offsets;
-        and those of a selection, if there is one."""
+        """The operands after the first three, in three tuples: the sinks (if any); the scales and the two arrays of
+        offsets; the arrays of a selection (if any).
+        """
         first = int(self.spec.sinks)
         return tuple(others[:first]), tuple(others[first : first + 3]), tuple(others[first + 3 :])
 
     def spec_of(self, q: Any, k: Any, cu_seqlens_q: jax.Array) -> PrefillSpec:
-        """The spec of the call on these arrays, which may be those of one device, or of several calls. k may be kv."""
+        """The spec of the call on these arrays, which may be the arrays of one device, or of several calls that vmap
+        made one. `k` may also be kv.
+        """
         return self.spec.with_sizes_of(q.shape, k.shape, cu_seqlens_q.shape)
 
 
@@ -58,5 +61,5 @@ def planned(spec: PrefillSpec, scales: jax.Array | np.ndarray) -> Planned:
 
 
 def refuse_second_derivative(*_: jax.Array) -> NoReturn:
-    """The derivative of the kernels themselves, which only a derivative of their gradient asks for."""
+    """Refuses the derivative of the kernels themselves, which only a second derivative asks for."""
     raise contract.not_differentiable("the gradient of mla_prefill", SEVERAL_TIMES)

@@ -1,5 +1,6 @@
-"""mla_prefill by the CuTe DSL kernels: their operands, how vmap's axis becomes heads, and how heads are split over
-devices."""
+"""mla_prefill by the CuTe DSL kernels: their operands, the folding of vmap's axis into heads, and the splitting of
+heads over devices.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def why_not(spec: PrefillSpec) -> list[str]:
 
 
 def notes(spec: PrefillSpec) -> list[str]:
-    """What a user should know about this architecture's kernels, and which derivative a call has that they can run."""
+    """Notes for users about this architecture's kernels, and about the derivative of a call that these kernels can
+    run.
+    """
     arch = device.target_arch()
     about = [sm100.NOTICE] if arch in MLA_PREFILL_SM100.archs else []
     return about if arch is None or why_not(spec) else [*about, backward.note(spec, arch)]
@@ -90,7 +93,7 @@ def _transformable(call: Planned) -> Callable[..., Any]:
 
 
 def on_hopper(call: Planned, spec: PrefillSpec, inputs: tuple[jax.Array, ...], rope_dim: int = 0) -> Results:
-    """The Hopper kernel on the arrays of one device, whose number of heads may be a part of the whole.
+    """The Hopper kernel on the arrays of one device, which may have only a part of the heads.
 
     inputs: the kernel's operands (rope_dim as in PrefillConfig decides whether they are k and v, or kv and k_rope)."""
     workspaces = sm90_prefill.prefill_workspaces(spec.batch, call.num_sms)
@@ -115,7 +118,9 @@ def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: j
 
 
 def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
-    """Heads split everything that has them. Rows can't be split: where a request ends is only known on the device."""
+    """The sharding: heads are split in every array that has them. Rows can't be split: where a request ends is known
+    only on the device.
+    """
     heads = transforms.named_axes(shapes[0])[1]
     rows = P(None, heads, None)
     sinks, *others = call.split(shapes[3:])

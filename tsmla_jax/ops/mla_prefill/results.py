@@ -16,7 +16,7 @@ Results = tuple[jax.Array, ...]
 
 
 def attend(spec: PrefillSpec, chosen: Implementation, arrays: tuple[Any, ...], sinks: Any) -> Results:
-    """The results of the implementation that was chosen; arrays[0] is q."""
+    """The results of the chosen implementation; arrays[0] is q."""
 
     def specs() -> tuple[Any, ...]:
         out, rows = row_specs(arrays[0])
@@ -34,7 +34,9 @@ def results_of_no_keys(spec: PrefillSpec, q: jax.Array) -> Results:
 
 
 def asked_for(results: Results, return_lse: bool) -> Any:
-    """What the call returns: out alone, or a tuple with lse if it was asked for, then max_logits if they are there."""
+    """The value that the call returns: out alone, or a tuple of out, lse if `return_lse` is set, and max_logits if
+    there are any.
+    """
     out, lse, *greatest = results
     found = (out, *[lse] * return_lse, *greatest)
     return found if len(found) > 1 else out

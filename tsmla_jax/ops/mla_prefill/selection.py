@@ -1,4 +1,6 @@
-"""The selection of keys by bits: the arrays that implementations are given, and which pairs they let see each other."""
+"""The selection of keys by bits: the arrays that implementations are given, and which keys each token selects by
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Selection = tuple[jax.Array, ...]
 
 
 def operands(spec: PrefillSpec, selection: jax.Array | None, selection_rows: jax.Array | None) -> Selection:
-    """The selection's arrays; token t has row t where no rows are given."""
+    """The selection's arrays; without selection_rows, token t has row t."""
     if selection is None:
         return ()
     words = jnp.asarray(selection)
@@ -25,8 +27,9 @@ def operands(spec: PrefillSpec, selection: jax.Array | None, selection_rows: jax
 
 
 def selected(words: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """Which of the keys at `positions` [N] the tokens with these `rows` [T] of the words select, [T, N] bool. Keys past
-    the last word are not selected; rows past the last count as the last."""
+    """Whether each token selects the keys at `positions` [N]: [T, N] bool. rows: [T], each token's row of the words.
+    Keys past the last word are not selected; a row index past the last row counts as the last.
+    """
     word = lax.shift_right_logical(positions, jnp.int32(WORD_KEYS.bit_length() - 1))
     inside = (positions >= 0) & (word < words.shape[1])
     each = words[jnp.clip(rows, 0, words.shape[0] - 1)[:, None], jnp.where(inside, word, 0)]

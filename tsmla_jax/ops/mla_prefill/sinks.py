@@ -1,7 +1,7 @@
 """Sinks, a logit a head that takes weight from the keys and has no value: how they change the results and the gradient.
 
-With s of a head and a row's lse, the row's weights are exp(score - whole) where exp(whole) = exp(lse) + exp(s). So the
-gradient of a call with sinks is that of one without, given `whole` in the place of lse.
+If a head has the sink s, and a row the logsumexp lse, the row's weights are exp(score - whole), where exp(whole) =
+exp(lse) + exp(s). So the gradient of a call with sinks is that of a call without, with `whole` in place of lse.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def share(lse: jax.Array, sinks: jax.Array, seen: jax.Array | bool = True) -> ja
 
 
 class Absorbed(NamedTuple):
-    """What stands for lse and its cotangent [T, H] in the gradient of a call with sinks."""
+    """The arrays [T, H] that stand for lse and its cotangent in the gradient of a call with sinks."""
 
     lse: jax.Array
     d_lse: jax.Array
 
     @classmethod
     def of(cls, lse: jax.Array, d_lse: jax.Array, sinks: jax.Array) -> Absorbed:
-        """From the results of the call: its lse is without the sinks."""
+        """The Absorbed of a call, from the lse that the call returns, which is without the sinks."""
         seen = lse != -jnp.inf
         whole = jnp.where(seen, jnp.logaddexp(jnp.where(seen, lse, 0), sinks.astype(lse.dtype)), -jnp.inf)
-        # exp(whole - lse) is infinite where the sink has nearly all weight; a cotangent of 0 stays 0.
+        # exp(whole - lse) is infinite if the sink has nearly all weight; there a cotangent of 0 must stay 0.
         used = seen & (d_lse != 0)
         return cls(whole, jnp.where(used, d_lse * jnp.exp(jnp.where(used, whole - lse, 0)), 0))
 

@@ -116,7 +116,7 @@ def _attend(
 
 
 def _split(spec: PrefillSpec, rest: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
-    """The selection's arrays and the sinks, of the operands behind the offsets."""
+    """The selection's arrays and the sinks, from the operands after the offsets."""
     return (rest[:-1], rest[-1]) if spec.sinks else (rest, None)
 
 
@@ -137,7 +137,7 @@ def backward(spec: PrefillSpec, saved: tuple[Operands, Results], cotangents: Res
     if sinks is not None:
         absorbed = Absorbed.of(lse, d_lse, sinks)
         of_sinks, (lse, d_lse) = (absorbed.d_sinks(out, d_out, sinks),), absorbed
-    # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
+    # d scores = weights * (d weights - shift): shift has the term of the softmax's sum, and lse's own cotangent.
     shift = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse.astype(dtype)
     padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
     padded_d_out, padded_shift, padded_lse = (_at_least(x, Q_TILE) for x in (d_out, shift, lse))
@@ -192,7 +192,7 @@ _attend.defvjp(_forward, backward)
 def _tiling(
     spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, num_rows: int
 ) -> tuple[jax.Array, Callable[[jax.Array], _Tile]]:
-    """How many tiles of queries there are, and the function from a tile's number to the tile."""
+    """How many tiles of queries there are, and the function from a tile's index to the tile."""
     q_lens = jnp.clip(cu_seqlens_q[1:] - cu_seqlens_q[:-1], 0, spec.max_q_len)
     kv_lens = jnp.clip(cu_seqlens_kv[1:] - cu_seqlens_kv[:-1], 0, spec.max_kv_len)
     tiles = (q_lens + (Q_TILE - 1)) // Q_TILE
@@ -203,7 +203,8 @@ def _tiling(
         q_start, q_len = cu_seqlens_q[request], q_lens[request]
         kv_start, kv_len = cu_seqlens_kv[request], kv_lens[request]
         first = q_start + (t - (ends[request] - tiles[request])) * Q_TILE
-        # The last tile of all may reach past the array. It then starts earlier, and `valid` skips the rows before it.
+        # The very last tile may reach past the array. It then starts earlier, and `valid` skips the rows of the tile
+        # before.
         row = jnp.clip(first, 0, num_rows - Q_TILE)
         rows = row + jnp.arange(Q_TILE, dtype=jnp.int32)
         valid = (rows >= first) & (rows < q_start + q_len)
@@ -222,7 +223,7 @@ Select = Callable[[_Tile, jax.Array], jax.Array]
 
 
 def _selecting(selection: Sequence[jax.Array]) -> Select | None:
-    """The function that a call's selection is; None without one."""
+    """The function by which a call selects keys; None if the call has no selection."""
     if not selection:
         return None
     words, rows = selection

@@ -1,7 +1,7 @@
 """mla_prefill_kv: mla_prefill on keys and values as the layer makes them, without copies of them.
 
 The projection kv_b gives each head's keys without their rope columns and its values side by side, and the rope columns
-are the same for all heads. The Hopper kernel reads both where they lie; elsewhere k and v are made from them first.
+are the same for all heads. The Hopper kernel reads both arrays in place; otherwise k and v are made from them first.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def mla_prefill_kv(
         `mla_prefill`.
 
     Returns:
-      As `mla_prefill`; derivatives in reverse mode too.
+      The results of `mla_prefill`, which have derivatives in reverse mode, too.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call; the message gives every reason.
     """
     spec, chosen = OPERATION.choose(**locals())
     cu_seqlens_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv

@@ -1,5 +1,6 @@
-"""mla_prefill_kv by the CuTe DSL kernels. The Hopper kernel reads kv and k_rope where they lie; for dtypes and widths
-that it can't read this way, and on Blackwell, k and v are made first and go to mla_prefill's kernels."""
+"""mla_prefill_kv by the CuTe DSL kernels. The Hopper kernel reads kv and k_rope in place; for dtypes and widths that it
+can't read so, and on Blackwell, k and v are made first and go to mla_prefill's kernels.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ def mla_prefill_kv(
     spec: PrefillSpec,
     sinks: jax.Array | None = None,
 ) -> Results:
-    """out, lse and, if the spec has them, max_logits as the public mla_prefill_kv documents them. spec is that of the
-    call on k and v. Reverse-mode differentiable."""
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill_kv documents them. spec: the spec of the
+    call on k and v. Reverse-mode differentiable.
+    """
     if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
         attend, offsets = prefill.mla_prefill, (cu_seqlens_q, cu_seqlens_kv)
         return reference.mla_prefill_kv(
@@ -57,8 +59,9 @@ def mla_prefill_kv(
 
 @functools.cache
 def _differentiable(call: Planned) -> Callable[..., Any]:
-    """The call as a function (q, kv, k_rope, [sinks,] scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> Results. vmap
-    makes one call after another."""
+    """The call as a function (q, kv, k_rope, [sinks,] scales, cu_seqlens_q, cu_seqlens_kv, *selection) -> Results.
+    Under vmap there is one call after another.
+    """
 
     def on_device(q: jax.Array, kv: jax.Array, k_rope: jax.Array, *others: jax.Array) -> Results:
         sinks, (scales, *offsets), selection = call.split(others)
@@ -91,7 +94,7 @@ def _differentiable(call: Planned) -> Callable[..., Any]:
 
 
 def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
-    """q's sharding along heads, everything else whole."""
+    """The sharding of q along heads; everything else is whole."""
     heads = transforms.named_axes(shapes[0])[1]
     rows = P(None, heads, None)
     sinks, *others = call.split(shapes[3:])

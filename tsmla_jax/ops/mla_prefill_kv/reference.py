@@ -26,14 +26,15 @@ def mla_prefill_kv(
     sinks: jax.Array | None = None,
     attend: Callable[..., Results] = reference.mla_prefill,
 ) -> Results:
-    """out, lse and, if the spec has them, max_logits as the public mla_prefill_kv documents them. spec is that of the
-    call on k and v, and `attend` the mla_prefill to use."""
+    """out, lse and, if the spec has them, max_logits as the public mla_prefill_kv documents them. spec: the spec of the
+    call on k and v. attend: the mla_prefill to use.
+    """
     k, v = expand(kv, k_rope, spec.qk_head_dim)
     return attend(q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *selection, spec=spec, sinks=sinks)
 
 
 def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
-    """k [Tk, H, K] and v [Tk, H, V] of kv and k_rope."""
+    """k [Tk, H, K] and v [Tk, H, V], from kv and k_rope."""
     nope = k_dim - k_rope.shape[1]
     rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], k_rope.shape[1]))
     return jnp.concatenate([kv[..., :nope], rope], axis=-1), kv[..., nope:]

@@ -1,4 +1,4 @@
-"""quantize_blocks: activations in e4m3, with a scale for every 128 of a row."""
+"""quantize_blocks: activations in e4m3, with a scale for every 128 columns of a row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def quantize_blocks(
     x: Float[Array, "*rows K"], *, power_of_two: bool = False, implementation: Preference = None
 ) -> tuple[Float[Array, "*rows K"], Float32[Array, "*rows K/128"]]:
-    """Quantise activations to e4m3 with a scale for every 128 of a row, as block_scaled_matmul takes them.
+    """Quantise activations to e4m3 with a scale for every 128 columns of a row, as block_scaled_matmul takes them.
 
-    The scale s is max |x| / 448 over the block, values are x / s, rounded to nearest even. As act_quant in
-    DeepSeek-V3's inference code and per_token_group_quant_fp8 in vLLM.
+    The scale s is max |x| / 448 over the block; values are x / s, rounded to nearest even. act_quant in DeepSeek-V3's
+    inference code and per_token_group_quant_fp8 in vLLM do the same.
 
     Args:
-      x: [..., K] float16, bfloat16 or float32. The last block may be a part.
+      x: [..., K] float16, bfloat16 or float32. The last block may be shorter.
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 

@@ -78,17 +78,17 @@ def select_topk(
     """The positions of the k largest of seq_lens[t] logits of each row, exact; or their slots, or their bits.
 
     Args:
-      logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
+      logits: [T, N]; columns outside a row's part are never used, whatever they hold.
       seq_lens: [T] int32, 0 to N.
       k: static, at least 1 (2048 in V3.2).
-      order: of the positions in a row: "value", the largest logit first, or "position", ascending, which is faster on
-        Hopper. Both orders hold the same positions.
-      row_starts: [T] int32, the column where each row begins: of ragged prefill, whose logits are over the keys of all
+      order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on
+        Hopper. Both select the same positions.
+      row_starts: [T] int32, the column where each row begins, for ragged prefill, whose logits are over the keys of all
         requests. Positions count from there. None is column 0 for all.
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
       page_size: Z of the block tables, static: position p is slot block_tables[t, p // Z] * Z + p % Z.
-      return_bits: static; return the selection as bits, which mla_prefill takes, in the place of positions; without
-        block_tables alone. On Hopper this is the fastest result, because it is the shortest.
+      return_bits: static; return the selection as bits, which mla_prefill takes, in the place of positions; not legal
+        with block_tables. On Hopper this is the fastest result, because it is the shortest.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:

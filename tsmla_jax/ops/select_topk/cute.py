@@ -27,7 +27,7 @@ def why_not(spec: TopKSpec) -> list[str]:
 
 
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
-    """What the public select_topk documents. Positions have no derivative, as in XLA."""
+    """The results that the public select_topk documents. Positions have no derivative, as in XLA."""
     if 0 in logits.shape or (spec.page_size and 0 in others[-1].shape):
         if spec.bits:
             return jnp.zeros((logits.shape[0], spec.width), jnp.int32)
@@ -41,7 +41,7 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
 @functools.cache
 def _transformable(spec: TopKSpec, arch: str) -> Callable[..., Any]:
     """The call as a function (logits, seq_lens[, row_starts][, block_tables]) -> positions [T, k], words [T, W], or
-    slots [T, k] and counts [T]; of rows and columns of any number, whatever the spec's are."""
+    slots [T, k] and counts [T]; it takes any number of rows and columns, whatever the spec has."""
 
     def on_device(logits: jax.Array, *others: jax.Array) -> Results:
         rows, columns = logits.shape
@@ -68,7 +68,7 @@ def _transformable(spec: TopKSpec, arch: str) -> Callable[..., Any]:
 
 
 def _partition(has_slots: bool, shapes: Sequence[Any]) -> transforms.Partition:
-    """Rows as those of the logits, columns whole."""
+    """The sharding: rows as in the logits, columns whole."""
     rows = transforms.named_axes(shapes[0])[0]
     operands = tuple(P(rows, *(None,) * (len(shape.shape) - 1)) for shape in shapes)
     return operands, (P(rows, None), P(rows)) if has_slots else P(rows, None)

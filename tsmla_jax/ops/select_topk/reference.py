@@ -16,7 +16,9 @@ Results = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class Rows(NamedTuple):
-    """Which columns are a row's: lengths [T] inside the array, first columns [T], and block tables [T, M] or None."""
+    """The part of the logits that each row has: lengths [T] clipped to the array, first columns [T], and block tables
+    [T, M] or None.
+    """
 
     lens: jax.Array
     starts: jax.Array
@@ -24,7 +26,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(spec: TopKSpec, seq_lens: jax.Array, *others: jax.Array) -> Rows:
-    """The rows of a call; `others` are row_starts and block_tables, where there are any."""
+    """The rows of a call. others: row_starts and block_tables, if the call has them."""
     starts = jnp.zeros_like(seq_lens)
     if spec.row_starts:
         starts = jnp.clip(others[0], 0, spec.num_columns)
@@ -38,7 +40,7 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
     rows = rows_of(spec, seq_lens, *others)
     column = jnp.arange(num_keys) - rows.starts[:, None]
     in_row = (column >= 0) & (column < rows.lens[:, None])
-    # The last key of lexsort decides first: what is not the row's goes behind everything.
+    # The last key of lexsort decides first: columns outside the row come after all of the row's.
     order = jnp.lexsort((~numerics.ordered(logits), ~in_row), axis=-1).astype(jnp.int32)
     order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys)))) - rows.starts[:, None]
     positions = jnp.where(jnp.arange(k) < rows.lens[:, None], order, -1)
@@ -48,7 +50,7 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
 
 
 def results_of(spec: TopKSpec, rows: Rows, positions: jax.Array) -> Results:
-    """The positions, or their slots through the block tables and the counts of selected ones."""
+    """The positions; or, if there are block tables, the positions' slots and how many positions each row selects."""
     if rows.block_tables is None:
         return positions
     counts = jnp.minimum(rows.lens, spec.k)
@@ -62,5 +64,5 @@ def results_of(spec: TopKSpec, rows: Rows, positions: jax.Array) -> Results:
 
 
 def ascending(positions: jax.Array) -> jax.Array:
-    """Each row sorted, -1 behind all positions: it is the greatest unsigned number."""
+    """Each row sorted, with -1 after all positions: as an unsigned integer -1 is the greatest."""
     return jnp.sort(positions.astype(jnp.uint32), axis=-1).astype(jnp.int32)

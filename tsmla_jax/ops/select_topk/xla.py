@@ -1,4 +1,4 @@
-"""select_topk in portable XLA: XLA's own top-k on blocks of rows, its ties and padding made exact."""
+"""select_topk in portable XLA: XLA's own top-k on blocks of rows, corrected so that ties and padding are exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
             return jnp.lexsort(keys, axis=-1).astype(jnp.int32)[:, : min(k, num_keys)]
 
         # Ties go to the lower index, so a -inf inside the row comes before those past its end, but not before NaN.
-        # With starts there may also be -inf before the row, at lower positions than those inside.
+        # If rows have starts, there may also be -inf before the row, at lower indices than the row's own -inf.
         if spec.row_starts:
             unusual |= (in_row & jnp.isneginf(logits)).any()
         order = lax.cond(unusual, sort_all, lambda: lax.top_k(value, min(k, num_keys))[1])

@@ -1,1 +1,1 @@
-"""The floor under the sparse operations: layouts of caches, slots, blocks of tokens, and the rules of their numbers."""
+"""Parts that the sparse operations share: layouts of caches, slots, blocks of tokens, and bit-exact arithmetic."""

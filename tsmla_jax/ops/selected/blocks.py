@@ -28,8 +28,8 @@ def over_token_blocks(
     Args:
       outs: the shapes of the whole results, rows first.
       varying_with: further arrays that the body reads, for shard_map's types.
-      num_used: traced, the number of rows that matter. Blocks behind them are not visited; their results are 0.
-        (Under jax.export all rows are one block where their number is not known.)
+      num_used: traced, how many rows matter. Blocks after these rows are not visited; their results are 0. (If
+        jax.export leaves the number of rows symbolic, all rows are one block.)
     """
     num_rows = outs[0].shape[0]
     if not isinstance(num_rows, int):
@@ -52,7 +52,8 @@ def over_token_blocks(
 
 
 def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """take(x, where), a slice or a gather of few elements, moved as bits where x is a float of 8 or 16 bits.
+    """take(x, where), a slice or a gather of few elements; if x is a float of 8 or 16 bits, its bits are moved as
+    integers.
 
     A backend without arithmetic in such a type widens before it gathers, and moves the widening out of the surrounding
     loop: it would make a float32 copy of the whole cache to fetch a few rows. The barrier ties x to an index that
@@ -68,8 +69,8 @@ def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array],
 def put_rows(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     """cache [P, Z, D] with rows [T, D] of its dtype in slots [T]; slots from P * Z on are dropped. In place if donated.
 
-    A scatter, except on CPUs for floats of 8 or 16 bits: there XLA would widen the whole cache around a scatter, but
-    not around a loop of slice updates.
+    The rows are scattered, except on CPUs for floats of 8 or 16 bits: there XLA would widen the whole cache around a
+    scatter, but not around a loop of slice updates.
     """
     if not rows.shape[0]:
         return cache
@@ -86,7 +87,7 @@ def _scatter_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Arr
 
 
 def _update_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    # The rows to write come first and the loop ends after them. Skipping one inside the loop would read the cache.
+    # The rows to write come first, and the loop ends after them: to skip a row inside the loop would read the cache.
     dropped = slots >= flat.shape[0]
     order = jnp.argsort(dropped, stable=True)
 

@@ -15,12 +15,13 @@ from tsmla_kernels import contract
 class CompressorState(NamedTuple):
     """The last tokens of every request, as a ring: the token at position p lies in row p % ring.
 
-    A ring of n tokens more than the window of one entry lets a request take back up to n tokens (rejected drafts): call
-    again with a smaller seq_len.
+    If the ring has n tokens more than the window of one entry, a request can take back up to n tokens (rejected drafts)
+    by a call with a smaller seq_len.
 
     Attributes:
       kv_score: [N, ring, 2, W] float32: kv, and score with its position bias added.
-      positions: [N, ring] int32: the position that each row holds, -1 for none; read by TSMLA_CHECK=1's checks only.
+      positions: [N, ring] int32: the position that each row holds, -1 if it holds none; only the checks of
+        TSMLA_CHECK=1 read it.
     """
 
     kv_score: jax.Array
@@ -29,13 +30,13 @@ class CompressorState(NamedTuple):
 
 @exportable
 class CompressedEntries(NamedTuple):
-    """The entries that a call completed, in the tokens' order; padding behind them.
+    """The entries that a call completed, in the order of the tokens, then padding.
 
     Attributes:
       kv: [E, C] float32: pooled, before norm and rope; 0 for padding.
-      requests: [E] int32: the request of each, -1 for padding.
-      positions: [E] int32: its place in the request's compressed sequence, last token's position // ratio; -1 for
-        padding.
+      requests: [E] int32: the request of each entry, -1 for padding.
+      positions: [E] int32: the entry's index in the request's compressed sequence, which is its last token's position
+        // ratio; -1 for padding.
     """
 
     kv: jax.Array

@@ -1,7 +1,7 @@
 """An indexer's scores of plain keys and their gradient: blocks of tokens, and for each of them blocks of columns.
 
-Column s of a token is a key: the one in slot indices[t, s], or the one at position s of the token's text. Beside the
-operands, the results and one float32 sum a key there is one gathered block at a time, some tens of MiB.
+Column s of a token is a key: the one in slot indices[t, s], or the one at position s of the token's text. Memory holds
+the operands, the results, one float32 sum for each key, and one gathered block at a time (some tens of MiB).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Block(NamedTuple):
 class Columns(NamedTuple):
     """The columns of a block of tokens.
 
-    at: takes the first column; returns the Block of `width` columns from there.
-    width: columns of a step.
-    total: columns of a row.
+    at: takes a first column; returns the Block of `width` columns from it on.
+    width: how many columns a step has.
+    total: how many columns a row has.
     active: the most columns that a row of the block uses.
     """
 
@@ -48,12 +48,12 @@ class Columns(NamedTuple):
     active: jax.Array
 
     def fold(self, step: Callable[[State, Block], State], state: State) -> State:
-        """The state after `step` has seen every column in use once."""
+        """The state after `step` has taken every column in use once."""
         if not self.total:
             return state
 
         def body(i: jax.Array, state: State) -> State:
-            # The last step moves back to end at the last column, and skips what the one before it has seen.
+            # The last step moves back to end at the last column, and skips the columns that the step before has taken.
             first = jnp.minimum(i * self.width, self.total - self.width)
             block = self.at(first)
             column = first + jnp.arange(self.width, dtype=jnp.int32)
@@ -64,7 +64,7 @@ class Columns(NamedTuple):
 
 
 def selected_columns(indices: jax.Array, lengths: jax.Array, cache: IndexerCacheSpec) -> Columns:
-    """Columns of indices [t, K], the first lengths[t] of each row."""
+    """The Columns of indices [t, K]: the first lengths[t] columns of each row count."""
     count = indices.shape[1]
     width = min(BLOCK_COLUMNS, count)
 
@@ -78,7 +78,9 @@ def selected_columns(indices: jax.Array, lengths: jax.Array, cache: IndexerCache
 
 
 def paged_columns(tables: jax.Array, request: jax.Array, seen: jax.Array, cache: IndexerCacheSpec) -> Columns:
-    """Columns of texts: position s of the text of row request[t] of the block tables [B, M], up to seen[t]."""
+    """The Columns of texts: column s of token t is position s of the text with row request[t] of the block tables [B,
+    M], if s < seen[t].
+    """
     count = tables.shape[1] * cache.page_size
     width = min(BLOCK_COLUMNS, count)
 
@@ -93,12 +95,12 @@ def paged_columns(tables: jax.Array, request: jax.Array, seen: jax.Array, cache:
 
 
 def tokens_at_once(columns: int, *widths: int) -> int:
-    """Tokens of a block of which every token has `columns` rows of these widths."""
+    """How many tokens a block takes if every token has `columns` rows of these widths."""
     return max(1, BLOCK_BYTES // (4 * max(1, columns) * max(widths)))
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array, narrow: bool, dtype: jnp.dtype) -> jax.Array:
-    """The product in `dtype`. narrow: 16-bit values are exact in a GPU's fast products."""
+    """The product in `dtype`. narrow: whether a and b hold 16-bit values, which a GPU's fast products take exactly."""
     if narrow and a.dtype == b.dtype and a.dtype.itemsize == 2:
         return jnp.einsum(equation, a, b, preferred_element_type=dtype)
     precision = lax.Precision.DEFAULT if narrow else lax.Precision.HIGHEST
@@ -111,7 +113,9 @@ def are_narrow(spec: SelectedLogitsSpec) -> bool:
 
 
 def rows_in(cache: jax.Array, block: Block) -> jax.Array:
-    """The keys [t, C, D] of a plain cache [P, Z, D], 0 where a slot is no key: what lies there may be NaN."""
+    """The keys [t, C, D] of a block, from a plain cache [P, Z, D]. Columns that are no key give 0: their slot may hold
+    NaN.
+    """
     rows = cache.reshape(-1, cache.shape[-1])
     return jnp.where(block.valid[..., None], fetch(rows, block.slots, lambda rows, at: rows[at]), 0)
 
@@ -130,7 +134,7 @@ def score(q: jax.Array, weights: jax.Array, keys: jax.Array, narrow: bool) -> Sc
 
 
 class Gradient(NamedTuple):
-    """The sums of the gradient of a block's queries [t, Hi, Di] and weights [t, Hi], and of every key [P Z, Di]."""
+    """The gradient summed so far: of a block's queries [t, Hi, Di] and weights [t, Hi], and of every key [P Z, Di]."""
 
     q: jax.Array
     weights: jax.Array
@@ -148,7 +152,7 @@ def add_gradient(
     d_logits: jax.Array,
     narrow: bool,
 ) -> Gradient:
-    """`total` and what a block of columns with the cotangent d_logits [t, C] brings."""
+    """`total` plus the gradient from one block of columns, whose logits have the cotangent d_logits [t, C]."""
     dtype = weights.dtype
     d_weights = jnp.einsum("thk,tk->th", jnp.maximum(dots, 0), d_logits, precision="highest")
     d_dots = jnp.where(dots > 0, weights[..., None] * d_logits[:, None, :], 0)
@@ -166,20 +170,20 @@ def gradient_over_blocks(
     *,
     block: int,
 ) -> Gradient:
-    """The gradient of all tokens, the sums of keys in float32 and the rows of tokens in start's dtypes.
+    """The gradient of all tokens: that of the keys in float32, those of queries and weights in the dtypes of `start`.
 
     Args:
-      body: takes a block's Gradient, where the queries and weights have none yet, then which of its tokens count, then
-        its rows of the operands; returns the Gradient with the block's.
-      operands: rows first, T of them.
-      start: zeros of all tokens' shapes.
-      block: tokens at once.
+      body: takes a Gradient that is zero for the block's queries and weights, which of the block's tokens count, and
+        the block's rows of the operands; returns the Gradient with the block's part added.
+      operands: arrays with T rows.
+      start: zeros in the shapes that the gradient of all tokens has.
+      block: how many tokens a block has.
     """
     num_rows = start.q.shape[0]
     block = min(block, num_rows)
 
     def step(i: jax.Array, total: Gradient) -> Gradient:
-        # The last block moves back to end at the last row; rows that it shares with the one before don't count again.
+        # The last block moves back to end at the last row; rows that it shares with the block before don't count again.
         first = jnp.minimum(i * block, num_rows - block)
         fresh = first + jnp.arange(block, dtype=jnp.int32) >= i * block
         rows = (fetch(x, first, lambda x, at: lax.dynamic_slice_in_dim(x, at, block, axis=0)) for x in operands)

@@ -16,14 +16,15 @@ from tsmla_kernels.contract.packed import Rotation
 
 
 def fold_weights(weights: jax.Array, head_dim: int) -> jax.Array:
-    """Head weights times head_dim^-0.5 * heads^-0.5, the constants of the indexer's logits; float32."""
+    """Head weights times the constants of the indexer's logits, head_dim^-0.5 * heads^-0.5; float32."""
     constant = jnp.float32(head_dim**-0.5 * weights.shape[-1] ** -0.5)
     return weights.astype(jnp.float32) * constant
 
 
 def rotate_columns(x: jax.Array, angles: tuple[jax.Array, ...], rotation: Rotation) -> jax.Array:
-    """x [..., Di] in float32 with rope on the rotation's columns; angles are cos and sin, broadcastable to
-    [..., R / 2]."""
+    """x [..., Di] in float32, with rope applied to the rotation's columns. angles: cos and sin, broadcastable to [...,
+    R / 2].
+    """
     cos, sin = angles
     end = rotation.offset + rotation.dim
     before, rope, behind = jnp.split(x.astype(jnp.float32), [rotation.offset, end], axis=-1)

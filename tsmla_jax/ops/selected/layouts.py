@@ -122,13 +122,13 @@ def write_v4_cache(
       kv_cache: [P, Z, D] of bf16, f16, f32 or float8_e4m3fn, or uint8 [P, page_bytes] (the packed 584-byte layout).
       kv: [T, D], norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps to 448.
       slot_mapping: [T] int32, page * page_span + offset; -1 is skipped. Slots must differ, as in write_kv_cache.
-      kv_scale: the per-tensor scale of an fp8 cache, None is 1; not legal with another layout.
-      page_size: rows of a packed page (64), or of a plain page strided wider than its rows.
+      kv_scale: the per-tensor scale of an fp8 cache; None is 1. Not legal for other caches.
+      page_size: how many rows a packed page has (64), or a plain page whose stride is larger than its rows.
       page_span: the slots between two packed pages, page_size unless slots were remapped (see remap_slots).
 
     Raises:
-      ValueError: a layout, width, dtype, page size or scale that is not legal.
-      Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
+      ValueError: a layout, width, dtype, page size or scale is not legal; under TSMLA_CHECK=1 also a slot that is
+        outside the cache or comes twice.
     """
     spec = cache_spec("kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span)
     described = _describe_wide("kv", kv, spec.head_dim)
@@ -170,7 +170,9 @@ def gather_rows(cache: jax.Array, slots: jax.Array, spec: CacheSpec, dtype: jnp.
 
 
 def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> jax.Array:
-    """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
+    """Slots, with the skipped ones moved past the end, where a scatter with mode "drop" ignores them (-1 would wrap
+    round).
+    """
     rules.check_rank("rows to write", rows, "T D")
     describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
     slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
@@ -178,7 +180,7 @@ def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> 
 
 
 def kept_slots(slots: jax.Array, spec: CacheSpec) -> jax.Array:
-    """Slots with those that name no row past the end."""
+    """Slots, with those that name no row moved past the end."""
     return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
 
 

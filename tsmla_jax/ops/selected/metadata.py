@@ -28,9 +28,9 @@ class DecodeMetadata(NamedTuple):
     """One row per query token.
 
     Attributes:
-      seq_lens: [N] int32: keys the token sees, itself included; 0 for a padding row.
+      seq_lens: [N] int32: how many keys the token sees, its own included; 0 for a padding row.
       block_tables: [N, M] int32: the block table of the token's request; zeros for a padding row.
-      decode_lens: [N] int32: all ones, the query tokens of each row from here on.
+      decode_lens: [N] int32, all ones: each row is now a request of one query token.
       request_ids: [N] int32: the request a row belongs to, -1 for a padding row.
     """
 
@@ -50,7 +50,8 @@ def expand_decode_metadata(
     """Flatten B requests of several query tokens into one-token rows (MTP, speculative decoding, prefill).
 
     Args:
-      seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal and gives rows of length 0.
+      seq_lens: [B] int32, how many keys each request has, its new tokens included; 0 is legal and gives rows of length
+        0.
       block_tables: [B, M] int32.
       decode_lens: an int m (every request has m tokens) or [B] int32; 0 gives a request no row.
       total_tokens: N, the static number of rows. Rows past the real ones are padding: length 0, page 0.
@@ -101,7 +102,7 @@ def localize_context_lens(
       world, interleave: positive ints.
 
     Returns:
-      int32 like seq_lens; 0 for an empty shard, whose attention is out 0, lse -inf and leaves a merge unchanged.
+      int32 like seq_lens; 0 for an empty shard: its attention gives out 0 and lse -inf, which leave a merge unchanged.
 
     Raises:
       ValueError: world or interleave not positive, rank outside [0, world), seq_lens not int32.
@@ -130,7 +131,7 @@ def positions_to_slots(
       positions: [N, K] int32; a negative one is "nothing here".
       block_tables: [N, M] int32, the table of each row's request.
       page_size: Z.
-      page_span: the stride between pages counted in rows, Z unless pages are strided wider.
+      page_span: the stride between pages in rows: Z, or more if pages are strided wider.
 
     Raises:
       ValueError: shapes or dtypes disagree, page_span < page_size, or a table of no page.
@@ -155,18 +156,18 @@ def expand_pools(
 ) -> Int32[Array, "N X"]:
     """Positions of the tokens of chosen pools, pool p being tokens p * pool_size to (p + 1) * pool_size - 1.
 
-    The indexer of GLM-5.3-Flash chooses among pools of keys. A token sees a pool if it sees its last key; it always
-    sees the tail, the keys behind the last such pool, itself included.
+    The indexer of GLM-5.3-Flash chooses among pools of keys. A token sees a pool if it sees the pool's last key. It
+    always sees the tail: the keys after the last such pool, up to its own.
 
     Args:
       pools: [N, K] int32; a negative one is "nothing here".
       positions: [N] int32, the position of each row's token, -1 for padding.
-      pool_size: keys of a pool; static.
+      pool_size: how many keys a pool has; static.
       tail: whether the tail's pool_size - 1 columns follow those of the pools; static.
 
     Returns:
       [N, K * pool_size + pool_size - 1] int32, or without the tail [N, K * pool_size]: positions for
-      `positions_to_slots`, and -1 where there is nothing; rows of padding are -1.
+      `positions_to_slots`, and -1 in unused columns and in padding rows.
 
     Raises:
       ValueError: shapes or dtypes disagree, or pool_size < 1.

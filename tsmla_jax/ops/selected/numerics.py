@@ -41,7 +41,9 @@ def ordered(x: Array) -> Array:
 
 
 def is_unordered(x: Array) -> Array:
-    """Where XLA's own comparisons don't order x as `ordered` does: NaN and subnormal numbers."""
+    """Whether XLA's own comparisons order an element of x otherwise than `ordered`: true for NaN and subnormal
+    numbers.
+    """
     _, magnitude = _bits(x)
     least_normal, _ = _bits(jnp.asarray(jnp.finfo(x.dtype).tiny, x.dtype))
     unsigned = f"uint{8 * x.dtype.itemsize}"  # the differences below 0 wrap round to the greatest numbers
@@ -50,7 +52,7 @@ def is_unordered(x: Array) -> Array:
 
 
 def _bits(x: Array) -> tuple[Array, Array]:
-    """The bits of floats as signed integers, and the same without the sign."""
+    """The bits of floats as signed integers, and the same bits without the sign bit."""
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     return bits, bits & jnp.iinfo(bits.dtype).max
 
@@ -76,7 +78,7 @@ def quantize_pow2(x: Array, floor: float) -> tuple[Array, Array, Array]:
 def quantize_per_tensor(x: Array, scale: float | Array) -> Array:
     """x rounded to bf16, divided by `scale`, clamped to 448 and rounded to e4m3."""
     x = x.astype(jnp.bfloat16).astype(jnp.float32)
-    # XLA turns a division by a broadcast scalar into a multiplication by its reciprocal, which is one ulp off. Behind
+    # XLA turns a division by a broadcast scalar into a multiplication by its reciprocal, which is one ulp off. After
     # the barrier the divisor is an array like any other, and the division is the IEEE one.
     divisor = lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(scale, jnp.float32), x.shape))
     return jnp.clip(x / divisor, -FP8_MAX, FP8_MAX).astype(E4M3)
@@ -96,7 +98,7 @@ def exponent_to_ue8m0(exponent: Array) -> Array:
 
 
 def to_bytes(x: Array) -> Array:
-    """The little-endian bytes of x, those of one element running along the last axis."""
+    """The little-endian bytes of x; the bytes of one element lie along the last axis."""
     raw = lax.bitcast_convert_type(x, jnp.uint8)
     return raw if x.dtype.itemsize == 1 else raw.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
 
@@ -148,10 +150,11 @@ def _tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Arra
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
-    """RMS norm in f32 with a fixed order of summation; `weight` None multiplies by nothing.
+    """RMS norm in f32 with a fixed order of summation; without `weight` the normed values are not multiplied.
 
-    Barriers round what a compiler may fuse, each of which is a kernel on a GPU. Where there is nothing to round there
-    is none: squares of 16-bit values fit in f32, and a power of two scales exactly.
+    Barriers make a compiler round each product that it could fuse into a sum; on a GPU each barrier costs a kernel. If
+    there is nothing to round, there is no barrier: squares of 16-bit values fit in f32, and a power of two scales
+    exactly.
     """
     width, exact = x.shape[-1], x.dtype.itemsize == 2
     x = x.astype(jnp.float32)
@@ -171,7 +174,9 @@ def gather_bytes(cache: Array, page: Array, start: Array, width: int) -> Array:
 
 
 def scatter_bytes(cache: Array, page: Array, start: Array, rows: Array) -> Array:
-    """cache [P, page_bytes] with rows [T, width] written at (page, start); rows of no page are dropped."""
+    """cache [P, page_bytes] with rows [T, width] written at (page, start); rows whose page does not exist are
+    dropped.
+    """
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )

@@ -1,4 +1,4 @@
-"""Around V4's attention: norm and rope before a row is stored, the mixed index rows, and the inverse rope.
+"""Steps around V4's attention: norm and rope before a row is stored, the mixed index rows, and the inverse rope.
 
 Source: DeepSeek-V4, section 2.3; the index rows are those of the engines' sparse MLA kernels.
 """
@@ -31,8 +31,10 @@ class MixedIndices:
     """Index rows for sparse_mla with two caches.
 
     Attributes:
-      indices: [T, K] int32: `window` window slots (-1 behind the last), then compressed slots, then -1; K % 4 == 0.
-      lengths: [T] int32: active columns: window + the row's compressed slots; without these, its window slots.
+      indices: [T, K] int32: `window` columns of window slots (-1 after the last), then compressed slots, then -1; K % 4
+        == 0.
+      lengths: [T] int32: how many columns are active: window + the row's compressed slots; in a row without compressed
+        slots, its window slots.
       window: static: how many leading columns are window slots.
     """
 
@@ -44,7 +46,8 @@ class MixedIndices:
 def rope_table(inv_freq: Float[Array, " half"], num_positions: int, *, scale: float = 1.0) -> Float[Array, "N R"]:
     """cos and sin of position * inv_freq, side by side: [num_positions, 2 * half] float32, angles in float32.
 
-    A table, not a computation at each use: every use of a position then has bitwise the same angles.
+    Angles come from a table and are not computed at each use, so that every use of a position has bitwise the same
+    ones.
 
     Args:
       inv_freq: [half] floats.
@@ -66,13 +69,14 @@ def apply_rope(
     *,
     inverse: bool = False,
 ) -> Float[Array, "T *heads D"]:
-    """Rotate the pairs (2i, 2i + 1) of the last R channels by the angle of each row's position; the others stay.
+    """Rotate the pairs (2i, 2i + 1) of the last R channels by the angle of each row's position; the other channels
+    stay.
 
     Args:
       x: [T, D] or [T, H, D], floats. The rotation is done in float32 and rounded back to x's dtype.
       positions: [T] int32; a negative one (padding) counts as 0, one past the table as its last.
       cos_sin: [N, R] float32 of rope_table.
-      inverse: rotate back: after attention with K = V, the outputs at their queries' positions.
+      inverse: rotate back, which outputs of attention with K = V need, each by its query's position.
 
     Raises:
       ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
@@ -97,7 +101,7 @@ def angles(
     positions: Int32[Array, " T"], cos_sin: Float[Array, "N R"]
 ) -> tuple[Float[Array, "T R/2"], Float[Array, "T R/2"]]:
     """cos and sin of each row's position; a negative one (padding) counts as 0, one past the table as its last.
-    Under TSMLA_CHECK=1 ValueError for a position past the table."""
+    Under TSMLA_CHECK=1 a position past the table raises a ValueError."""
     num_positions, rope_dim = cos_sin.shape
     positions = checks.rope_positions(jnp.asarray(positions), num_positions)
     cos, sin = jnp.split(cos_sin[jnp.clip(positions, 0, num_positions - 1)], [rope_dim // 2], axis=-1)
@@ -112,7 +116,7 @@ def norm_rope(
     *,
     eps: float,
 ) -> Float[Array, "T D"]:
-    """RMS norm (with weight; None for none) and rope on the last R channels, float32, in a fixed order of operations.
+    """RMS norm and rope on the last R channels, in float32, in a fixed order of operations.
 
     The result is stored for a token (at its own position) or for a compressed entry (at position entry * ratio, its
     window's first token); write it with write_v4_cache or write_indexer_cache. A row is bitwise the same whatever other
@@ -120,10 +124,10 @@ def norm_rope(
 
     Args:
       kv: [T, D] floats.
-      norm_weight: [D] floats; None for none.
+      norm_weight: [D] floats; None multiplies by no weight.
       positions: [T] int32; a negative one (padding) counts as 0.
       cos_sin: [N, R] float32 of rope_table.
-      eps: of the norm.
+      eps: the norm's epsilon.
 
     Raises:
       ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
@@ -146,7 +150,8 @@ def window_slots(
     window: int = 128,
     page_span: int | None = None,
 ) -> Int32[Array, "T window"]:
-    """Slots of the last `window` tokens up to each query's own, oldest first, -1 behind them; negative positions: none.
+    """Slots of the last `window` tokens up to each query's own, oldest first, then -1; a negative position has no
+    slots.
 
     Args:
       positions: [T] int32.
@@ -174,17 +179,17 @@ def compressed_slots(
     max_entries: int | None = None,
     page_span: int | None = None,
 ) -> tuple[Int32[Array, "T E"], Int32[Array, " T"]]:
-    """Slots of all the compressed entries that each query sees, (position + 1) // ratio of them, and their number.
+    """Slots of all compressed entries that each query sees, and their count, which is (position + 1) // ratio.
 
-    For layers of ratio 128: the same rows for every such layer, so build them once a step. Layers that choose theirs
-    turn the chosen entries into slots with positions_to_slots.
+    Layers of ratio 128 need these rows, the same for each of them, so build the rows once a step. Layers that choose
+    entries turn the chosen ones into slots with positions_to_slots.
 
     Args:
       positions: [T] int32; a negative one sees no entry.
       block_tables: [T, M] int32, pages of the compressed cache, one row a token.
       ratio: tokens an entry.
       page_size: entries a page.
-      max_entries: static number of columns, all that the block table holds unless given.
+      max_entries: static number of columns; by default all entries that the block table holds.
       page_span: the slots between two pages, if not page_size.
 
     Raises:
@@ -212,8 +217,9 @@ def build_mixed_sparse_indices(
 ) -> MixedIndices:
     """Rows of [window slots | compressed slots] for sparse_mla, padded to a multiple of 4 columns (16 bytes).
 
-    Rows of decode steps, whose slots an engine may have ready, and of prefill, whose slots window_slots and
-    compressed_slots make from block tables, are alike: concatenate them. A layer of ratio 0 has no compressed slots.
+    Rows of decode steps (whose slots an engine may have ready) and rows of prefill (whose slots window_slots and
+    compressed_slots make from block tables) have the same form and can be concatenated. A layer of ratio 0 has no
+    compressed slots.
 
     Args:
       window_slots: [T, W] int32, -1 behind each row's last.
@@ -227,7 +233,7 @@ def build_mixed_sparse_indices(
 
     Raises:
       TypeError, ValueError: shapes or dtypes that are not legal, a span narrower than its page.
-        Under TSMLA_CHECK=1 also a compressed length outside of 0 to E, and a -1 before the end of a row's slots.
+        Under TSMLA_CHECK=1 also a compressed length below 0 or above E, and a -1 before the end of a row's slots.
     """
     num_tokens, window = describe_ints("window_slots", window_slots, "T W").shape
     slots = checks.rows_of_slots("window_slots", jnp.asarray(window_slots))

@@ -1,4 +1,4 @@
-"""selection_bits: the positions that a top-k chose as words of bits, by which mla_prefill selects keys."""
+"""selection_bits: words of bits, by which mla_prefill selects keys, from the positions that a top-k chose."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def selection_bits(
     Args:
       positions: [T, k] int32, the keys that each token selects, counted from the first key of its request; in any
         order, also several times. Positions outside of a row's keys, -1 among them, select nothing.
-      num_keys: static, the keys that a row has bits for, at least 1. W is 4 * ceil(num_keys / 128), and a row has bits
-        for all 32 W keys.
+      num_keys: static, for how many keys a row must have bits, at least 1. W is 4 * ceil(num_keys / 128), and a row has
+        bits for all 32 W keys.
       lengths: [T] int32, how many of a row's positions count; None is all.
-      starts: [T] int32, at least 0, the key that a row's first bit stands for: of a chunk of context. None is 0.
+      starts: [T] int32, at least 0, the key that a row's first bit stands for, if the words are for a chunk of context.
+        None is 0.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      [T, W] int32: bit j of word w of row t is 1 iff the row selects key starts[t] + 32 w + j. Of a word its bits
-      count, not its sign. The memory is T * num_keys / 8 bytes, so a long context is taken in chunks.
+      [T, W] int32: bit j of word w of row t is 1 iff the row selects key starts[t] + 32 w + j. A word is 32 bits; its
+      sign has no meaning. The memory is T * num_keys / 8 bytes, so a long context is taken in chunks.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -45,7 +45,7 @@ def _transformable(config: SelectionBitsConfig, num_words: int, arch: str) -> Ca
         return words.reshape(axis_size, -1, num_words)
 
     def partition(shapes: Sequence[Any]) -> transforms.Partition:
-        """Rows as those of the positions, columns whole."""
+        """The sharding: rows as in the positions, columns whole."""
         rows = transforms.named_axes(shapes[0])[0]
         return tuple(P(rows, *(None,) * (len(shape.shape) - 1)) for shape in shapes), P(rows, None)
 

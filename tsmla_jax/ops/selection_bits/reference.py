@@ -10,7 +10,7 @@ from tsmla_kernels.contract.selection import WORD_KEYS, SelectionBitsSpec
 
 
 def selection_bits(positions: jax.Array, *others: jax.Array, spec: SelectionBitsSpec) -> jax.Array:
-    """The words as the public selection_bits documents them. others: lengths and starts, where they are given."""
+    """The words as the public selection_bits documents them. others: lengths and starts, if they are given."""
     keys = keys_of(positions, *others, spec=spec)
     num_keys = spec.num_words * WORD_KEYS
     rows = jnp.arange(positions.shape[0])[:, None]

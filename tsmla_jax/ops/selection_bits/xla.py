@@ -1,4 +1,6 @@
-"""selection_bits in portable XLA: sorted, so that each key adds its bit once, in memory of the positions and words."""
+"""selection_bits in portable XLA: positions are sorted, so that each key adds its bit once, and memory grows with
+positions and words alone.
+"""
 
 from __future__ import annotations
 

@@ -173,16 +173,17 @@ def sparse_mla(
         [P, page_bytes], V4 packed pages.
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
-      lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
+      lengths: [T] int32, how many columns of each row are active; the columns after them are never used. None: all K.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced.
       latent_dim: L; the first L columns of a key are its value.
-      sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
+      sinks: [H], for each head a logit that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink -
+        lse)).
       compressed_kv_cache: a second cache, of any layout. The first `window` columns of indices then select from
         kv_cache and the others from this one (rows as build_mixed_sparse_indices makes them).
       window: static; given with compressed_kv_cache and only then.
-      page_size: rows used of a page: 64 unless given for V4 pages, Z for the others.
+      page_size: how many rows of a page are used: by default 64 for V4 pages, Z for other layouts.
       page_span: slots between two pages, for packed V4 pages whose slots were remapped (see remap_slots).
-      compressed_page_size, compressed_page_span: the same of the second cache.
+      compressed_page_size, compressed_page_span: the same for the second cache.
       q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and the caches kv / scale; None is 1. Packed rows
         bring their own scales and take no other.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
@@ -206,7 +207,7 @@ def sparse_mla(
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
       float64), natural logarithm; with return_max_logits then max_logits [T, H] in lse's dtype, -inf in a row of no
-      valid index, NaN where lse is, without a derivative. Every form computes the softmax over the selection, and none
+      valid index, NaN if lse is, without a derivative. Every form computes the softmax over the selection, and none
       computes dense attention in its place; forms differ in rounding alone, and with "union" a token's rounding depends
       on its neighbours. What rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by the
       spread of the logits. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never
@@ -218,7 +219,7 @@ def sparse_mla(
     Otherwise its derivative is that of "xla". Other caches, fp8 queries, kv_scale and compressed_kv_scale raise
     NotImplementedError. "reference" differentiates in every mode. vmap, jit, jax.export and shard_map over heads or
     tokens work with all of them; "cute" is also partitioned automatically over heads and tokens, without moving a
-    cache, and to be exported needs disabled_checks=export_disabled_checks().
+    cache, and jax.export needs disabled_checks=export_disabled_checks() for it.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -1,4 +1,4 @@
-"""The derivative of the sparse kernel's calls: the kernel of the gradient where it can run, else XLA's loop."""
+"""The derivative of the sparse kernel's calls: the kernel of the gradient if it can run, else XLA's loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Saved = tuple[tuple[jax.Array, ...], Results]
 
 
 class _Arrays(NamedTuple):
-    """What the kernel reads, in the order of `transformable`: what calls of one vmap share comes last."""
+    """The arrays that the kernel reads, in the order of `transformable`: arrays that the calls of one vmap share come
+    last.
+    """
 
     q: Any
     caches: tuple[Any, ...]
@@ -74,7 +76,7 @@ def note(spec: SparseMLASpec, arch: str) -> str:
 
 
 def backward(call: Planned, saved: Saved, cotangents: Results) -> tuple[jax.Array | None, ...]:
-    """The cotangents of a call's operands, in their order, from its results and their cotangents."""
+    """The cotangents of a call's operands, in the operands' order. saved: the operands and the results."""
     arrays, results = saved
     x = call.split(arrays)
     spec = call.spec.with_sizes_of(x.q.shape, [cache.shape for cache in x.caches], x.indices.shape)
@@ -83,7 +85,7 @@ def backward(call: Planned, saved: Saved, cotangents: Results) -> tuple[jax.Arra
     found = (_in_xla if why_no_kernel(spec, call.arch) else _by_kernel)(call, spec, given)
     lengths = (None,) if call.lengths else ()
     sinks = (found.sinks,) if call.sinks else ()
-    # The scales of caches are constants in a call that has a gradient.
+    # The caches' scales are constants in a call that has a gradient, so their cotangents are 0.
     scales = jnp.zeros(x.scales.shape, x.scales.dtype).at[0].set(found.logit_scale.astype(x.scales.dtype))
     return (found.q, *found.caches, None, *lengths, *sinks, scales)
 
@@ -100,7 +102,7 @@ def _by_kernel(call: Planned, spec: SparseMLASpec, x: _Arrays) -> gradient.Gradi
     d_q, *others = _transformable(call)(*x.given)
     caches = tuple(others[: len(x.caches)])
     d_sinks = others[-1].sum(0) if call.sinks else jnp.zeros((), jnp.float32)
-    # q is a factor of the logits as their scale is.
+    # The logits are linear in q as in their scale, so both gradients give the same dot product.
     dot = (d_q.astype(jnp.float32) * x.q.astype(jnp.float32)).sum()
     return gradient.Gradients(d_q, caches, d_sinks, dot / x.scales[0])
 
@@ -154,8 +156,9 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _fold(call: Planned, run: Callable[..., Any], axis_size: int, *arrays: jax.Array) -> tuple[jax.Array, ...] | None:
-    """vmap's axis V, leading in all arrays but the scales and the sinks, becomes V * T tokens of one call. None if
-    there are more slots than int32 can count."""
+    """vmap's axis V, leading in all arrays but the scales and the sinks, becomes V * T tokens of one call. Returns None
+    if there are more slots than int32 can count.
+    """
     x = _Arrays.split(call, arrays)
     folded = fold_caches(call, axis_size, x.caches, x.indices)
     if folded is None:
@@ -171,7 +174,7 @@ def _fold(call: Planned, run: Callable[..., Any], axis_size: int, *arrays: jax.A
 
 
 def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
-    """The sharding along tokens and heads, everything else whole."""
+    """The sharding along tokens and heads; everything else is whole."""
     named = _Arrays.split(call, list(map(transforms.named_axes, shapes)))
     rows, terms = P(named.q[0], named.q[1], None), P(named.q[0], named.q[1])
     caches = tuple(P(None, None, None) for _ in call.spec.caches)

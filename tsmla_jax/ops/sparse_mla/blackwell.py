@@ -3,7 +3,7 @@
 The kernel takes 64 heads, plain rows of q's dtype in one array, whole blocks of 64 indices, and one scale by value. So
 heads are padded and cut into rows of 64. Rows of 8 bits and those of two caches are gathered first: all of a cache, or
 only the selected ones if these are fewer. Indices that name no row become -1. Sinks, the caches' scale and tokens
-without keys are dealt with behind the kernel.
+without keys are dealt with after the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def on_one_device(
 
     static_scales: the factors of the logits and of the caches, as numbers.
 
-    Raises NotImplementedError for a scale that is no number.
+    Raises a NotImplementedError if a scale is not a number.
     """
     reasons = SPARSE_MLA_SM100.reasons(spec) + sparse_config.scale_reasons(spec, static_scales)
     if reasons or static_scales is None:

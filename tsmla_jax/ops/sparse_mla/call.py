@@ -17,7 +17,7 @@ Results = tuple[jax.Array, ...]
 
 class Planned(NamedTuple):
     """A call's spec without sizes, and the GPU that it is planned for. lengths, sinks: whether the call has these
-    operands. has_gradient: whether all its scales of caches are None, and its caches plain ones that have a gradient.
+    operands. has_gradient: whether all the caches' scales are None, and the caches are plain ones that have a gradient.
     static_scales: the factors of the logits and of the caches, if a kernel takes them by value.
     """
 
@@ -69,8 +69,9 @@ class Operands(NamedTuple):
 def fold_caches(
     call: Planned, axis_size: int, caches: tuple[jax.Array, ...], indices: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array] | None:
-    """vmap's axis V, leading in `indices` and in those caches that it has, as more pages and their slots. None if there
-    are more slots than int32 can count."""
+    """vmap's axis V, which leads in `indices` and in the caches that are batched, becomes more pages, and `indices`
+    slots in these. Returns None if there are more slots than int32 can count.
+    """
     columns = indices.shape[-1]
     bounds = (0, columns) if call.spec.compressed is None else (0, call.spec.window, columns)
     folded, slots = [], []

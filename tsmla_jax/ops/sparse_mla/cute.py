@@ -1,4 +1,4 @@
-"""sparse_mla by the CuTe DSL kernel: its operands, how vmap's axis becomes tokens, and what is partitioned."""
+"""sparse_mla by the CuTe DSL kernel: its operands, the folding of vmap's axis into tokens, and the partitioning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def why_not(spec: SparseMLASpec) -> list[str]:
 
 
 def notes(spec: SparseMLASpec) -> list[str]:
-    """The form in which the kernel would run this call, and why; which derivative the call has."""
+    """Notes for users: the form in which the kernel would run this call, and why; and which derivative the call has."""
     if kernel().reasons(spec):
         return []
     if kernel() is SPARSE_MLA_SM100:
@@ -100,7 +100,8 @@ def _differentiable(call: Planned) -> Callable[..., Any]:
 def _transformable(call: Planned) -> Callable[..., Any]:
     """The call as a function (q, kv_cache, [compressed_kv_cache,] indices, [lengths,] [sinks,] scales) -> Results.
 
-    Heads split q and sinks, tokens split q and their rows of indices; any token may name any page of a cache.
+    q and sinks can be split along heads, q and the rows of indices along tokens. Caches are whole: any token may name
+    any page.
     """
     names = [" ".join(letters[: cache.rank]) for letters, cache in zip(("pze", "uyf"), call.spec.caches, strict=False)]
     rule = ["t h d", *names, "t k", *["t"] * call.lengths, *["h"] * call.sinks, "c"]
@@ -118,7 +119,7 @@ def _transformable(call: Planned) -> Callable[..., Any]:
 
 
 def _refuse_derivative(call: Planned, *_: jax.Array) -> NoReturn:
-    if call.has_gradient:  # then this is the derivative of the gradient, or one in forward mode
+    if call.has_gradient:  # then this is a second derivative, or one in forward mode
         raise contract.not_differentiable("the gradient of sparse_mla", "use implementation='reference'")
     reasons = sparse_gradient_reasons(call.spec) or ["kv_scale: got a scale; a gradient needs None"]
     raise contract.not_differentiable("sparse_mla", f"{'; '.join(reasons)}; use implementation='reference'")
@@ -155,7 +156,7 @@ def _on_one_device(call: Planned, *arrays: jax.Array) -> Results:
 
 def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:
     """vmap's axis V, leading in all arrays but the scales, the sinks and a shared cache, becomes V * T tokens of one
-    call. None if there are more slots than int32 can count."""
+    call. Returns None if there are more slots than int32 can count."""
     operands = call.split(arrays)
     folded = fold_caches(call, axis_size, operands.caches, operands.indices)
     if folded is None:
@@ -176,7 +177,7 @@ def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: j
 
 
 def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
-    """The sharding along tokens and heads, everything else whole."""
+    """The sharding along tokens and heads; everything else is whole."""
     named = call.split(list(map(transforms.named_axes, shapes)))
     tokens = named.q[0] or named.indices[0] or (named.lengths or (None,))[0]
     heads = named.q[1] or (named.sinks or (None,))[0]

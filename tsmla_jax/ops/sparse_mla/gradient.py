@@ -27,7 +27,9 @@ Results = tuple[jax.Array, jax.Array]
 
 
 class SavedOperands(NamedTuple):
-    """The arrays of a call. Without sinks of its own a call has sinks of -inf, and without lengths all columns."""
+    """The arrays of a call. A call without sinks has sinks of -inf here, and a call without lengths has lengths of all
+    columns.
+    """
 
     q: jax.Array
     caches: tuple[jax.Array, ...]
@@ -47,7 +49,7 @@ class Gradients(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A block of tokens: `new` says which of them no block before this one had."""
+    """The rows of a block of tokens. new: which tokens were in no earlier block."""
 
     new: jax.Array
     q: jax.Array
@@ -60,8 +62,9 @@ class _Rows(NamedTuple):
 
 
 def gradients(spec: SparseMLASpec, saved: SavedOperands, results: Results, cotangents: Results) -> Gradients:
-    """The cotangents of the operands from a call's results and their cotangents. Any implementation may have computed
-    the results."""
+    """The cotangents of a call's operands, from its results and their cotangents. Any implementation may have computed
+    the results.
+    """
     dtype = accumulation_dtype(spec.q_dtype)
     rows = (saved.q, saved.indices, saved.lengths, *results, *cotangents)
     everything = (*rows, *saved.caches, saved.sinks, saved.logit_scale)
@@ -100,7 +103,7 @@ def gradients(spec: SparseMLASpec, saved: SavedOperands, results: Results, cotan
 def _add_block(
     spec: SparseMLASpec, saved: SavedOperands, totals: Gradients, rows: _Rows, start: jax.Array
 ) -> Gradients:
-    """The totals with those of one block of tokens, whose first one is `start`."""
+    """The totals plus the gradients of one block of tokens, whose first token is `start`."""
     dtype = accumulation_dtype(spec.q_dtype)
     query, d_out = rows.q.astype(dtype), rows.d_out.astype(dtype)
     sinks, logit_scale = saved.sinks.astype(dtype), saved.logit_scale.astype(dtype)
@@ -132,7 +135,7 @@ def _add_block(
         d_query += _dot("thk,tkd->thd", d_scores, kv)
         d_latent = _dot("thk,thl->tkl", weights * share[..., None], d_out)
         d_kv = _dot("thk,thd->tkd", d_scores, query).at[..., : spec.latent_dim].add(d_latent)
-        # Slots of tokens that the block before had, and those that don't exist, are dropped.
+        # Slots of tokens that were in an earlier block, and slots that don't exist, are dropped.
         target = jnp.where(valid & rows.new[:, None], slots, d_cache.shape[0])
         d_caches.append(d_cache.at[target.reshape(-1)].add(d_kv.reshape(-1, spec.head_dim), mode="drop"))
     d_q = lax.dynamic_update_slice_in_dim(totals.q, d_query.astype(totals.q.dtype), start, axis=0)

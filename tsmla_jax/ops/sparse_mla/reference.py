@@ -60,7 +60,7 @@ def _attend(
     for (cache_spec, slots), cache, scale in zip(sections, caches, kv_scales, strict=True):
         valid = valid_slots(slots, cache_spec)
         if cache_spec.layout == "plain":
-            # Rows are gathered as wide numbers, so that a cache's gradient adds up wide ones.
+            # The cache is widened before rows are gathered, so that its gradient is summed in the wide dtype.
             cache = cache.astype(dtype)
         parts.append(gather_rows(cache, jnp.where(valid, slots, 0), cache_spec, dtype) * as_scale(scale, dtype))
         masks.append(valid)

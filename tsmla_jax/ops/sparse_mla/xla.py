@@ -1,7 +1,7 @@
 """sparse_mla in portable XLA: blocks of tokens, and for each of them blocks of slots with an online softmax.
 
-Beyond the operands and the results there is one gathered block at a time (BLOCK_BYTES, in a few forms): neither the
-gathered rows of a token nor the scores of all slots ever exist. Blocks of slots past the longest row of a block of
+Beyond the operands and the results, memory holds one gathered block at a time (a few copies of BLOCK_BYTES): neither
+the gathered rows of a token nor the scores of all slots ever exist. Blocks of slots past the longest row of a block of
 tokens are not visited.
 """
 
@@ -142,7 +142,7 @@ def _attend(
     logit_scale: jax.Array,
     kv_scales: tuple[jax.Array, ...],
 ) -> Results:
-    """A block of tokens: q [t, H, D], indices [t, K], lengths [t] -> out [t, H, L], lse and max_logits [t, H]."""
+    """out [t, H, L], lse and max_logits [t, H] of a block of tokens: q [t, H, D], indices [t, K], lengths [t]."""
     dtype = accumulation_dtype(spec.q_dtype)
     query = q.astype(dtype)
     operands = (q, indices, lengths, *caches, sinks, logit_scale, *kv_scales)
@@ -160,7 +160,7 @@ def _attend(
         if columns.shape[1]:
             state = _accumulate(spec, cache_spec, state, query, cache, columns, active, logit_scale, scale)
     total, lse = online_softmax.finish(state, seen[:, None])
-    # -inf sinks take nothing: sigmoid(inf) is 1.
+    # A sink of -inf takes no weight: sigmoid(inf) is 1.
     share = jax.nn.sigmoid(jnp.where(seen[:, None], lse, 0) - sinks) / total
     out = jnp.where(seen[:, None, None], state.out * share[..., None], 0)
     results = out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
@@ -190,7 +190,7 @@ def _accumulate(
     block_keys = min(BLOCK_KEYS, num_columns)
 
     def step(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
-        # The last block moves back to end at the last column, and skips what the one before it has seen.
+        # The last block moves back to end at the last column, and skips the columns that the block before has seen.
         start = jnp.minimum(i * block_keys, num_columns - block_keys)
         slots = lax.dynamic_slice_in_dim(indices, start, block_keys, axis=1)
         column = start + jnp.arange(block_keys, dtype=jnp.int32)

@@ -34,10 +34,10 @@ def write_indexer_cache(
       k_cache: uint8 [P, Z, Di + 4]; a page's bytes are Z keys of Di e4m3 and then Z scales of f32, 132 bytes a token
         when Di is 128. Or plain floats [P, Z, Di], which hold the keys as they are.
       k: [T, Di], normed; quantised with scale 2^ceil(log2(max(amax, 1e-4) / 448)).
-      slot_mapping: [T] int32, -1 skips the token. Slots must differ, as in write_kv_cache: two tokens of one slot may
-        leave the key of one with the scale of the other.
+      slot_mapping: [T] int32, -1 skips the token. Slots must differ, as in write_kv_cache: two tokens with one slot may
+        leave the key of the first with the scale of the second.
       cos, sin: [T, R / 2] float32 of each token's position: columns [rope_offset, rope_offset + R) of k are rotated in
-        float32 first, and not rounded before they are quantised. Without them they have been rotated already.
+        float32 first, and not rounded before they are quantised. Without cos and sin, k must be rotated already.
       rope_offset: 0 in V3.2, Di - R in V4.
       rope_layout: "halves" (V3.2: pairs i and i + R / 2) or "interleaved" (V4: 2i and 2i + 1).
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.

@@ -34,8 +34,8 @@ def write_kv_cache(
       kv_cache: [P, Z, D] with D = L + R, L at least R; float16, bfloat16, float8_e4m3fn, float32 or float64.
       latent: [T, L], the normalised latents; float16, bfloat16, float32 or float64.
       k_rope: [T, R] in latent's dtype, already rotated; None when D = L.
-      slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ: what two tokens leave
-        in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1 finds them.
+      slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ: if two tokens have one
+        slot, its row has no meaning; on a GPU it may be parts of both tokens' rows. TSMLA_CHECK=1 finds such slots.
       kv_scale: divisor before the conversion; float or float32 scalar array, may be traced; None is 1.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 

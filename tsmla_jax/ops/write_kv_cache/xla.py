@@ -1,6 +1,6 @@
 """write_kv_cache in portable XLA, in place when the cache is donated.
 
-A scatter of rows, except on CPUs. There XLA converts a whole 16-bit or fp8 cache to float32 and back around a scatter,
+Rows are scattered, except on CPUs. There XLA converts a whole 16-bit or fp8 cache to float32 and back around a scatter,
 but not around a loop of slice updates.
 """
 
@@ -63,7 +63,9 @@ def _scatter(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.
 
 @jax.custom_jvp
 def _place(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array) -> jax.Array:
-    """The rows with a legal slot, in place. The derivative is that of a scatter: the loop has none in reverse mode."""
+    """The cache with the rows written that have a legal slot, in place. The derivative is that of a scatter: the loop
+    has none in reverse mode.
+    """
     return lax.platform_dependent(kv_cache, rows, page, offset, legal, cpu=_slice_by_slice, default=_scatter)
 
 
@@ -75,7 +77,8 @@ def _place_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) 
 def _slice_by_slice(
     kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array
 ) -> jax.Array:
-    # The tokens to write come first and the loop ends after them. Skipping one inside the loop would read the cache.
+    # The tokens to write come first, and the loop ends after them: to skip a token inside the loop would read the
+    # cache.
     order = jnp.argsort(~legal, stable=True)
 
     def write(i: jax.Array, cache: jax.Array) -> jax.Array:

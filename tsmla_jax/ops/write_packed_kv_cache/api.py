@@ -35,11 +35,11 @@ def write_packed_kv_cache(
       kv_cache: uint8 [P, Z, 656]: 512 e4m3, a float32 scale for each 128 of them, 64 bfloat16.
       latent: [T, 512], the normalised latents. Each group of 128 has the scale 2^ceil(log2(max(amax, 1e-4) / 448)).
       k_rope: [T, 64], rounded to bfloat16.
-      slot_mapping: [T] int32, -1 skips the token. Slots must differ, as in write_kv_cache: two tokens of one slot may
-        leave the latent of one with the scales of the other.
+      slot_mapping: [T] int32, -1 skips the token. Slots must differ, as in write_kv_cache: two tokens with one slot may
+        leave the latent of the first with the scales of the second.
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
-        Without them it has been rotated already.
-      rope_interleave, rope_layout: of the rotation, as in `tsmla_jax.rope_write_kv_cache`.
+        Without cos and sin, k_rope must be rotated already.
+      rope_interleave, rope_layout: the rotation's layouts, as in `tsmla_jax.rope_write_kv_cache`.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Raises:
