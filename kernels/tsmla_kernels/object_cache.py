@@ -107,7 +107,7 @@ def directory() -> Path:
 def _temporary_files() -> str:
     try:
         return tempfile.gettempdir()
-    except OSError:  # no directory for temporary files can be written; check_writable names this one
+    except OSError:  # no such directory can be written; check_writable will say so of the one in /tmp
         return "/tmp"
 
 

@@ -41,7 +41,7 @@ def decode_ring(config: DecodeConfig) -> Ring:
         p_offset=p_offset,
         pieces_kept=PIECES_KEPT,
         # A piece takes two stages or more, so the ring holds at most stages / 2 pieces. If the cache has 16 bits, the
-        # value warps read a piece's row sums before they release its last stage; if it is fp8, afterwards.
+        # value warps read the factors of a piece's rows before they release its last stage; if it is fp8, afterwards.
         inverses_kept=config.stages // 2 + 1 if config.fp8_cache else (config.stages + 1) // 2,
         releasing_lanes=4 if config.transposed_out else 1,
         cluster=config.cluster,

@@ -65,7 +65,7 @@ class ValuesFp8:
         """Do nothing."""
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Wait until piece `number`'s row sums have been written."""
+        """Wait until the factors of piece `number`'s rows have been written."""
         self.ring.wait_for(Barrier.SUMS, number)
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:

@@ -34,8 +34,8 @@ class RingLayout(NamedTuple):
       stage_elements: how many elements lie from one stage's beginning to the next one's.
       p_offset: bytes from the beginning of a stage to its P.
       pieces_kept: how many places the ring of descriptions has.
-      inverses_kept: for how many pieces row sums are kept. It must be greater than the number of pieces by which the
-        softmax warpgroup may be ahead of the value warpgroups.
+      inverses_kept: for how many pieces the rows' factors are kept. It must be greater than the number of pieces by
+        which the softmax warpgroup may be ahead of the value warpgroups.
       releasing_lanes: how many lanes of a value warp arrive on `empty`. Every lane that reads `rescale` or `moved` must
         arrive, because racecheck tracks only arriving lanes.
       filling_warps: how many warps arrive on `full`.
@@ -195,8 +195,8 @@ class Ring:
 
     def arrive_for(self, what: Barrier, number: Int32) -> None:
         """Tell the value warpgroups that the softmax warpgroup has done `what` for piece `number`. Q_READ, KEYS_READ:
-        it has read the piece's Q, or its last block's keys, by ordinary loads. SUMS: it has written the piece's row
-        sums.
+        it has read the piece's Q, or its last block's keys, by ordinary loads. SUMS: it has written the factors of
+        the piece's rows (`inverse`).
 
         After Q_READ and KEYS_READ value warps may overwrite the memory by ordinary stores. `ready` orders these stores
         as well, but only eight lanes of a warp arrive there, and racecheck tracks only arriving lanes.

@@ -154,7 +154,7 @@ class Values(Protocol):
         """Use a piece's O before it is stored. A kernel that has no such use does nothing here."""
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Wait until piece `number`'s row sums have been written."""
+        """Wait until the factors of piece `number`'s rows have been written."""
 
     def store_rows(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
@@ -190,7 +190,7 @@ class ValueWalk:
         rows = self.steps.wide.p_rows
         acc = cute.make_rmem_tensor(mma_pv.get_slice(t).partition_shape_C((self.steps.wide.half, rows)), Float32)
         mma_pv.set(Field.ACCUMULATE, True)
-        # Modes: query row of two, latent of two, eight query rows, tile of latents.
+        # Modes: one of two query rows, one of two latents, group of eight query rows, tile of 64 latents.
         layout = cute.make_layout((2, 2, rows // 8, self.steps.wide.m_tiles), stride=(1, 2, 4, rows // 2))
         o = cute.make_tensor(acc.iterator, layout)
         wide, narrow, factors = self.steps.fragments()

@@ -94,8 +94,9 @@ def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
 
 
 def block_keys(spec: PrefillSpec) -> int:
-    """How many keys a block has. If K and V have 256 columns, two stages of at most 80 keys (fp8: 96) fit into shared
-    memory beside Q. A selection has words of 32 keys, and a lane loads a power of two of them."""
+    """How many keys a block has. If K and V have 256 columns, shared memory has room for two stages of 80 keys, or of
+    96 keys in fp8, where a block has a multiple of 32. A selection has words of 32 keys, and a lane loads a power of
+    two of them."""
     if spec.v_head_dim < WIDE:
         return 128
     if spec.selection:

@@ -97,7 +97,7 @@ class SparseValues:
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Do nothing: the row sums are written before the last P of a piece is signalled."""
+        """Do nothing: the rows' factors are written before the last P of a piece is signalled."""
 
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
         """Do nothing: Q is not copied through the ring."""
