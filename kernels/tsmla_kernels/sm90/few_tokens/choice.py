@@ -76,7 +76,7 @@ class Choice:
 
     @cute.jit
     def score(self, scores: cute.Tensor) -> None:
-        """Replace logits by scores. Entries past the last expert are -inf, and become 0."""
+        """Replace logits by scores. Entries past the last expert are -inf; their scores are not used."""
         if const_expr(self.config.scoring == "softmax"):
             greatest = scores[0]
             for i in cutlass.range_constexpr(1, self.held):
@@ -129,7 +129,8 @@ class Choice:
 
 @cute.jit
 def ordered(value: Float32) -> Int32:
-    """The integer that is ordered as the float is; that of NaN is the greatest, so that NaN shows in the result."""
+    """The integer that is ordered as the float is, but -0 below 0; that of NaN is the greatest, so that NaN shows in
+    the result."""
     bits = value.bitcast(Int32)
     if bits < 0:
         bits = bits ^ 0x7FFFFFFF

@@ -16,7 +16,7 @@ MOST_TOKENS = 16
 TOKEN_TILE = 8
 """Columns of a tensor core's product: tokens come in tiles of so many."""
 TILE_ROWS = 16
-"""Weight rows of a CTA."""
+"""Weight rows of a product: a CTA's, or a warp's in few_token_queries."""
 UNIT = 128
 """Terms that a warp multiplies at a time, and for which block-scaled weights have one scale."""
 WARPS = 8

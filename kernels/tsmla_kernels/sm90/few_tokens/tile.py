@@ -43,8 +43,8 @@ def start(kernel: Any, stream: cuda.CUstream, *grid: Int32, ctas: int = CTAS) ->
 
 
 class Lane(NamedTuple):
-    """A thread's place: its warp; `row`, the index of its weight row in each half of the CTA's rows and of its token in
-    each tile of tokens; and `quad`, which quarter of each 64 bytes of a weight row it loads."""
+    """A thread's place: its warp; `row`, the index of its weight row in each half of the TILE_ROWS rows, and of its
+    token in each tile of tokens; and `quad`, which quarter of each 64 bytes of a weight row it loads."""
 
     warp: Int32
     row: Int32
@@ -239,8 +239,8 @@ def add_squares(total: Float32, pair: Int32) -> Float32:
 
 
 class Shared(NamedTuple):
-    """Sums that a CTA's warps exchange in shared memory, f32: the lanes' products [WARPS, 4 token_tiles, 32], and the
-    tokens' squares [WARPS, 8 token_tiles]."""
+    """Sums that a CTA's warps exchange in shared memory, f32: the lanes' products [WARPS, 4 token_tiles, 32], and, if
+    there is a norm, the tokens' squares [WARPS, 8 token_tiles]."""
 
     products: cute.Tensor
     squares: cute.Tensor

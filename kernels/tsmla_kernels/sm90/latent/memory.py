@@ -24,7 +24,7 @@ class Piece(IntEnum):
     FEWEST_KEYS = 3  # with visible_lens, in place of FIRST_TOKEN_KEYS: fewest keys that a token of the row tile sees
     ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
     ROW = 5  # this CTA's first query row, counted in q and out
-    VALID_ROWS = 6  # how many of this CTA's 64 rows exist; may be negative
+    VALID_ROWS = 6  # how many of this CTA's rows exist; may be negative
     SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
     Q_STAGES = 9  # how many stages of the ring Q takes, if Q goes through the ring
@@ -73,7 +73,7 @@ class Barrier(IntEnum):
     """Named barriers of the attention kernel; 0 is sync_threads."""
 
     SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
-    FIRST_PIECES = 2  # the copying warp waits until the scheduling warp has described the first pieces
+    FIRST_PIECES = 2  # copying warps wait until the scheduling warp has described the first pieces
     Q_READ = 3  # 3 + piece % PIECE_BARRIERS: value warpgroups wait until the softmax warpgroup has read Q
     KEYS_READ = 7  # 7 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have read the last keys
     SUMS = 11  # 11 + piece % PIECE_BARRIERS: value warpgroups wait until softmax warps have written `inverse`

@@ -33,7 +33,7 @@ class Scores(Protocol[Held]):
     """The steps of the softmax warpgroup's walk: see ScoreWalk.
 
     Attributes:
-      sums_later: whether a piece's last P V begins before the row sums are finished, and value warps wait for SUMS.
+      sums_later: whether a piece's last P V begins before the rows' factors are written, and value warps wait for SUMS.
     """
 
     @property
@@ -46,7 +46,7 @@ class Scores(Protocol[Held]):
         """Wait until piece `number` has been described; `index` is its first stage."""
 
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Read Q from the ring, and bring Q into the form in which it is multiplied."""
+        """Take a piece's Q, and bring Q into the form in which it is multiplied."""
 
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """Do Q K^T, softmax and P for a piece's key blocks."""

@@ -1,7 +1,7 @@
 """O^T += V^T P^T with V^T widened to f16 in registers: the walk of the value warpgroups, widening, and the epilogue.
 
-ldmatrix transposes V into registers; V^T is widened there, and f16 WGMMA reads V^T from registers. P stays f16, because
-rounding P to fp8 would add much to the output's error.
+ldmatrix transposes V into registers; V^T is widened there, and f16 WGMMA reads V^T from registers. If P is e4m3, V^T
+keeps its dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Held(NamedTuple):
     Attributes:
       mma_pv: the MMA of V^T P^T. acc: its accumulators, O^T.
       o: `acc` with the modes (query row of two, latent of two, eight query rows, tile of latents).
-      wide: halves of V^T's fragments as f16. narrow: fragments as fp8. Both are None if V^T is not read into registers.
+      wide: halves of V^T's fragments in P's dtype. narrow: fragments in the keys' dtype. Both are None if V^T is not read
+        into registers.
       offset: the offset of the lane's first values in a stage.
       thread, lane: the thread's index in its warpgroup and in its warp.
       factors: the factors of the lane's rows (see Shared.inverse), if the kernel reads these before it releases a
@@ -143,7 +144,7 @@ class Values(Protocol):
     def pass_q(
         self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared
     ) -> tuple[Int32, Int32]:
-        """Release the stages that held Q. Return the stage after them and its parity."""
+        """Release the stages that held Q, if Q goes through the ring. Return the stage after them and its parity."""
 
     def add_blocks(
         self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared

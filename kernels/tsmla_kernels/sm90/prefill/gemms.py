@@ -57,8 +57,8 @@ class Gemms:
 
     @cute.jit
     def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32) -> None:
-        """Issue S of a block, and O += P V of the block before: with 16 bits in this warpgroup's turn, with fp8
-        without turns. Returns when S is done."""
+        """Issue S of a block, and O += P V of the block before, in this warpgroup's turn if `KernelTraits.turns`.
+        Returns when S is done."""
         self.wait(shared.k.full + k_stage.index, k_stage.phase)
         self.take_turn(group)
         self.scores(products, shared.k.memory, k_stage.index)
@@ -117,8 +117,8 @@ class Gemms:
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
-        """Wait until the other warpgroup has issued its products. fp8 has no turns, because a warpgroup may skip a
-        block that the others compute."""
+        """If there are turns, wait until the other warpgroup has issued its products. fp8 has none, because a
+        warpgroup may skip a block that the others compute."""
         if const_expr(self.traits.turns):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
 

@@ -24,7 +24,7 @@ TILE_SLOTS = 8  # places in the ring of tile descriptors: the producer is at mos
 TILE_WORDS = 8
 WARPGROUP_THREADS = 128
 TURN_THREADS = 2 * WARPGROUP_THREADS
-TRANSPOSE_WARPS = 2  # fp8: the warps that transpose V, 64 columns each
+TRANSPOSE_WARPS = 2  # fp8: the warps that transpose V, 64 columns at a time
 
 
 class KernelTraits:
@@ -145,8 +145,8 @@ class Operands(NamedTuple):
 class Selection(NamedTuple):
     """Which keys query rows select, in global memory: `words` [R, W] int32, where bit j of word w stands for key 32 w +
     j of the row's request, and `rows` [Tq] int32, the row of `words` that each query row has. A query row whose entry
-    in `rows` is negative selects all keys. W must be a multiple of 4, so that a block's words are one load of 16
-    bytes."""
+    in `rows` is negative selects all keys. W must be a multiple of 4, so that a lane loads a row's words of a block
+    at once."""
 
     words: cute.Tensor
     rows: cute.Tensor
@@ -291,7 +291,7 @@ class Rows(NamedTuple):
 
 class Selected(NamedTuple):
     """The selection's part in a thread's softmax state: for each of its two query rows, the index of that row's words
-    in `Selection.words` (negative: all keys), and the words [2 rows, 4] of one block of keys."""
+    in `Selection.words` (negative: all keys), and the words [2 rows, block / 32] of one block of keys."""
 
     places: cute.Tensor
     words: cute.Tensor

@@ -18,8 +18,8 @@ EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors of one column's byt
 class TransposeAddresses(NamedTuple):
     """Byte addresses in shared memory that one lane of a transpose warp uses for the first stage.
 
-    `half` is where the warp's column tile of the landing buffer begins. `source` is the address in V that the lane
-    first passes to ldmatrix, and `target` the address in transposed V that it first passes to stmatrix. All other
+    `half` is where the warp's first column tile of the landing buffer begins. `source` is the address in V that the
+    lane first passes to ldmatrix, and `target` the address in transposed V that it first passes to stmatrix. All other
     addresses follow from `source` and `target`: an exclusive or moves within a row, an addition to other rows.
     """
 

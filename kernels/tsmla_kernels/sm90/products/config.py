@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 
 BLOCK = 128
-"""A scale belongs to this many terms of this many weight rows. Also how many terms are loaded at once."""
+"""A scale of e4m3 weights belongs to this many terms of this many weight rows. Also how many terms are loaded at once,
+unless weights are plain."""
 GROUP_ROWS = 64
 """M of a WGMMA: weight rows or, with tokens_first, tokens."""
 PAIR_BYTES = 115_712
@@ -59,7 +60,8 @@ class ProductConfig:
         tokens. With tokens_first it is GROUP_ROWS or 0: if it is GROUP_ROWS, a math warpgroup whose tokens all lie past
         the group multiplies nothing. 0 if all tiles are multiplied whole.
       groups: how many math warpgroups a CTA has.
-      waves: how many products of a block of terms each math warpgroup computes, one after the other.
+      waves: how many products of a block of terms each math warpgroup computes, one after the other (if plain,
+        together).
       tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows (if plain, all of the
         tile's); otherwise M are 64 of the tile's weight rows, and N are all of its tokens.
       splits: how many CTAs a cluster has; each sums a part of the terms of one tile, and the first adds these up.
@@ -117,7 +119,7 @@ class ProductConfig:
     @property
     def columns(self) -> int:
         """Columns of a wave's product: all tokens of the tile or, with tokens_first, 128 weight rows. They are N of a
-        WGMMA, except with plain weights, where one WGMMA computes all waves."""
+        WGMMA, except in a tile of `tail` tokens, and with plain weights, where one WGMMA computes all waves."""
         return BLOCK if self.tokens_first else self.tokens
 
     @property

@@ -1,5 +1,5 @@
-"""The warps that fill the stages: one warp has TMA copy weights and x, the others load the scales, and x's rows if an
-index picks them."""
+"""The warps that fill the stages: one warp has TMA copy weights and x, the others load the scales. If an index picks
+x's rows, these other warps copy them instead of TMA."""
 
 from __future__ import annotations
 

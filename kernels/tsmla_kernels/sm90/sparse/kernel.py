@@ -6,8 +6,9 @@ token. The four warpgroups of a CTA:
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
                 takes Q (query.py)
   1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); the first warp of 2
-                also computes the schedule
-  3             four warps gather the selected rows of the cache (gather.py)
+                also describes the pieces after the first one
+  3             four warps gather the selected rows of the cache (gather.py); the first of them also
+                finds the CTA's share and describes its first piece
 
 A second, small kernel merges the results of tokens that several CTAs shared (latent/combine.py).
 """

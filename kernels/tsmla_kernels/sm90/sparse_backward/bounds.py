@@ -1,7 +1,7 @@
 """How far the sums of a key's gradient can reach, which makes them exact integers: additions of integers give the same
 bits in any order.
 
-What a token's tile of heads adds to a number of a key's gradient is at most the sum over heads of P times the row's
+What a tile of heads adds to a number of a key's gradient is at most the sum over heads of P times the row's
 weights (`Weight`), with |dS| bounded by the lengths of dO and of the key's value. The greatest of these bounds,
 times how many there are, bounds the sum and all its parts. A key's factor is the power of 2 that brings this below
 2^30.

@@ -39,8 +39,8 @@ class Term(IntEnum):
     """The three numbers that row_terms has for a query row."""
 
     LSE = 0  # -lse in base 2; -inf if the row saw no key
-    SHARE = 1  # what the sink leaves of the weights: 1 / (1 + exp(sink - lse))
-    SHIFT = 2  # lse's cotangent minus share * rowsum(d_out * out)
+    SHARE = 1  # what the sink leaves of the weights, 1 / (1 + exp(sink - lse)), or 1; 0 if the row saw no key
+    SHIFT = 2  # lse's cotangent minus share * rowsum(d_out * out); 0 if the row saw no key
 
 
 class Weight(IntEnum):
@@ -90,8 +90,9 @@ class Saved(NamedTuple):
 
 class Keys(NamedTuple):
     """The arrays from which keys are gathered. Row i of `indices` has the slots of token i, or the union of group i's
-    slots. lengths[i] says how many; it is negative if this launch has no work for the token or group. bits: of each
-    slot of a union, bit j says whether token j of the group selects it."""
+    slots. lengths[i] says how many, if the config has lengths or groups of tokens; if it has groups, a negative number
+    says that this launch has no work for the token or group. bits: of each slot of a union, bit j says whether token j
+    of the group selects it."""
 
     caches: tuple[cute.Tensor, ...]
     indices: cute.Tensor

@@ -139,7 +139,7 @@ class Scorer:
         groups: cutlass.Constexpr[bool],
         t: ThreadIndex,
     ):
-        """Put P in place of S, without what the sink takes."""
+        """Put P in place of S, not yet multiplied by what the sink leaves."""
         for half in cutlass.range_constexpr(2):
             lse = shared.terms[Int32(Term.LSE), t.row + 8 * half]
             bits = self.valid(shared, place, half, groups, t)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.rules import Dim
 
 Q_ROWS = 64  # query rows of one step
-STAGES = 2  # pipeline stages of Q, and of dS
+STAGES = 2  # pipeline stages of Q and of dS; if wide, also of dO
 ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to sum h % 16
 BLOCK_ROWS = 8  # query rows of a block of dq's sums
 PLAN_WORDS = 8  # int32 words of one row of the plan

@@ -6,8 +6,8 @@ dk, dv and the float32 sums of dq (and of dk_rope), the third dq (and dk_rope) f
 and for each tile the queries that see it, 64 at a time:
 
   warpgroups 0 and 1   each has half of a tile's keys, with their dK and dV in registers (products.py)
-  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ to the
-                       sums in global memory (sums.py)
+  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (copies.py); two warps add dQ and
+                       the shared rope columns of dK to the sums in global memory (sums.py)
 """
 
 from __future__ import annotations

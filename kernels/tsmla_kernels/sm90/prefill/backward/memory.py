@@ -44,7 +44,7 @@ class Term(IntEnum):
     """The two terms that row_terms has for each query row and head."""
 
     LSE = 0  # -lse in base 2; -inf if the row saw no key
-    DELTA = 1  # lse's cotangent minus rowsum(dout * out)
+    DELTA = 1  # lse's cotangent minus rowsum(dout * out); 0 if the row saw no key
 
 
 class Operands(NamedTuple):
