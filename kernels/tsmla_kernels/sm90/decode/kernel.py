@@ -4,7 +4,8 @@ DESIGN.md in this folder gives the reasons. Warpgroups of a CTA share up to 64 q
 of stages of 32 or 64 keys:
 
   warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
-  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
+  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the
+                schedule, but for the first piece, which the copying warp finds
   3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32
                 query rows there is no warpgroup 3, and the first warp of 1 copies
 
@@ -42,7 +43,7 @@ from tsmla_kernels.sm90.warp import kept, prefetch
 
 
 class MlaDecode:
-    """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
+    """One compiled decode: `config` is static; all shapes but H, L, R, Z and S (if ragged, its bound) are dynamic.
 
     The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
     If config.split_q, it takes q [N, L], or [H, T, L] if config.heads_first, and q_rope [N, W] in place of q [N, D]. If

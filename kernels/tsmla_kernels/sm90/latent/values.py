@@ -41,8 +41,8 @@ class Held(NamedTuple):
     Attributes:
       mma_pv: the MMA of V^T P^T. acc: its accumulators, O^T.
       o: `acc` with the modes (query row of two, latent of two, eight query rows, tile of latents).
-      wide: halves of V^T's fragments in P's dtype. narrow: fragments in the keys' dtype. Both are None if V^T is not read
-        into registers.
+      wide: halves of V^T's fragments in P's dtype. narrow: fragments in the keys' dtype. Both are None if V^T is not
+        read into registers.
       offset: the offset of the lane's first values in a stage.
       thread, lane: the thread's index in its warpgroup and in its warp.
       factors: the factors of the lane's rows (see Shared.inverse), if the kernel reads these before it releases a
