@@ -25,7 +25,8 @@ query tokens read a block of keys together. With more than 2,097,152 columns, th
 HOPPER = "sm_90a"
 LOGIT_BYTES = 4
 ROW_BYTES = 8
-"""Bytes that the logits kernel writes for each row: how many keys the row sees, and the row's request, both int32."""
+"""Bytes that the logits kernel of a ragged call writes for each row: how many keys the row sees, and the row's request,
+both int32."""
 
 
 class Chunks(NamedTuple):

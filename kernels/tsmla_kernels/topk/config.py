@@ -41,7 +41,7 @@ class TopkConfig:
         UNITs a copy has. If a warp's part of the row fits, it is copied once; otherwise every walk copies it again.
       held: most chunks of a row in a CTA's shared memory or registers; a chunk has 16 bytes for each thread.
       most_chunks: most chunks of a CTA's share of a row: rows with more are left to ExactSearch. If a share has more
-        than `held` chunks, the CTA first holds a sample, and then reads its share once.
+        than `held` chunks, the CTA first holds a sample, and then reads its share.
       depth: chunks that a thread reads at once.
       in_registers: whether RegisterSearch takes the row, which one CTA holds as a whole.
       most_listed: most keys of one bin that are ranked against each other instead of being counted in finer bins.
@@ -142,8 +142,8 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     rows, columns = spec.num_tokens, spec.num_columns
     if not isinstance(rows, int) or spec.bits:
         rows = MANY_ROWS  # bits are of prompts, which have many rows
-    # # (cluster, warps, held, most_chunks). Several CTAs share a long row if there are few rows, or if it has more than
-    # # 131,072 columns.
+    # (cluster, warps, held, most_chunks). Several CTAs share a long row if there are few rows, or if it has more than
+    # 131,072 columns.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
     elif columns <= 1 << 15:

@@ -2,7 +2,7 @@
 reasons.
 
 The CTAs of a cluster share a row. Most rows are searched by `FilteredSearch`, or by `RegisterSearch` if they are short
-and few; rows that these cannot decide are searched by `ExactSearch`.
+and few. `ExactSearch` searches rows that these cannot decide, and sorts rows of at most k columns by value.
 """
 
 from __future__ import annotations
