@@ -18,7 +18,7 @@ from typing import Any
 
 from tsmla_kernels import options
 
-Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
+Config = Any  # a frozen dataclass of ints, floats, bools, strings and None; each kernel has its own
 
 ITEMSIZE = {
     "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1

@@ -128,7 +128,7 @@ def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject
     PREBUILT, or compiled and stored.
 
     If several processes want the same object, one compiles it and the others wait. If the cache can't be written, or
-    others may write to it, each process compiles, with a warning.
+    others may write to it, each process compiles what is not prebuilt, with a warning.
 
     Raises:
       ValueError: the kernel isn't written for `arch`.
@@ -253,7 +253,8 @@ def prune(*, everything: bool = False, older_than_days: float | None = None) -> 
     """Remove entries that will not be loaded any more, or those older than some days too, or all.
 
     Entries of another version of the package, its kernels or the DSL are removed too: an installation that still has
-    that version compiles them again. Files of other names stay.
+    that version compiles them again. Locks and half-written files go if they are older than an hour; all other files
+    stay.
 
     Raises:
       ValueError: older_than_days is negative or not finite.

@@ -2,7 +2,8 @@
 DESIGN.md in this folder gives the reasons.
 
 Each kernel moves every row once, in one launch. A thread owns one chunk of columns (at most 16 bytes of results) of one
-to four rows. The writes load a row's slot together with the row, not before it. Addresses are computed in 64 bits, in bytes.
+to four rows. The writes load a row's slot together with the row, not before it. Addresses are computed in 64 bits, in
+bytes.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class CompressWriteKvCache:
         request = Request(index, token, start, length, arrays.state_slots[index])
         first_entry = start // config.ratio
         count = length // config.ratio - first_entry  # entries that the request's new tokens complete
-        # The first `series` entries may reach back into the state, so the first CTA pools them in turn.
+        # The first `series` entries may reach back into the state, so the first cluster pools them in turn.
         turns = Int32(0)
         if number == 0:
             turns = cutlass.min(count, config.series)
