@@ -26,7 +26,7 @@ _ARRAY = re.compile(r"(\w+)\[([^\[\]]*)\]")
 _ARRAYS = re.compile(rf"{_ARRAY.pattern}(?:,{_ARRAY.pattern})*")
 _WORDS = {"true": True, "false": False, "none": None}
 
-# What the errors of calls call legal, and what that is on a command line.
+# Legal values as the errors of calls name them, and how they are written on a command line.
 _LEGAL = {
     r"^an array\b.*": "a dtype and a shape, as in bf16[8,1,128,576]",
     r"^(True or False), static$": r"\1",
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanations; ValueError for an unknown operation or architecture, or an argument that isn't legal."""
+    """Print the explanations. Raises a ValueError for an unknown operation or architecture, or an argument that isn't
+    legal.
+    """
     # The answer needs no memory, and other programs may be using the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from tsmla_jax.ops import device
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explanation(operation: Any, arguments: Sequence[str]) -> str:
-    """The explanation of the operation's call with these NAME=VALUE."""
+    """The explanation of the operation's call with these arguments NAME=VALUE."""
     parameters = inspect.signature(operation.function).parameters
     texts: dict[str, str] = {}
     given: dict[str, Any] = {}
@@ -136,7 +138,7 @@ def _state(name: str, text: str, arrays: Any) -> Any:
 
 
 def _in_words(said: str, texts: Mapping[str, str]) -> str:
-    """The error of a call in the words of a command line: what was typed in the place of Python's type."""
+    """The error of a call in the words of a command line: with the typed text in place of a Python type."""
     found = re.fullmatch(r"(\w+): got (\w+); legal: (.*)", said, re.DOTALL)
     if found is None or found[1] not in texts:
         return said

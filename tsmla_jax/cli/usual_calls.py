@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class UsualCall:
-    """A usual call and what `explain` says of it: the implementation that runs, and for the others why they can't."""
+    """A usual call and its explanation: the implementation that runs, and why each of the others can't."""
 
     op: str
     call: str
@@ -88,7 +88,9 @@ def usual_calls() -> tuple[UsualCall, ...]:
 
 
 def lines_of(call: UsualCall) -> list[str]:
-    """A usual call and what runs it, then why the others don't, a line each."""
+    """Lines of text: first the usual call and the implementation that runs it, then for each other one why it
+    doesn't.
+    """
     refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
     # Nothing else is against these kernels.
     unproven = [name for name, reasons in call.reasons.items() if reasons and all(map(_is_untested, reasons))]

@@ -1,7 +1,7 @@
 """dot_product_attention: the attention of packed requests behind the names of `jax.nn.dot_product_attention`.
 
-A batch [B, T, N, H] is B T packed tokens, and its lengths are requests of `mla_prefill` that leave the padding out: a
-row's padding queries are a request without keys, its padding keys one without queries.
+A batch [B, T, N, H] is B T packed tokens, and its lengths become requests of `mla_prefill` that leave the padding out:
+a row's padding queries are a request without keys, and its padding keys a request without queries.
 """
 
 from __future__ import annotations
@@ -147,34 +147,34 @@ def dot_product_attention(
 
     Args:
         query: [B, T, N, H]; dtypes as in `mla_prefill`.
-        key, value: [B, S, N, H] and [B, S, N, V] in query's dtype. They have query's heads: for grouped queries repeat
-            them, `jnp.repeat(key, groups, axis=-2)`.
+        key, value: [B, S, N, H] and [B, S, N, V] in query's dtype. They must have as many heads as query: for grouped
+            queries repeat them, `jnp.repeat(key, groups, axis=-2)`.
         bias, local_window_size: refused; a window can be given as a mask.
-        mask: [B or 1, 1, T, S] bool, the pairs that see each other (True), one for all heads: it becomes bits, as
-            `mla_prefill`'s selection. With keys that no query sees the values must be finite.
+        mask: [B or 1, 1, T, S] bool, True for pairs that see each other, the same for all heads: it becomes the bits of
+            a `mla_prefill` selection. The values of keys that no query sees must be finite.
         scale: factor of the logits, may be traced; None is H^-0.5.
-        is_causal: query i sees key j iff j <= i, from the first token of both (jax.nn's alignment, where
-            `mla_prefill` aligns the last ones).
-        query_seq_lengths, key_value_seq_lengths: [B] int32, the tokens of a row that count; the others must be finite.
-            With is_causal and keys that may be fewer than the queries, a second call computes the queries behind the
-            last key. The same array given as both says that there are no such queries.
-        segment_ids: [B, T] integers, 0 for padding, where T is S: tokens see their own segment alone. Or `Segments`,
-            made once for all layers. Lengths and mask are refused beside them.
-        max_segments: static, the most segments of a row, with segment_ids of an array.
+        is_causal: query i sees key j iff j <= i, both counted from the first token (the alignment of jax.nn;
+            `mla_prefill` aligns the last tokens).
+        query_seq_lengths, key_value_seq_lengths: [B] int32, how many tokens of a row count; the others must be finite.
+            If is_causal is set and keys may be fewer than queries, a second call computes the queries after the last
+            key. The same array given as both says that there are no such queries.
+        segment_ids: [B, T] integers, 0 for padding: tokens see their own segment alone, and T must be S. Or `Segments`,
+            made once for all layers. Lengths and mask are refused together with segment_ids.
+        max_segments: static, the most segments of a row; required if segment_ids is an array.
         dropout_rate: only 0 is legal.
-        sinks, deterministic, implementation: of `mla_prefill`.
+        sinks, deterministic, implementation: as in `mla_prefill`.
         return_residual: also return the logsumexp of the scaled logits, natural logarithm, without the sinks.
         return_max_logits: also return the greatest scaled logit of each query and head, as QK-clip wants it.
 
     Returns:
         out [B, T, N, V] in query's dtype, bfloat16 for fp8; with return_residual also [B, T, N] float32 (float64 for
-        float64), and the same with return_max_logits, behind it. Queries past their row's length give 0 and -inf, and
-        so do queries that see no key, where jax.nn gives the mean of all values.
+        float64), and with return_max_logits then another such array. Queries past their row's length give 0 and -inf,
+        and so do queries that see no key, where jax.nn gives the mean of all values.
 
     Raises:
         TypeError, ValueError: an argument is not legal.
         NotImplementedError: bias, windows, dropout, masks that differ between heads, fewer heads of keys than of
-            queries; or no named implementation can run this call, with every reason.
+            queries; or no named implementation can run this call; the message gives every reason.
     """
     one_row = len(describe("query", query).shape) == 3
     call = _Call.of(query, key, value, bias, mask, local_window_size, dropout_rate)
@@ -250,7 +250,7 @@ class _Call(NamedTuple):
         local_window_size: object,
         dropout_rate: float,
     ) -> _Call:
-        """The checked call; raises what the public function says."""
+        """The checked call; raises the errors that the public function documents."""
         for name, refused in (("bias", bias), ("local_window_size", local_window_size)):
             if refused is not None:
                 kind = type(refused).__name__

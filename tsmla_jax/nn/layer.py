@@ -1,6 +1,7 @@
-"""The base of the attention layers as Flax nnx modules: parameters as `nnx.Param`, drawn, given or read.
+"""The base class of the attention layers as Flax nnx modules. Parameters are `nnx.Param`: random, given, or read from a
+checkpoint.
 
-A layer computes by its functional form. Caches are arguments and results, not state of a layer: an engine owns them for
+A layer calls its functional form. Caches are arguments and results, not state of a layer: an engine owns the caches of
 all layers and requests, and donates them to its step.
 """
 
@@ -17,12 +18,12 @@ from tsmla_jax.nn.checkpoints.weights import LayerWeights, Params, check_params,
 
 
 class AttentionLayer(nnx.Module):
-    """One attention layer; each model's is a subclass.
+    """One attention layer; each model has a subclass.
 
     Args:
-        config: its shape.
+        config: the layer's shape.
         params: the pytree of the model's `param_shapes`, as its `load_hf_attention` returns it; None draws random ones.
-        dtype: of random parameters.
+        dtype: the dtype of random parameters.
         rngs: source of random parameters; not needed with params.
 
     Raises:
@@ -50,7 +51,7 @@ class AttentionLayer(nnx.Module):
 
     @classmethod
     def from_hf(cls, checkpoint_dir: str | Path | Checkpoint, layer: int, *, dtype: DTypeLike | None = None) -> Self:
-        """The layer `layer` of a Hugging Face checkpoint; arguments and errors of `load_hf_attention`."""
+        """Layer `layer` of a Hugging Face checkpoint; arguments and errors are those of `load_hf_attention`."""
         checkpoint = open_checkpoint(checkpoint_dir)
         config = cls._weights.read_config(checkpoint.directory, layer)
         return cls(config, params=cls._weights.load_hf_attention(checkpoint, layer, config=config, dtype=dtype))

@@ -24,8 +24,8 @@ from tsmla_jax.ops.inputs import Scale
 from tsmla_jax.ops.operation import Preference
 from tsmla_kernels.contract import values
 
-# Padding is attended to like a segment, as the kernels know no rows between requests that belong to none. It is cut
-# into pieces, so that its cost is linear in its length, like the rest of the row's.
+# Padding attends to itself like a segment, because the kernels allow no rows between requests that belong to no
+# request. It is cut into pieces, so that its cost is linear in its length.
 _PADDING_PIECES, _LEAST_PIECE = 16, 128
 
 
@@ -33,13 +33,12 @@ _PADDING_PIECES, _LEAST_PIECE = 16, 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Which tokens of rows [B, S] belong together; a pytree. Make it once for all layers, by `from_ids`.
+    """The segments of tokens in rows [B, S], as a pytree. Make it once for all layers, by `from_ids`.
 
     Attributes:
-        starts: [B, N] i32, the token at which each segment or piece of padding starts, in order; S where there is no
-            further one.
+        starts: [B, N] i32, the token at which each segment or piece of padding starts, in order; S in unused columns.
         valid: [B, S] bool, the tokens that have a result: False in padding, and in rows of too many segments.
-        overflow: [B] bool, the rows that have more segments than was promised. Their results are NaN.
+        overflow: [B] bool, the rows that have more than max_segments segments. Their results are NaN.
         row_len: S.
     """
 
@@ -54,9 +53,9 @@ class Segments:
 
         Args:
             ids: [B, S] integers or booleans, 0 for padding. A run of one id is a segment; padding may stand anywhere.
-                One segment a row behind a mask of the tokens in use is `from_ids(mask, max_segments=1)`.
-            max_segments: static, the most segments of a row: TransformerEngine's and MaxText's max_segments_per_seq.
-                The gradient's workspace grows by 16 tokens' sums of dq for each of them.
+                For one segment a row, `from_ids(mask, max_segments=1)` takes a mask of the tokens in use.
+            max_segments: static, the most segments that a row may have (max_segments_per_seq in TransformerEngine and
+                MaxText). The gradient's workspace grows with it, by the sums of dq for 16 tokens a segment.
 
         Raises:
             TypeError, ValueError: ids are no integers or have another rank, or are 64-bit integers of numpy that jax
@@ -72,7 +71,7 @@ class Segments:
             raise ValueError(f"ids: got shape {ids.shape}; legal: [B, S]")
         if max_segments < 1:
             raise ValueError(f"max_segments: got {max_segments}; legal: an int >= 1")
-        # Ids are compared as they are: cut to 32 bits, two of 64 may become one, or padding.
+        # Ids are compared at full width: cut to 32 bits, two 64-bit ids could become equal, or become padding.
         ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
         ids = checks.behind(partial(values.segment_ids, max_segments), ids)
         row_len = ids.shape[1]
@@ -89,7 +88,7 @@ class Segments:
     def cu_seqlens(self) -> jax.Array:
         """[B N + 1] i32: the requests of the B S tokens, row after row, for `mla_prefill` or `nn.functional.prefill`.
 
-        A row's padding makes requests of its own; those that `starts` does not use have length 0.
+        A row's padding makes requests, too; requests that `starts` does not use have length 0.
         """
         rows = self.starts.shape[0]
         firsts = self.starts + self.row_len * jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -141,25 +140,25 @@ def segment_attention(
     return_max_logits: bool = False,
     implementation: Preference = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention within each segment of each row: `mla_prefill` of packed rows, with its gradient.
+    """Attention within each segment of each row: `mla_prefill` on the packed rows, with a gradient.
 
     Args:
         q: [B, S, H, K]; dtypes as in `mla_prefill`.
         k, v: [B, S, H, K] and [B, S, H, V] in q's dtype.
-        segments: of the rows. Where sharded arrays meet, call this in `shard_map` over rows and heads: the ragged
-            offsets count through all rows at hand, so automatic partitioning would gather them.
-        softmax_scale: factor of the logits; 1 where q carries it, as MaxText's does.
-        causal: a token sees its segment up to itself, else all of it.
-        deterministic, sinks, return_max_logits, implementation: of `mla_prefill`.
+        segments: the segments of the rows. If arrays are sharded, call this in `shard_map` over rows and heads: ragged
+            offsets count through all rows of a call, so automatic partitioning would gather the rows.
+        softmax_scale: factor of the logits; 1 if q is scaled already, as in MaxText.
+        causal: whether a token sees its segment only up to itself; otherwise it sees the whole segment.
+        deterministic, sinks, return_max_logits, implementation: as in `mla_prefill`.
 
     Returns:
         out [B, S, H, V] in q's dtype, bfloat16 when q is fp8; with return_max_logits also max_logits [B, S, H], -inf
         for padding. Padding gives 0, and no derivative passes through it (its q, k and v must be finite for that). Rows
-        with more segments than promised are NaN, never another segment's.
+        with more segments than promised are NaN.
 
     Raises:
         TypeError, ValueError: an argument is not legal.
-        NotImplementedError: the named implementation can't run this call, with every reason.
+        NotImplementedError: the named implementation can't run this call; the message gives every reason.
     """
     operands = _packed(segments, q=q, k=k, v=v)
     attend = partial(tsmla_jax.mla_prefill, *operands, softmax_scale=softmax_scale, causal=causal)
@@ -212,7 +211,7 @@ def segment_attention_kv(
     return_max_logits: bool = False,
     implementation: Preference = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`segment_attention` on what kv_b made: no slices of it, and no copies of k_rope for each head, are needed.
+    """`segment_attention` on the output of kv_b, without slices of it and without copies of k_rope for each head.
 
     Args:
         q: [B, S, H, K], rope columns last.
@@ -234,7 +233,9 @@ def segment_attention_kv(
 
 
 def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
-    """The arrays with their axes B and S made one; ValueError if these are not the rows of the segments."""
+    """The arrays with their axes B and S joined into one. Raises a ValueError if B and S are not those of the
+    segments.
+    """
     rows = segments.valid.shape
     for name, x in arrays.items():
         axes = "[B, S, R]" if name == "k_rope" else "[B, S, H, columns]"
@@ -246,7 +247,7 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
 def _within(
     segments: Segments, attend: Callable[..., Any], return_max_logits: bool
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The results of `attend` for the tokens of segments."""
+    """The results of `attend` for the tokens of segments, in rows [B, S]."""
 
     def results(**offsets: Any) -> tuple[jax.Array, ...]:
         found = attend(**offsets, return_max_logits=return_max_logits)
@@ -257,8 +258,9 @@ def _within(
 
 
 def attend_within(segments: Segments, attend: Callable[..., Sequence[jax.Array]]) -> tuple[jax.Array, ...]:
-    """The results of `attend`, a call of mla_prefill without its offsets, for the tokens of segments: out is 0 for
-    padding, what has no columns -inf. All are NaN in rows of too many segments."""
+    """The results of `attend`, a call of mla_prefill without its offsets, for the tokens of segments: for padding out
+    is 0, and results without columns are -inf. All are NaN in rows of too many segments.
+    """
     (rows, row_len), offsets = segments.valid.shape, segments.cu_seqlens
     found = attend(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_q_len=row_len, max_kv_len=row_len)
 

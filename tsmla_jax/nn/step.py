@@ -28,20 +28,22 @@ _T = TypeVar("_T")
 class Step:
     """One step over a paged cache; a pytree whose sizes and axis are static. Make it once for all layers.
 
-    New tokens are either dense (x [B, S, E]; cu_seqlens_q and max_q_len are None) or ragged (x [T, E]).
+    New tokens are either dense (x is [B, S, E]; cu_seqlens_q and max_q_len are None) or ragged (x is [T, E]).
 
     Attributes:
         block_tables: [B, M] i32, the pages of each request.
-        seq_lens: [B] i32, the new tokens included. New token i of S has position seq_lens - S + i.
-        slot_mapping: [B, S] or [T] i32, where the new tokens go (page * Z + offset); -1 is not written.
+        seq_lens: [B] i32, how many tokens each request has, new ones included. New token i of S has position
+            seq_lens - S + i.
+        slot_mapping: [B, S] or [T] i32, the slots of the new tokens (page * Z + offset); a token with -1 is not
+            written.
         cu_seqlens_q: [B + 1] i32, where each request's new tokens start; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of the new tokens of a request.
         context_axis: static, the mesh axis whose devices share the keys (`nn.context_parallel`); slot_mapping and
             block_tables are then the device's own.
-        page_size: static, Z of the caches that slot_mapping is of; layers refuse caches of other pages. None, of a step
-            made by hand, says nothing.
-        max_seq_len: static bound of seq_lens, by which a sparse layer chooses the form of its attention; None is that
-            of the block tables.
+        page_size: static, Z of the caches that slot_mapping is for; layers refuse caches with other pages. A step made
+            by hand may have None: then nothing is checked.
+        max_seq_len: static bound of seq_lens, by which a sparse layer chooses the form of its attention; None takes the
+            capacity of the block tables.
     """
 
     block_tables: jax.Array
@@ -104,9 +106,9 @@ class Step:
             total_tokens: T, static.
             page_size: Z of the caches, static.
             max_q_len: static bound of the new tokens of a request; None is T.
-            max_seq_len: static bound of seq_lens; None is that of the block tables.
+            max_seq_len: static bound of seq_lens; None takes the capacity of the block tables.
             context_axis: the mesh axis whose devices share the keys (`nn.context_parallel`); the block tables are then
-                the device's own, and tokens whose page is another's have slot -1.
+                the device's own, and tokens whose page is on another device have slot -1.
 
         Raises:
             TypeError, ValueError: page_size is no static int, at least 1.
@@ -129,18 +131,20 @@ class Step:
 
     @property
     def new_lens(self) -> jax.Array:
-        """[B] i32, new tokens of each request. This, context_lens, ragged_tokens and checked raise ValueError for a
-        dense step."""
+        """[B] i32, how many new tokens each request has. new_lens, context_lens, ragged_tokens and checked raise a
+        ValueError for a dense step.
+        """
         return jnp.diff(needed_when_ragged(self.cu_seqlens_q))
 
     @property
     def context_lens(self) -> jax.Array:
-        """[B] i32, tokens of each request that are in the cache already."""
+        """[B] i32, how many tokens of each request are in the cache already."""
         return self.seq_lens - self.new_lens
 
     def owned_tokens(self, total_tokens: int) -> jax.Array:
-        """[T] bool, which of the packed tokens belong to a request; the others are padding. Of a dense step (T = B S)
-        they are those that seq_lens counts."""
+        """[T] bool, whether each packed token belongs to a request; the others are padding. In a dense step (T = B S)
+        the tokens that seq_lens counts belong to requests.
+        """
         if self.cu_seqlens_q is None:
             return (dense_positions(self.seq_lens, self.slot_mapping.shape[1]) >= 0).reshape(-1)
         return jnp.arange(total_tokens, dtype=jnp.int32) < self.cu_seqlens_q[-1]
@@ -150,20 +154,26 @@ class Step:
         return ragged_positions(needed_when_ragged(self.cu_seqlens_q), self.context_lens, total_tokens)
 
     def check_axis(self, context_axis: str | None) -> None:
-        """ValueError if a layer is called with another axis than the step was made with: its slots would be wrong."""
+        """Raises a ValueError if a layer is called with another axis than the step was made with: the slots would be
+        wrong.
+        """
         check_axis(context_axis, self.context_axis)
 
     def check_pages(self, name: str, cache: jax.Array) -> None:
-        """ValueError if a layer's cache, called `name`, has pages of another size than the step was made with."""
+        """Raises a ValueError if a layer's cache, called `name`, has pages of another size than the step was made
+        with.
+        """
         check_pages(name, cache, self.page_size, "page_size")
 
     def checked(self, total_tokens: int) -> Step:
-        """This step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""
+        """This step. Under TSMLA_CHECK=1 raises a ValueError if its cu_seqlens_q doesn't fit total_tokens tokens."""
         cu_seqlens_q = jnp.asarray(needed_when_ragged(self.cu_seqlens_q))
         return replace(self, cu_seqlens_q=checks.cu_seqlens(cu_seqlens_q, total_tokens))
 
     def positions(self, shape: tuple[int, ...]) -> jax.Array:
-        """The position of each new token of x [*shape, E], i32; -1 for padding. ValueError for the other kind of x."""
+        """The position of each new token of x [*shape, E], i32; -1 for padding. Raises a ValueError for dense x in a
+        ragged step, and the reverse.
+        """
         if len(shape) == 1:
             needed_when_ragged(self.max_q_len)
             return self.ragged_tokens(*shape)[1]
@@ -172,21 +182,22 @@ class Step:
 
 
 def check_step(step: object, kind: type, made_by: str) -> None:
-    """ValueError if a layer's or function's step is no `kind`, whose makers made_by names."""
+    """Raises a ValueError unless `step` is a `kind`. made_by: the functions that make one, for the message."""
     if not isinstance(step, kind):
         got = "None" if step is None else f"a {type(step).__name__}"
         raise ValueError(f"step: got {got}; legal: a {kind.__name__}, which {made_by} makes")
 
 
 def check_axis(context_axis: str | None, made_with: str | None) -> None:
-    """ValueError if a layer is called with another axis than its step was made with."""
+    """Raises a ValueError if a layer is called with another axis than its step was made with."""
     if context_axis != made_with:
         raise ValueError(f"{context_axis=}; legal: the step's, {made_with!r}")
 
 
 def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: str) -> None:
-    """ValueError unless a cache [P, Z, width], or [P, bytes of a page] of V4's packed rows, has pages of page_size
-    tokens, which the step's slots count. size_name: the argument of the step's maker that says so."""
+    """Raises a ValueError unless a cache ([P, Z, width], or [P, bytes of a page] with V4's packed rows) has pages of
+    page_size tokens, as the step's slots assume. size_name: the argument by which the step was given page_size.
+    """
     if page_size is None or cache.ndim not in (2, 3):
         return
     packed = cache.ndim == 2
@@ -205,25 +216,25 @@ def _here(positions: jax.Array, page_size: int, context_axis: str | None) -> jax
 
 
 def needed_when_ragged(argument: _T | None) -> _T:
-    """cu_seqlens_q or max_q_len of a step; ValueError if it is None."""
+    """cu_seqlens_q or max_q_len of a step; raises a ValueError if it is None."""
     if argument is None:
         raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len")
     return argument
 
 
 def refuse_ragged_arguments(cu_seqlens_q: jax.Array | None, max_q_len: int | None) -> None:
-    """ValueError if dense x [B, S, E] comes with the arguments of ragged x."""
+    """Raises a ValueError if dense x [B, S, E] comes with the arguments of ragged x."""
     if cu_seqlens_q is not None or max_q_len is not None:
         raise ValueError("cu_seqlens_q and max_q_len go with ragged x [T, E]; x [B, S, E] must have neither")
 
 
 def dense_positions(seq_lens: jax.Array, new_tokens: int) -> jax.Array:
-    """Positions [B, S] i32 of the last `new_tokens` (S) tokens of requests of seq_lens [B] tokens."""
+    """Positions [B, S] i32 of the last `new_tokens` (S) tokens of requests with seq_lens [B] tokens."""
     return seq_lens[:, None] - new_tokens + jnp.arange(new_tokens, dtype=jnp.int32)
 
 
 def ragged_positions(cu_seqlens_q: jax.Array, starts: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
-    """Which request each packed token belongs to, and its position there.
+    """The request of each packed token, and the token's position in it.
 
     Args:
         cu_seqlens_q: [B + 1] i32.
@@ -247,7 +258,7 @@ def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array,
         page_size: Z, static.
 
     Returns:
-        i32 of the same shape; -1 (skipped by `write_kv_cache`) where the position is negative or past the table.
+        i32 of the same shape; -1 (skipped by `write_kv_cache`) if the position is negative or past the table.
     """
     block_tables = jnp.asarray(block_tables)
     page_index = positions // page_size

@@ -1,7 +1,7 @@
 """The shape of one MLA layer, read from a Hugging Face `config.json`.
 
 An `MLAConfig` is static and hashable: it can be closed over, or be an argument of `jax.jit`, which takes it as static.
-It holds what attention needs and no other field of the model's config.
+It holds only the fields of the model's config that attention needs.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _REQUIRED_SIZES = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class QueryScale:
-    """Factor of a query at position p, 1 + beta log(1 + floor(p / period)), as Llama 4 and Mistral Small 4 have it.
+    """The factor of a query by its position p: 1 + beta log(1 + floor(p / period)), as in Llama 4 and Mistral Small 4.
 
     Attributes:
         beta: at least 0; a config's llama_4_scaling_beta.
@@ -63,8 +63,8 @@ class QueryScale:
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
     """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer;
-    with a query_scale, of Mistral Small 4, and with scale_latents, of LongCat-Flash; without rotates or with an
-    output_gate, of models that have such layers among linear ones (Kimi-Linear, Kimi-K3, Ling 3).
+    with a query_scale also of Mistral Small 4, with scale_latents of LongCat-Flash, and without `rotates` or with an
+    output_gate of models that mix such layers with linear attention (Kimi-Linear, Kimi-K3, Ling 3).
 
     Attributes:
         hidden_size: E, width of the residual stream.
@@ -83,13 +83,13 @@ class MLAConfig:
             name; true for every DeepSeek and Kimi checkpoint).
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
-        query_scale: the factor that queries have by their position, or None.
+        query_scale: the factor of queries by position, or None.
         scale_latents: whether queries are multiplied by sqrt(hidden_size / q_lora_rank), and the normed latent by
             sqrt(hidden_size / kv_lora_rank).
-        rotates: whether the R rope columns are rotated. Without it all heads share these columns of the keys all the
-            same, and positions mean nothing.
-        output_gate: what the sigmoids of g_proj multiply before o_proj: each "head", each "element" of a head, or
-            nothing (None).
+        rotates: whether the R rope columns are rotated. If they are not, all heads still share these columns of the
+            keys, and positions have no effect.
+        output_gate: whether a sigmoid of g_proj multiplies each "head" or each "element" of a head before o_proj; None
+            means that there is no gate.
 
     Raises:
         ValueError: a value is not legal.
@@ -144,8 +144,9 @@ class MLAConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """(N + R)^-0.5, times ms(factor, mscale_all_dim)^2 with yarn and a non-zero mscale_all_dim, and times the
-        factor that queries have with scale_latents."""
+        """(N + R)^-0.5, times ms(factor, mscale_all_dim)^2 with yarn and a non-zero mscale_all_dim, and, with
+        scale_latents, times the queries' factor.
+        """
         scale = self.qk_head_dim**-0.5
         if self.scale_latents and self.q_lora_rank is not None:
             scale *= (self.hidden_size / self.q_lora_rank) ** 0.5
@@ -155,7 +156,7 @@ class MLAConfig:
 
     @property
     def latent_scale(self) -> float:
-        """Factor of the normed latent; 1 without scale_latents."""
+        """The factor of the normed latent; 1 without scale_latents."""
         return (self.hidden_size / self.kv_lora_rank) ** 0.5 if self.scale_latents else 1.0
 
     @property
@@ -176,9 +177,9 @@ class MLAConfig:
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:
-            ValueError: a field is missing, has the wrong type or an impossible value, or describes another layer: a
+            ValueError: a field is missing, has the wrong type or an impossible value, or describes another layer (a
                 model type that is none of these, a rope type that is neither default nor yarn, an unknown key of rope,
-                a multiplier, a gate, a window. The text names the field and, when `source` is a path, the file.
+                a multiplier, a gate, a window). The message names the field and, when `source` is a path, the file.
         """
         fields, where = read_hf_config(source)
         if fields.get("model_type") == "kimi_k3":
@@ -215,12 +216,12 @@ class MLAConfig:
 
 
 _NO_ROPE = RopeFields(10000.0, None, {})
-# Keys of rope in configs of Mistral Small 4. max_position_embeddings repeats the model's own.
+# Keys of rope in configs of Mistral Small 4. max_position_embeddings repeats the model's field of that name.
 _SCALED_KEYS = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
 
 
 def _query_scale(rope: RopeFields, where: str, rotated: float) -> QueryScale | None:
-    """The query_scale of a config whose layer may have one. rotated: the rotated share of a head."""
+    """The query_scale of a config whose model may have one. rotated: which share of a head is rotated."""
     check_values(rope.keys, where, {"partial_rotary_factor": (1, rotated)})
     beta = hf_field(rope.keys, "llama_4_scaling_beta", float, where, default=0.0)
     if beta == 0:

@@ -28,9 +28,9 @@ def why_not(
     context_axis: str | None = None,
     implementation: str | None = None,
 ) -> list[str]:
-    """Why `decode` of x [T, E] would not run by the kernels of few tokens, or not at all; empty if it would.
+    """Why `decode` of x [T, E] can't run by the kernels for few tokens, or can't run at all; empty if it can.
 
-    quantises: whether there is a q_scale. Other arguments as of `functional.decode`."""
+    quantises: whether there is a q_scale. The other arguments are those of `functional.decode`."""
     if "in_proj" not in params:
         return ["parameters are not folded"]
     if config.attention_bias or context_axis is not None or implementation not in (None, "cute"):
@@ -64,15 +64,15 @@ def decode(
     q_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """x + functional.decode(norm(x)), and the cache with the new tokens written: five kernels, six with a low-rank
-    query, and the two of `tsmla_jax.mla_decode`.
+    """x + functional.decode(norm(x)), and the cache with the new tokens written: five kernels (six with a low-rank
+    query), and the two of `tsmla_jax.mla_decode`.
 
     Args:
         params: folded.
         config: without biases.
-        x: [T, E], the tokens of a ragged step, or one of each request.
-        norm: the one before attention.
-        kv_cache, step, kv_scale, q_scale, implementation: as of `functional.decode`.
+        x: [T, E], the tokens of a ragged step, or one token of each request in a dense step.
+        norm: the norm before attention.
+        kv_cache, step, kv_scale, q_scale, implementation: as in `functional.decode`.
     """
     dense = step.cu_seqlens_q is None
     shape = (x.shape[0], 1) if dense else (x.shape[0],)

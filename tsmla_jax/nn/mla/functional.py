@@ -1,4 +1,4 @@
-"""The MLA layer as functions of a plain parameter pytree: what engines and non-Flax users call.
+"""The MLA layer as functions of a plain parameter pytree, for engines and users without Flax.
 
 Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed one request after the other), E hidden
 width, H heads, N / R / V the nope, rope and value widths of a head, L latent width, D = L + R, P pages, Z page size,
@@ -46,8 +46,9 @@ _LOW_RANK_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 
 
 def _check_params(params: Params, config: MLAConfig) -> None:
-    """ValueError that names the first weight that `params` lacks. `fold` has joined some, so folded ones are not looked
-    at."""
+    """Raises a ValueError that names the first weight that `params` lacks. Folded parameters are not checked, because
+    `fold` has joined some weights.
+    """
     if "in_proj" not in params:
         for name in (*(_QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY), *_ALWAYS):
             if name not in params:
@@ -71,14 +72,14 @@ def prefill(
         params: see `tsmla_jax.nn.param_shapes`.
         config: the layer's shape.
         x: [T, E], requests packed one after the other.
-        cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
+        cu_seqlens_q: [B + 1] i32, where each request starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
-        deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
+        deterministic, implementation: passed to `tsmla_jax.mla_prefill_kv`.
         context_axis: a mesh axis whose devices all have x and share the work: each attends for a part of the tokens.
-            Of derivatives that are taken inside `jax.shard_map` the mean over these devices is the whole one.
+            A derivative taken inside `jax.shard_map` is to be averaged over these devices.
 
     Returns:
-        y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
+        y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Padding rows have no meaning.
 
     Raises:
         ValueError: x or cu_seqlens_q has the wrong rank or width, or a weight is missing.
@@ -130,30 +131,32 @@ def prefill_with_context(
 ) -> tuple[jax.Array, jax.Array]:
     """New tokens that also attend to the tokens in the cache: chunked prefill, or a shared prefix.
 
-    The new tokens' causal part runs in the expanded form. The cached context is taken `context_chunk` tokens of every
-    request at a time: gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and merged by lse.
-    So the chunk bounds the memory beyond the cache, however long the context; the number of passes follows the longest
-    context, on the device, unless it is given. New tokens see each other unquantised even if the cache is fp8.
+    The new tokens' causal part runs in the expanded form. The cached context is taken in passes of `context_chunk`
+    tokens of every request: each is gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and
+    merged by lse. So the chunk bounds the memory beyond the cache, however long the context is. The device counts the
+    passes that the longest context needs, unless their number is given. New tokens see each other unquantised even if
+    the cache is fp8.
 
     Args:
         params, config: as in `prefill`.
         x: [T, E] new tokens, requests packed one after the other.
         kv_cache: [P, Z, D].
-        step: of ragged tokens; a request without context (all of seq_lens is new) is legal.
-        context_chunk: static, tokens of each request's context in one pass.
-        context_passes: static, a number of passes that is enough for the longest context; a GPU runs them without
-            asking the host. y is NaN if it is too small. None counts them on the device.
+        step: a step of ragged tokens; a request without context (all its tokens are new) is legal.
+        context_chunk: static, how many tokens of each request's context one pass takes.
+        context_passes: static, how many passes to run, enough for the longest context; a GPU then runs them without
+            asking the host. y is NaN if there are too few. None counts the passes on the device.
         kv_scale: of an fp8 cache.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x.
             A device takes context_chunk / N of its keys at a time (in whole pages) for the queries of all tokens, and
-            the causal part of its share of the tokens. The step is made with the same axis.
+            computes the causal part for its share of the tokens. The step is made with the same axis.
         implementation: of `tsmla_jax.mla_prefill_kv`.
 
     Returns:
         y [T, E] and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, a dense step, one of another context_axis or page size, or context_chunk < 1.
+        ValueError: a wrong rank or width, a dense step, a step of another context_axis or page size, or a
+            context_chunk below 1.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
     _check_tokens("x", x, config, ranks=(2,))
@@ -218,7 +221,8 @@ def prefill_with_context(
         return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
     needed = (jnp.max(held.most_lens, initial=0) + held.chunk - 1) // held.chunk
-    # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
+    # The cache is a part of the loop's carry, so that the write after the loop finds the donated buffer and needs no
+    # copy.
     where = (kv_cache, block_tables, context_lens)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     passes = needed if context_passes is None else context_passes
@@ -228,7 +232,7 @@ def prefill_with_context(
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     if context_axis is None:
         return project_out(params, config, out.astype(q.dtype), x), kv_cache
-    # What devices exchange is rounded as the result is: half the bytes, with activations of 16 bits.
+    # Devices exchange results rounded to the dtype of activations: with 16 bits that is half the bytes of float32.
     here, own = (out.astype(q.dtype), lse), (own[0].astype(q.dtype), own[1])
     y = project_out(params, config, context_parallel.merge_own_rows(*here, context_axis, own)[0], own_x)
     return context_parallel.gather_rows(y, x.shape[0], context_axis), kv_cache
@@ -259,7 +263,7 @@ def decode(
         kv_scale: of an fp8 cache.
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale), for a cache of that dtype; None leaves
             them in x's dtype.
-        batch_invariant, implementation: of `tsmla_jax.mla_decode`.
+        batch_invariant, implementation: passed to `tsmla_jax.mla_decode`.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. One collective merges what they attend to.
 
@@ -267,7 +271,8 @@ def decode(
         y in x's shape, and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, or a step of the other kind than x or of another context_axis or page size.
+        ValueError: a wrong rank or width, a dense step for ragged x or the reverse, or a step of another context_axis
+            or page size.
     """
     _check_params(params, config)
     _check_tokens("x", x, config, ranks=(2, 3))
@@ -323,7 +328,9 @@ def _check_step(step: Step, kv_cache: jax.Array, context_axis: str | None) -> No
 
 
 def _vector(name: str, x: jax.Array) -> jax.Array:
-    """x as a jax array, if it is an int32 vector: another width is refused, not narrowed."""
+    """x as a jax array. Raises a ValueError unless x is an int32 vector: another integer width is refused, not
+    narrowed.
+    """
     if x.ndim != 1:
         raise ValueError(f"{name}: got shape {x.shape}; legal: a vector")
     if x.dtype != np.int32:

@@ -1,4 +1,4 @@
-"""MLA as a Flax nnx layer: the computation of `tsmla_jax.nn.functional` over its own parameters.
+"""MLA as a Flax nnx layer, which calls `tsmla_jax.nn.functional` with the layer's parameters.
 
 Linen users wrap the class with `flax.nnx.bridge.ToLinen` (examples/linen_layer.py).
 """
@@ -14,7 +14,9 @@ from tsmla_jax.ops.operation import Preference
 
 
 class MLAttention(AttentionLayer):
-    """One multi-head latent attention layer of an `MLAConfig`; arguments and errors of `AttentionLayer`."""
+    """One multi-head latent attention layer, from an `MLAConfig`; arguments and errors are those of
+    `AttentionLayer`.
+    """
 
     _weights = WEIGHTS
 
@@ -31,7 +33,7 @@ class MLAttention(AttentionLayer):
 
         Args:
             x: [B, S, E], or ragged [T, E] with cu_seqlens_q [B + 1] i32 and a static max_q_len.
-            deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
+            deterministic, implementation: passed to `tsmla_jax.mla_prefill_kv`.
 
         Returns:
             y in x's shape.
@@ -63,7 +65,9 @@ class MLAttention(AttentionLayer):
         context_axis: str | None = None,
         implementation: Preference = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Whole prompts, no cache: arguments, results and errors of `functional.prefill`."""
+        """Attention over whole prompts without a cache; arguments, results and errors are those of
+        `functional.prefill`.
+        """
         return functional.prefill(
             self.params,
             self.config,
@@ -87,7 +91,9 @@ class MLAttention(AttentionLayer):
         context_axis: str | None = None,
         implementation: Preference = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """New tokens on top of cached context: arguments, results and errors of `functional.prefill_with_context`."""
+        """Attention of new tokens with cached context; arguments, results and errors are those of
+        `functional.prefill_with_context`.
+        """
         return functional.prefill_with_context(
             self.params,
             self.config,
@@ -113,7 +119,7 @@ class MLAttention(AttentionLayer):
         context_axis: str | None = None,
         implementation: Preference = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """A decode step in the absorbed form: arguments, results and errors of `functional.decode`."""
+        """A decode step in the absorbed form; arguments, results and errors are those of `functional.decode`."""
         return functional.decode(
             self.params,
             self.config,

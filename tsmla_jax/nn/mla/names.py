@@ -1,7 +1,7 @@
-"""Names of tensors in checkpoints of LongCat-Flash and in Mistral's own, by the names that DeepSeek's have.
+"""Names of tensors in checkpoints of LongCat-Flash and in Mistral's format, by their names in DeepSeek's checkpoints.
 
 A layer of LongCat-Flash has two attentions, two dense MLPs and one mixture of experts. It is read as two layers: the
-first has `shortcut.`, the experts whose result is added after the second.
+first has `shortcut.`, the experts whose result the second adds at its end.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _OF_IMAGES = ("patch_merger.", "pre_mm_projector_norm.", "vision_encoder.", "vis
 
 
 def stored_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of a checkpoint's tensors, by the names that DeepSeek's have; the same ones if the checkpoint is none
-    of these. Tensors of a model of images are left out."""
+    """The names of a checkpoint's tensors, by their names in DeepSeek's checkpoints. In a checkpoint of another model
+    both names are the same. Tensors of an image model are left out.
+    """
     names = list(names)
     if any(name.endswith(".attention.wkv_a_with_mqa.weight") for name in names):
         return {_of_mistral(name): name for name in names if not name.startswith(_OF_IMAGES)}
@@ -79,7 +80,7 @@ def _of_mistral(stored: str) -> str:
 
 
 def longcat_name(name: str) -> str:
-    """The name in a checkpoint of LongCat-Flash, by the one that DeepSeek's would have."""
+    """The name in a checkpoint of LongCat-Flash of the tensor that DeepSeek's checkpoints would call `name`."""
     found = _HALF.match(name)
     if found is None:
         return name

@@ -1,4 +1,4 @@
-"""The MLA layer's parameters as a step reads them, and its projections: what lies before and after attention.
+"""The MLA layer's parameters as a step reads them, and the layer's projections before and after attention.
 
 Axes and parameters are those of `tsmla_jax.nn.functional`.
 """
@@ -18,10 +18,11 @@ from tsmla_jax.nn.products.linear import contract, joined_rows, linear, product,
 def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
     """The parameters of a layer as a step reads them fastest, for `decode`, `prefill` and `prefill_with_context`.
 
-    Every matrix has the axis that a product sums over last, so that a single token's product is a sum along rows; the
-    two products of x are one, in_proj [A + L + R, E], with A = rank or H (N + R); q_b_proj becomes [H (N + R), rank],
-    o_proj [E, H V], w_uk [H, L, N]; and w_uk and w_uv side by side are w_ukv [H, N + V, L]. It knows folded parameters
-    by in_proj. They can't be split over heads, and block-scaled weights stay so.
+    The last axis of every matrix is the one that a product sums over, so that a single token's product is a sum along
+    rows; the two products of x are one, in_proj [A + L + R, E], with A = rank or H (N + R); q_b_proj becomes [H (N +
+    R), rank], o_proj [E, H V], w_uk [H, L, N]; and w_uk and w_uv side by side are w_ukv [H, N + V, L]. Functions
+    recognise folded parameters by in_proj. Folded parameters can't be split over heads. Block-scaled weights stay
+    block-scaled.
     """
     first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
     folded = dict(params)
@@ -42,7 +43,9 @@ def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
 
 
 def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
-    """The inverse of `fold`, bit by bit, where all parameters had one dtype; block-scaled weights stay so."""
+    """The inverse of `fold`; exact to the bit if all parameters had one dtype. Block-scaled weights stay
+    block-scaled.
+    """
     unfolded = dict(params)
     bias = unfolded.pop("in_proj_bias", None)
     first, kv_a = split_rows(unfolded.pop("in_proj"), -config.cache_dim)
@@ -67,26 +70,28 @@ def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
 
 
 def _joint_product(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """x times in_proj of folded parameters, [..., A + L + R]. Made in two places of a layer, and once by the
-    compiler."""
+    """x times in_proj of folded parameters, [..., A + L + R]. A layer asks for it in two places, and the compiler
+    computes it once.
+    """
     both = linear(x, params["in_proj"])
     return both + params["in_proj_bias"] if config.attention_bias else both
 
 
 def _project_in(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x times the first matrix of the query, [..., A], and times kv_a_proj_with_mqa [..., L + R], of folded
-    parameters."""
+    """x times the query's first matrix, [..., A], and x times kv_a_proj_with_mqa, [..., L + R], by folded
+    parameters.
+    """
     both = _joint_product(params, config, x)
     return both[..., : -config.cache_dim], both[..., -config.cache_dim :]
 
 
 def _project_heads(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """The heads' queries [..., H, N + R] of folded parameters without a low-rank query."""
+    """The heads' queries [..., H, N + R], by folded parameters without a low-rank query."""
     if config.cache_dim % config.qk_head_dim:
         q, _ = _project_in(params, config, x)
         return _by_head(q, config)
-    # The latent is as wide as some heads. Where heads are cut off, the next product reads the heads in their place;
-    # where columns are, XLA copies the query first.
+    # The latent is as wide as some heads. If the latent is cut off along the axis of heads, the next product reads the
+    # query in place; if it is cut off along columns, XLA copies the query first.
     both = _by_head(_joint_product(params, config, x), config)
     return both[..., : -(config.cache_dim // config.qk_head_dim), :]
 
@@ -107,7 +112,7 @@ def project_q(
     """Queries of tokens x [..., E], with rope applied: q_nope [..., H, N] and q_rope [..., H, R].
 
     cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers. scale is f32 [...]
-    (`query_scale`), None for a config without one.
+    (`query_scale`), or None if the config has no query_scale.
     """
     if config.q_lora_rank is not None:
         low = project_low_rank_q(params, config, x)
@@ -130,7 +135,7 @@ def rotated_q(config: MLAConfig, q: jax.Array, cos: jax.Array, sin: jax.Array) -
 
 
 def project_low_rank_q(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """The normed low-rank query [..., rank] of tokens x [..., E], where the config has a q_lora_rank."""
+    """The normed low-rank query [..., rank] of tokens x [..., E], for a config with a q_lora_rank."""
     if "in_proj" in params:
         low, _ = _project_in(params, config, x)
     else:
@@ -164,27 +169,29 @@ def project_latent_unrotated(params: Params, config: MLAConfig, x: jax.Array) ->
 
 
 def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
-    """kv [T, H, N + V], a head's keys without rope columns and its values side by side: `mla_prefill_kv` takes them so,
-    and on Hopper reads them where they lie."""
+    """kv [T, H, N + V]: each head's keys without rope columns, and its values, side by side. `mla_prefill_kv` takes kv
+    in this form, and on Hopper reads it in place.
+    """
     both = params["w_ukv"] if "w_ukv" in params else jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
     return jnp.einsum("tl,hcl->thc", latent, both)
 
 
 def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
-    """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope. ValueError for another N."""
+    """Absorbed queries [..., H, L + R]: q_nope W_UK, then q_rope. Raises a ValueError if q_nope has another N."""
     axes = "thn,hln->thl" if "in_proj" in params else "thn,hnl->thl"
     nope = params["w_uk"].shape[2 if "in_proj" in params else 1]
     if q_nope.shape[-1] != nope:
         raise ValueError(f"q_nope: got shape {q_nope.shape}; legal: [..., H, N] with N = {nope}, of w_uk")
-    # One axis of tokens: with two, XLA's GPU compiler joins the parts by a transpose, ten times slower for 64 tokens.
+    # Tokens get one axis: with two, XLA's GPU compiler joins the parts by a transpose, ten times slower for 64 tokens.
     tokens = [part.reshape(-1, *part.shape[-2:]) for part in (q_nope, q_rope)]
     q = jnp.concatenate([jnp.einsum(axes, tokens[0], params["w_uk"]), tokens[1]], axis=-1)
     return q.reshape(*q_nope.shape[:-1], q.shape[-1])
 
 
 def project_out(params: Params, config: MLAConfig, heads: jax.Array, x: jax.Array | None = None) -> jax.Array:
-    """From head outputs [..., H, V] back to [..., E]; the partial sum of local heads under `shard_map`. x [..., E] is
-    the layer's input, which an output_gate needs."""
+    """The output projection [..., E] of heads' outputs [..., H, V]; under `shard_map` the partial sum of local heads. x
+    [..., E] is the layer's input, which an output_gate needs.
+    """
     if config.output_gate is not None:
         heads = _gated(params, config, heads, needed_with_gate(x))
     if "in_proj" in params:
@@ -195,7 +202,7 @@ def project_out(params: Params, config: MLAConfig, heads: jax.Array, x: jax.Arra
 
 
 def needed_with_gate(x: jax.Array | None) -> jax.Array:
-    """The layer's input, which `project_out` is given where there is an output_gate."""
+    """The layer's input, which `project_out` needs if there is an output_gate; a ValueError if it is None."""
     if x is None:
         raise ValueError("x: got None; legal with an output_gate: the layer's input [..., E]")
     return x

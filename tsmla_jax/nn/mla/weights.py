@@ -1,7 +1,7 @@
 """The parameters of one MLA layer as a plain pytree.
 
-Each weight has an axis for heads of its own, so that tensor parallelism is a matter of one axis; kv_b_proj is kept as
-the two parts that are used apart, W_UK and W_UV.
+In each weight that depends on heads, the heads are a separate axis, so that tensor parallelism splits this one axis.
+kv_b_proj is kept as two parts, W_UK and W_UV, which are used separately.
 """
 
 from tsmla_jax.nn.checkpoints.weights import LayerWeights
@@ -46,7 +46,7 @@ def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
 
 
 def hf_name(name: str) -> str:
-    """The tensor behind a parameter, below `self_attn.`."""
+    """The name, after `self_attn.`, of the tensor that a parameter is read from."""
     return f"{name.removesuffix('_bias')}.bias" if name.endswith("_bias") else f"{name}.weight"
 
 

@@ -22,11 +22,11 @@ class V32Config:
     Attributes:
         mla: the attention itself; needs q_lora_rank, from whose normed output the indexer's queries come.
         index_n_heads: Hi, heads of the indexer.
-        index_head_dim: Di; its first qk_rope_head_dim columns are rotated.
+        index_head_dim: Di, width of an indexer's head; the first qk_rope_head_dim columns are rotated.
         index_topk: how many keys a token attends to at most.
         index_rope_interleave: whether the indexer rotates pairs 2i, 2i + 1 (GLM-5) or i, i + R / 2 (V3.2).
-        has_indexer: whether the layer chooses keys. One that doesn't (GLM-5.2's IndexShare) has neither an indexer's
-            parameters nor a cache of its keys, and attends to the keys that a layer before it chose.
+        has_indexer: whether the layer chooses keys. A layer that doesn't (GLM-5.2's IndexShare) has neither parameters
+            of an indexer nor a cache of indexer keys, and attends to the keys that a layer before it chose.
 
     Raises:
         ValueError: a value is not legal.
@@ -68,12 +68,13 @@ class V32Config:
         Args:
             source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
                 is deepseek_v32, glm_moe_dsa (GLM-5, 5.1, 5.2, 5.3) or absent, which means deepseek_v32.
-            layer: its index, where layers differ: some of GLM-5.2 and 5.3 have no indexer (`layers_with_indexer`).
+            layer: the layer's index. It matters if layers differ: some layers of GLM-5.2 and 5.3 have no indexer
+                (`layers_with_indexer`).
 
         Raises:
-            ValueError: as `MLAConfig.from_hf`; or the indexer is another one: layers of deepseek_v32 share what one of
-                them chose (index_topk_freq, indexer_types), its rope is that of the other model, or an index_ field is
-                unknown; or there is no such layer.
+            ValueError: as `MLAConfig.from_hf`; or the indexer is not one of these models': layers of deepseek_v32 share
+                a choice (index_topk_freq, indexer_types), the indexer's rope is that of the other model, or an index_
+                field is unknown; or there is no such layer.
         """
         fields, where = read_hf_config(source)
         check_v32(fields, where)
@@ -88,18 +89,19 @@ class V32Config:
 
 
 def layers_with_indexer(fields: Mapping[str, Any], where: str) -> tuple[bool, ...]:
-    """Whether each layer of a GLM-5 model has an indexer; one that has none attends to what a layer before it chose.
+    """Whether each layer of a GLM-5 model has an indexer; a layer without one attends to keys that a layer before it
+    chose.
 
-    As transformers reads it: indexer_types, else index_topk_pattern, else every index_topk_freq-th layer counted from
-    layer index_skip_topk_offset - 1, and all before that one.
+    The rule is transformers': indexer_types if given, else index_topk_pattern, else every index_topk_freq-th layer from
+    layer index_skip_topk_offset - 1 on, and all layers before that one.
 
     Args:
-        fields: a Hugging Face config's.
-        where: its name in an error.
+        fields: the fields of a Hugging Face config.
+        where: how an error names the config.
 
     Raises:
-        ValueError: a field has no entry for each layer, or another one than full and shared; two fields disagree; or
-            the first layer has no indexer.
+        ValueError: a field lacks an entry for some layer, or has an entry other than full and shared; two fields
+            disagree; or the first layer has no indexer.
     """
     num_layers = hf_field(fields, "num_hidden_layers", int, where)
     if not 1 <= num_layers <= _MAX_LAYERS:

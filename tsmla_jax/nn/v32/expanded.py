@@ -1,8 +1,9 @@
-"""V3.2's attention with the selection as a mask: keys and values expanded from the cache, new ones and context alike.
+"""V3.2's attention with the selection as a mask: the keys and values of new tokens and of context are expanded from the
+cache.
 
-New tokens see each other in one causal call. Cached context is taken in chunks: gathered, expanded, attended to with
-the bits of that chunk, and merged by lse. So a chunk bounds the memory of keys, values and bits. All keys are read from
-the cache, so that a quantised cache means the same as in the direct form.
+New tokens see each other in one causal call. Cached context is taken in chunks: each is gathered, expanded, attended to
+with the chunk's bits, and merged by lse. So the size of a chunk bounds the memory of keys, values and bits. All keys
+are read from the cache, so that a quantised cache means the same as in the direct form.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ CHUNK_ROWS = 8192
 
 
 class Selected(NamedTuple):
-    """What new tokens attend by.
+    """The new tokens' queries, and the keys that each token selects.
 
     Attributes:
-        q: [T, H, K], their queries.
-        request, position: [T], of each token.
-        keys: the positions that each token selects [T, k], each once; or, if are_bits, the words of their bits [T, W].
-        are_bits: what `keys` are.
-        all_below: a token at an earlier position than this one selects all keys up to its own; 0 says nothing.
+        q: [T, H, K], the new tokens' queries.
+        request, position: [T], the request and the position of each token.
+        keys: [T, k], the positions that each token selects, each once; or, if are_bits, [T, W], these positions as
+            words of bits.
+        are_bits: whether `keys` are words of bits.
+        all_below: tokens at positions below this one select all keys up to their own; 0 promises this of no token.
     """
 
     q: jax.Array
@@ -62,7 +64,7 @@ def attend_by_mask(
     kv_scale: float | jax.Array | None,
     implementation: Preference,
 ) -> jax.Array:
-    """The heads' outputs [T, H, V] of new tokens whose rows `kv` holds already."""
+    """The heads' outputs [T, H, V] for new tokens whose rows are already in the cache `kv`."""
     mla, spec = config.mla, cache_spec("kv_cache", describe("kv_cache", kv))
     cu_seqlens_q = needed_when_ragged(step.cu_seqlens_q)
     max_q_len = min(needed_when_ragged(step.max_q_len), new.q.shape[0])
@@ -117,7 +119,7 @@ def attend_by_mask(
         return tsmla_jax.merge_attention_states([state[0], part.astype(state[0].dtype)], [state[1], part_lse])
 
     def with_context(out: jax.Array, lse: jax.Array) -> jax.Array:
-        # Merged once a chunk, in float32, so that rounding does not grow with the context.
+        # Results are merged once a chunk, in float32, so that rounding does not grow with the context.
         where = (out, kv, step.block_tables, context_lens)
         wide = carry(out.astype(jnp.promote_types(out.dtype, jnp.float32)), *where), carry(lse, *where)
         return jax.lax.fori_loop(0, needed, add_chunk, wide)[0].astype(out.dtype)
@@ -126,8 +128,9 @@ def attend_by_mask(
 
 
 def words_from(words: jax.Array, starts: jax.Array, num_keys: int) -> jax.Array:
-    """The words of num_keys keys of each token, from key starts[t] on, out of words [T, W] of all its keys. Bits behind
-    the last word are 0."""
+    """Each token's words for num_keys keys, from key starts[t] on, cut out of the words [T, W] of all its keys. Bits
+    after the last word are 0.
+    """
     first, shift = starts // WORD_KEYS, (starts % WORD_KEYS).astype(jnp.uint32)[:, None]
     at = first[:, None] + jnp.arange(selection_words(num_keys) + 1, dtype=jnp.int32)
     width = words.shape[1]

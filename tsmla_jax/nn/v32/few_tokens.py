@@ -16,7 +16,7 @@ from tsmla_jax.nn.v32.projections import Angles, Projected, finished_queries, no
 
 
 def why_not(params: Params, config: V32Config, x: jax.Array, norm: Norm, options: Options) -> list[str]:
-    """Why `attend` of x [T, E] would not run by the kernels of few tokens, or not at all; empty if it would."""
+    """Why `attend` of x [T, E] can't run by the kernels for few tokens, or can't run at all; empty if it can."""
     mla = config.mla
     if "in_proj" not in params or mla.q_lora_rank is None:
         return ["parameters are not folded, or the query has no low rank"]
@@ -41,9 +41,10 @@ def attend(
     selected: jax.Array | None = None,
     keep: bool = False,
 ) -> Attended:
-    """x + functional.attend(norm(x)), the caches, and the positions. Arguments as there; params are folded.
+    """x + functional.attend(norm(x)), the caches, and the positions. The arguments are those of `functional.attend`,
+    with folded params.
 
-    keep: whether positions are wanted."""
+    keep: whether the caller wants positions."""
 
     def project(params: Params, config: V32Config, x: jax.Array, angles: Angles, quantise: bool | None) -> Projected:
         mla = config.mla

@@ -1,11 +1,10 @@
 """DeepSeek-V3.2's and GLM-5's attention: MLA over the tokens that a lightning indexer chooses, as functions of a
 parameter pytree.
 
-One function, `attend`, is prefill, chunked prefill, decode and speculative verify: new tokens of every request, packed;
-their latents and indexer keys are written first, then each chooses its keys from the cache and attends to them in the
-absorbed form. It can return the choice, for layers that have no indexer of their own. Axes: T new
-tokens in all, B requests, E hidden width, H heads, Hi indexer heads, Di indexer width, P pages, Z page size, M pages a
-request at most.
+One function, `attend`, serves prefill, chunked prefill, decode and speculative verify. It takes the new tokens of every
+request, packed, and writes their latents and indexer keys; then each token chooses its keys from the cache and attends
+to them. It can return the choice, for layers that have no indexer of their own. Axes: T new tokens in all, B requests,
+E hidden width, H heads, Hi indexer heads, Di indexer width, P pages, Z page size, M pages a request at most.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class V32Cache(NamedTuple):
 
     Attributes:
         kv: [P, Z, L + R] of floats or float8_e4m3fn, or uint8 [P, Z, 656], the packed layout.
-        indexer: uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are); None of a layer without
-            an indexer.
+        indexer: uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are); None in a layer without an
+            indexer.
     """
 
     kv: jax.Array
@@ -68,8 +67,8 @@ def init_cache(
         config: the layer's shape.
         num_pages: P.
         page_size: Z.
-        kv_dtype: uint8 is the packed layout of 656 bytes.
-        indexer_dtype: uint8 is fp8 keys with scales.
+        kv_dtype: dtype of the kv cache; uint8 is the packed layout of 656 bytes.
+        indexer_dtype: dtype of the cache of indexer keys; uint8 is fp8 keys with scales.
 
     Raises:
         ValueError: the packed layout with other widths than latent 512 and rope 64.
@@ -88,15 +87,16 @@ def init_cache(
 
 
 def fold(params: Params, config: V32Config) -> dict[str, jax.Array]:
-    """The parameters of a layer as a step reads them fastest: MLA's as `functional.fold` leaves them, and the indexer's
-    matrices with the axis that a product sums over last, indexer_wq_b [Hi Di, rank], indexer_wk [Di, E] and
-    indexer_weights_proj [Hi, E]."""
+    """The parameters of a layer as a step reads them fastest: MLA's parameters as its `functional.fold` leaves them;
+    and the indexer's matrices indexer_wq_b [Hi Di, rank], indexer_wk [Di, E] and indexer_weights_proj [Hi, E], whose
+    last axis is the one that a product sums over.
+    """
     rows = {name: cast(jax.Array, rows_of(params[name])) for name in _MATRICES if config.has_indexer}
     return functional.fold(params, config.mla) | rows
 
 
 def unfold(params: Params, config: V32Config) -> dict[str, Any]:
-    """The inverse of `fold`, bit by bit, where all parameters had one dtype."""
+    """The inverse of `fold`; exact to the bit if all parameters had one dtype."""
     heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size
     shapes = (cast(int, config.mla.q_lora_rank), heads, width), (hidden, width), (hidden, heads)
     names = zip(_MATRICES, shapes, strict=True) if config.has_indexer else ()
@@ -161,30 +161,31 @@ def attend(
         config: the layer's shape.
         x: [T, E], requests packed one after the other.
         cache: holds the tokens before the new ones.
-        step: of ragged tokens.
-        kv_scale: of a float8_e4m3fn kv cache.
+        step: a step of ragged tokens.
+        kv_scale: the scale of a float8_e4m3fn kv cache.
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
-        selected: [T, K] i32, the positions in its request that each token attends to in the place of the indexer's
-            choice: another pass's, or those of the layer whose choice this one shares. -1 and positions after the
-            token's own select nothing. A layer without an indexer needs them; one that has one still writes its keys.
-        return_selected: whether to return the positions, too: for layers that share the choice, or for `prefill` to
-            replay a rollout's.
-        form: "direct", `sparse_mla` on the selected rows; "mask", the expanded form with the selection as bits, in
-            chunks of the context; or None, which `form_of` decides from the step's sizes. Both compute the attention
-            over the selected keys; they differ by rounding alone.
-        implementation: of the operations that the form calls, and of `tsmla_jax.indexer_topk`.
+        selected: [T, K] i32, the positions in its request that each token attends to, in place of the indexer's choice:
+            those that another pass chose, or the layer whose choice this one shares. -1 and positions after the token's
+            own select nothing. A layer without an indexer needs them; a layer with an indexer still writes its indexer
+            keys.
+        return_selected: whether to return the positions, too, for layers that share the choice, or for `prefill` to
+            replay a rollout's choice.
+        form: "direct" (`sparse_mla` on the selected rows), "mask" (the expanded form with the selection as bits, in
+            chunks of the context), or None: `form_of` then decides from the step's sizes. Both forms compute the
+            attention over the selected keys and differ by rounding alone.
+        implementation: that of the operations which the form calls, and of `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated); with return_selected also the
-        positions [T, K], ascending, -1 behind the last (or as they were given), the same on all devices of a
-        context_axis. Rows of padding mean nothing.
+        positions [T, K], ascending, -1 after the last (or as they were given), the same on all devices of a
+        context_axis. Padding rows have no meaning.
 
     Raises:
-        ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis or
-            page size; `form` is none, or "mask" with a q_scale or a context_axis; selected has another shape, or is
-            None for a layer without an indexer; or there is a cache of indexer keys and no indexer, or the reverse.
+        ValueError: the caches have different pages, or the step is dense, or has another context_axis or page size;
+            `form` is unknown, or "mask" with a q_scale or a context_axis; selected has another shape, or is None for a
+            layer without an indexer; or there is a cache of indexer keys and no indexer, or the reverse.
     """
     options = Options(kv_scale, q_scale, context_axis, form, implementation)
     found = attend_projected(
@@ -204,7 +205,7 @@ class Options(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The results of `attend_projected`; positions that nobody asked for may not have been made."""
+    """The results of `attend_projected`; positions may be None if keep is False."""
 
     y: jax.Array
     cache: V32Cache
@@ -223,7 +224,9 @@ def attend_projected(
     options: Options,
     project: Callable[[Params, V32Config, jax.Array, Angles, bool | None], Projected],
 ) -> Attended:
-    """`attend`, with the products of `project`. keep: whether positions are wanted, where slots alone would do."""
+    """`attend`, given the products of `project`. keep: whether the caller wants positions, if slots alone would do for
+    attention.
+    """
     kv_scale, q_scale, context_axis, form, implementation = options
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")
@@ -245,7 +248,7 @@ def attend_projected(
 
     def topk(**more: Any) -> Any:
         assert keys is not None
-        run: Any = tsmla_jax.indexer_topk  # whose overloads want its options one by one
+        run: Any = tsmla_jax.indexer_topk  # Any, because the overloads want the options one by one
         where = keys, known_pages(step, keys.shape[1]), step.seq_lens, most
         return run(*index, *where, cu_seqlens_q=step.cu_seqlens_q, implementation=implementation, **more)
 
@@ -275,17 +278,18 @@ def attend_projected(
     if selected is None and keep:
         selected = cast(jax.Array, topk())
     if selected is None:
-        slots, _ = topk(return_slots=True)  # the kernel of the top-k makes them itself
+        slots, _ = topk(return_slots=True)  # the kernel of the top-k makes the slots itself
     else:
         slots = metadata.positions_to_slots(selected, step.block_tables[request], kv.shape[1])
-    per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # on average, which is enough to choose a form
+    per_request = max(num_tokens // step.seq_lens.shape[0], 1)  # the average is enough to choose a form
     attended = tsmla_jax.sparse_mla(queries, kv, slots, tokens_per_request=per_request, **attention)
     return Attended(made.out(values(cast(jax.Array, attended))), cache, selected)
 
 
 class _Own(NamedTuple):
-    """The slots of a device's keys that tokens attend to, -1 behind the last, how many they are, and the positions of
-    the keys of all devices where they were asked for."""
+    """The slots of this device's keys that each token attends to (-1 after the last), how many these are, and the
+    positions of the chosen keys of all devices, if they were asked for.
+    """
 
     slots: jax.Array
     lens: jax.Array
@@ -303,8 +307,9 @@ def _choose_own(
     keep: bool,
     options: Options,
 ) -> _Own:
-    """A device's part of the keys that are selected, or that the indexers of all devices choose by `index`, the
-    queries and the weights of the indexer's heads. keep: as in `_attend`."""
+    """This device's part of the selected keys. If none are given, the indexers of all devices choose them. index: the
+    indexer's queries and head weights. keep: as in `attend_projected`.
+    """
     assert options.context_axis is not None
     axis, page_size = options.context_axis, cache.kv.shape[1]
     rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
@@ -322,7 +327,7 @@ def _choose_own(
 
 
 def known_pages(step: Step, page_size: int) -> jax.Array:
-    """The step's block tables, without the pages that are behind every request's last token."""
+    """The step's block tables, without columns that lie after the last token of every request."""
     if step.max_seq_len is None:
         return step.block_tables
     return step.block_tables[:, : -(-step.max_seq_len // page_size)]
@@ -334,7 +339,7 @@ def bits_are_shorter(step: Step, page_size: int, selected: int) -> bool:
 
 
 def _given(config: V32Config, selected: jax.Array | None, positions: jax.Array) -> jax.Array | None:
-    """Given positions [T, K], -1 where they are not of the token's own or an earlier one; None where none are."""
+    """The given positions [T, K], with -1 for positions after the token's own; None if none were given."""
     if selected is not None:
         describe_ints("selected", selected, "T K", (positions.shape[0], "T, x's tokens"))
         selected = jnp.asarray(selected)
@@ -348,14 +353,16 @@ def _given(config: V32Config, selected: jax.Array | None, positions: jax.Array) 
 
 
 def _ascending(positions: jax.Array) -> jax.Array:
-    """Rows of positions in ascending order, -1 behind the last."""
+    """Rows of positions in ascending order, then -1."""
     last = jnp.iinfo(jnp.int32).max
     ordered = jnp.sort(jnp.where(positions < 0, last, positions), axis=1)
     return jnp.where(ordered == last, -1, ordered)
 
 
 def _check_cache(config: V32Config, cache: V32Cache) -> None:
-    """ValueError unless a layer's caches are of one block table, and there is one of keys if there is an indexer."""
+    """Raises a ValueError unless a layer's caches have the same pages, and there is a cache of indexer keys if, and
+    only if, there is an indexer.
+    """
     if (cache.indexer is None) == config.has_indexer:
         got = "None" if cache.indexer is None else f"an array of shape {cache.indexer.shape}"
         legal = "indexer keys" if config.has_indexer else "None"
@@ -375,7 +382,7 @@ def _written(
     angles: Angles,
     kv_scale: float | jax.Array | None,
 ) -> V32Cache:
-    """The caches with the new tokens' latents and indexer keys, where there is an indexer."""
+    """The caches with the new tokens' latents written, and their indexer keys if the layer has an indexer."""
     mla, (cos, sin), latent, k_rope = config.mla, angles, made.latent, made.k_rope
     if cache.kv.dtype == jnp.uint8:
         kv = sparse.write_packed_kv_cache(
@@ -412,18 +419,18 @@ def form_of(
 
     Args:
         config: the layer's shape.
-        step: of ragged tokens. A bound on its requests' tokens, max_seq_len, makes the decision sharper than the length
-            of the block tables does.
-        x: [T, E], of which the shape and the dtype count.
+        step: a step of ragged tokens. The decision depends on the longest request: max_seq_len bounds it more tightly
+            than the length of the block tables.
+        x: [T, E]; only the shape and the dtype count.
         form: the caller's choice, "direct" or "mask", or None.
         quantised: whether `attend` is given a q_scale.
-        context_axis: of `attend`.
+        context_axis: that of `attend`.
 
     Returns:
-        Form: name and why.
+        The Form, with its name and the reason.
 
     Raises:
-        ValueError: `form` is none, or "mask" where the mask can't serve the step.
+        ValueError: `form` is unknown, or "mask" for a step that the mask can't serve.
     """
     unable = mask_refusals(quantised=quantised, shared_keys=context_axis is not None)
     if form == "mask" and unable:

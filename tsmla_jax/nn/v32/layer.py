@@ -11,7 +11,9 @@ from tsmla_jax.ops.operation import Preference
 
 
 class V32Attention(AttentionLayer):
-    """One attention layer of DeepSeek-V3.2 or GLM-5, of a `V32Config`; arguments and errors of `AttentionLayer`."""
+    """One attention layer of DeepSeek-V3.2 or GLM-5, from a `V32Config`; arguments and errors are those of
+    `AttentionLayer`.
+    """
 
     _weights = WEIGHTS
 
@@ -28,7 +30,7 @@ class V32Attention(AttentionLayer):
         form: str | None = None,
         implementation: Preference = None,
     ) -> tuple[jax.Array, V32Cache]:
-        """Prefill, chunks and decode alike; see `tsmla_jax.nn.v32.attend`. Returns y and the caches."""
+        """Prefill, chunked prefill and decode; see `tsmla_jax.nn.v32.attend`. Returns y and the caches."""
         return attend(
             self.params,
             self.config,
@@ -55,7 +57,7 @@ class V32Attention(AttentionLayer):
         form: str | None = None,
         implementation: Preference = None,
     ) -> V32Prefill:
-        """Whole texts, with a gradient; see `tsmla_jax.nn.v32.prefill`."""
+        """Attention over whole texts, with a gradient; see `tsmla_jax.nn.v32.prefill`."""
         return prefill(
             self.params,
             self.config,

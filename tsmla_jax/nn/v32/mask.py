@@ -1,4 +1,4 @@
-"""Which of V3.2's and GLM-5's layers the mask form can serve, why it can't serve others, and the sizes that decide."""
+"""The mask form of V3.2's and GLM-5's layers: why it can't serve a step or has no kernel, and the sizes that decide."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mask_refusals(*, quantised: bool, shared_keys: bool) -> list[str]:
 
 
 def mask_reasons(config: V32Config, dtype: DTypeLike) -> list[str]:
-    """Why the mask would have no kernel with activations of `dtype`; empty if it has one."""
+    """Why the mask form would have no kernel with activations of `dtype`; empty if it has one."""
     widths, name, reasons = head_dims(config.mla), jnp.dtype(dtype).name, []
     if widths not in SELECTION_HEAD_DIMS:
         legal = ", ".join(f"{k} and {v}" for k, v in SELECTION_HEAD_DIMS)

@@ -35,13 +35,13 @@ gradient's pass repeats neither the top-k nor the attention."""
 
 @exportable
 class V32Prefill(NamedTuple):
-    """What `prefill` returns.
+    """The results of `prefill`.
 
     Attributes:
         y: [T, E] in x's dtype.
-        selected: [T, K] int32, the positions in its own text that each token attends to, -1 behind the last; None in
-            the dense warm-up, where a token attends to all tokens up to itself.
-        index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token, 0 in padding; None where it was not asked for.
+        selected: [T, K] int32, the positions in its own text that each token attends to, -1 after the last; None in the
+            dense warm-up, where a token attends to all tokens up to itself.
+        index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token, 0 in padding; None if it was not asked for.
     """
 
     y: jax.Array
@@ -69,34 +69,34 @@ def prefill(
     Gradients of y reach x and MLA's parameters; those of index_loss reach the indexer's parameters and nothing else.
 
     Args:
-        params: see `param_shapes`; plain weights, as those in e4m3 have no gradient.
+        params: see `param_shapes`; plain weights, because weights in e4m3 have no gradient.
         config: the layer's shape.
-        x: [T, E] of 16, 32 or 64 bits, texts packed one after the other. Rows of packed segments are x.reshape(-1, E)
-            with the cu_seqlens of `nn.Segments`.
+        x: [T, E] of 16, 32 or 64 bits, texts packed one after the other. For rows of packed segments pass
+            x.reshape(-1, E) with the cu_seqlens of `nn.Segments`.
         cu_seqlens_q: [B + 1] i32, where each text starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a text's length.
-        selected: [T, K] i32 positions to attend to in the place of the indexer's choice: a rollout's (`attend` with
-            return_selected), or those of the layer whose choice this one shares. -1 and positions after the token's
-            own select nothing.
+        selected: [T, K] i32 positions to attend to in place of the indexer's choice: those of a rollout (`attend` with
+            return_selected), or those of the layer whose choice this one shares. -1 and positions after the token's own
+            select nothing.
         dense: the warm-up: attention to all tokens up to the token's own, in the expanded form, and an index_loss over
             all of them.
-        index_loss: whether to compute it; False for a layer without an indexer. Without it, and with `selected` or
-            `dense`, no parameter of the indexer is read.
+        index_loss: whether to compute the indexer's loss; False for a layer without an indexer. Without it, and with
+            `selected` or `dense`, no parameter of the indexer is read.
         head_axis: under shard_map with params split by `param_specs`, the mesh axis of the heads. y is then the partial
-            sum of the local heads, for the caller to psum; selected and index_loss are those of all heads.
-        form: "direct", `sparse_mla` on the selected keys; "mask", the expanded form with a bit for each pair of tokens
-            of a text, which takes each of `selected` once; or None, which decides from sizes as `form_of` does: the
-            mask pays off up to some tens of thousands of tokens a text. Both attend to the same keys.
-        deterministic, implementation: of the operations that the form calls; implementation also of
+            sum of the local heads, for the caller to psum; selected and index_loss count all heads.
+        form: "direct" (`sparse_mla` on the selected keys), "mask" (the expanded form with a bit for each pair of tokens
+            of a text, which counts a position given twice once), or None, which decides from sizes as `form_of` does:
+            the mask pays off up to some tens of thousands of tokens a text. Both forms attend to the same keys.
+        deterministic, implementation: passed to the operations that the form calls; implementation also to
             `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
 
     Returns:
-        V32Prefill. Rows of padding mean nothing.
+        V32Prefill. Padding rows have no meaning.
 
     Raises:
         TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them;
-            selected or a form is given in the warm-up; `form` is none; or a layer without an indexer is to choose or
-            to have a loss of it.
+            selected or a form is given in the warm-up; `form` is unknown; or a layer without an indexer is asked for a
+            choice or for the indexer's loss.
         NotImplementedError: the named implementation can't run this call.
     """
     mla = config.mla
@@ -125,7 +125,7 @@ def prefill(
         slots = jnp.where(legal, selected + cu_seqlens_q[request][:, None], -1)
 
     attended = None if dense else _form(params, config, x, max_q_len, selected, form).name
-    # A token is a page of its own: texts start anywhere.
+    # Each token is a page, because texts may start at any token.
     kv = jnp.concatenate([latent, k_rope], axis=-1)[:, None]
     absorbed = functional.absorb_q(params, q_nope, q_rope)
     options: dict[str, Any] = {
@@ -174,7 +174,7 @@ def prefill(
 
 
 def _check_choice(num_tokens: int, selected: jax.Array | None, form: str | None, dense: bool) -> None:
-    """ValueError / TypeError for a choice of keys or a form that is not legal."""
+    """Raises a ValueError or TypeError if the choice of keys or the form is not legal."""
     if dense and (form is not None or selected is not None):
         got = "selected: got an array" if form is None else f"form: got {form!r}"
         raise ValueError(f"{got} with dense=True; legal: None, as all keys are attended to")
@@ -183,7 +183,7 @@ def _check_choice(num_tokens: int, selected: jax.Array | None, form: str | None,
 
 
 def _check_sharing(given: bool, index_loss: bool) -> None:
-    """ValueError for what a layer without an indexer can't do. given: whether its keys are."""
+    """Raises a ValueError for what a layer without an indexer can't do. given: whether its keys are given."""
     if not given:
         raise ValueError("selected: got None; legal: [T, K] positions, as the layer has no indexer")
     if index_loss:
@@ -193,7 +193,7 @@ def _check_sharing(given: bool, index_loss: bool) -> None:
 def _form(
     params: Params, config: V32Config, x: jax.Array, max_q_len: int, selected: jax.Array | None, form: str | None
 ) -> Form:
-    """The form that the sizes of whole texts, which have no context in a cache, ask for."""
+    """The form that is best for whole texts of these sizes, which have no context in a cache."""
     assert selected is not None
     longest = max(1, min(max_q_len, x.shape[0]))
     sizes = StepSizes(
@@ -210,8 +210,9 @@ def _form(
 def _indexer(
     params: Params, config: V32Config, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The indexer's queries [T, Hi, Di], weights [T, Hi] and keys [T, Di], rotated, of a detached x: in x's dtype, as a
-    plain cache would hold the keys."""
+    """The indexer's queries [T, Hi, Di] and keys [T, Di], rotated, and its weights [T, Hi], from a detached x. Queries
+    and keys have x's dtype, in which a plain cache would hold the keys.
+    """
     low = lax.stop_gradient(functional.project_low_rank_q(params, config.mla, x))
     x = lax.stop_gradient(x)
     q, weights = indexer_queries(params, config, x, low, Angles(cos, sin), quantise=False)
@@ -227,7 +228,8 @@ def _choose(
     topk: int,
     implementation: Preference,
 ) -> jax.Array:
-    """The positions [T, K] of the greatest logits among a token's own and those before it, ascending, -1 behind.
+    """The positions [T, K] of the greatest logits among each token's own key and the keys before it, ascending, then
+    -1.
 
     Args:
         index: the indexer's queries, weights and keys of packed texts.
@@ -235,7 +237,7 @@ def _choose(
         owners: the text and the position of each token.
         max_len: bound of a text's length.
         topk: K at most.
-        implementation: of `tsmla_jax.indexer_topk`.
+        implementation: passed to `tsmla_jax.indexer_topk`.
     """
     q, weights, keys = lax.stop_gradient(index)
     lens = jnp.diff(cu_seqlens)

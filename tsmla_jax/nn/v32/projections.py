@@ -29,14 +29,14 @@ class Angles(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """The products of the new tokens in front of attention, and the one behind it.
+    """The products of the new tokens before attention, and the product after it.
 
     Attributes:
         latent, k_rope: [T, L] normed, and [T, R] not rotated yet.
-        keys: the indexer's [T, Di], not rotated yet; None without an indexer.
+        keys: the indexer's keys [T, Di], not rotated yet; None without an indexer.
         asked: the indexer's queries and head weights (`indexer_queries`); None if it does not choose.
         q_nope, q_rope: [T, H, N], and [T, H, R] rotated.
-        out: from heads [T, H, V] to the layer's result [T, E].
+        out: the function from heads' outputs [T, H, V] to the layer's result [T, E].
     """
 
     latent: jax.Array
@@ -49,7 +49,9 @@ class Projected(NamedTuple):
 
 
 def project(params: Params, config: V32Config, x: jax.Array, angles: Angles, quantise: bool | None) -> Projected:
-    """The products of tokens x. quantise: whether the indexer's queries are quantised; None if it does not choose."""
+    """The products of tokens x. quantise: whether the indexer's queries are quantised; None if the indexer does not
+    choose.
+    """
     mla = config.mla
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)
     low = functional.project_low_rank_q(params, mla, x)
@@ -86,8 +88,9 @@ def normed_keys(params: Params, k: jax.Array) -> jax.Array:
 def indexer_queries(
     params: Params, config: V32Config, x: jax.Array, low: jax.Array, angles: Angles, *, quantise: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi], of x and its normed low-rank
-    query."""
+    """The indexer's queries [T, Hi, Di] and head weights [T, Hi] with every constant folded in, from x and its normed
+    low-rank query.
+    """
     q, weights = product(params, "indexer_wq_b", low), product(params, "indexer_weights_proj", x)
     return finished_queries(config, q, weights, angles, quantise=quantise)
 

@@ -1,6 +1,6 @@
-"""The parameters of one layer of DeepSeek-V3.2 or GLM-5: MLA's and those of its indexer, where it has one.
+"""The parameters of one layer of DeepSeek-V3.2 or GLM-5: MLA's, and those of the indexer if the layer has one.
 
-The indexer is replicated when heads are split, as its cache is: every device must choose the same keys.
+When heads are split, every device has the whole indexer and its cache, because all devices must choose the same keys.
 """
 
 from typing import cast

@@ -47,15 +47,15 @@ class V4Config:
         q_lora_rank: rank of the query's low-rank projection.
         head_dim: D.
         rope_dim: R, the last columns of D.
-        sliding_window: tokens a query sees as they are, its own included.
+        sliding_window: how many tokens a query sees uncompressed, its own included.
         o_groups: groups of the output projection; H is a multiple.
-        o_lora_rank: rank of a group of it.
-        index_n_heads: Hi, of a csa layer's indexer.
-        index_head_dim: Di.
+        o_lora_rank: rank of one group of the output projection.
+        index_n_heads: Hi, heads of a csa layer's indexer.
+        index_head_dim: Di, width of an indexer's head.
         index_topk: how many entries a token attends to at most.
-        rope_theta: of this layer: plain for sliding layers, the compressor's for the others.
-        yarn: as rope_theta.
-        rms_norm_eps: of every norm.
+        rope_theta: base of this layer's rotary angles: the plain one in sliding layers, the compressor's in others.
+        yarn: context extension of this layer's rope, or None.
+        rms_norm_eps: epsilon of every norm.
 
     Raises:
         ValueError: a value is not legal.
@@ -97,12 +97,14 @@ class V4Config:
 
     @property
     def overlap(self) -> bool:
-        """Whether compressor rows hold two series and entries pool two windows."""
+        """Whether each row of a compressor holds two series, so that an entry pools two windows."""
         return self.kind == "csa"
 
     @property
     def compressors(self) -> tuple[tuple[str, int], ...]:
-        """Name and channels of the layer's compressors: none, the latents' own, and a csa layer's indexer's."""
+        """Name and channels of each compressor: a sliding layer has none, an hca layer one for latents, a csa layer
+        also one for the indexer's keys.
+        """
         both = (("compressor", self.head_dim), ("indexer", self.index_head_dim))
         return both[: {"sliding": 0, "hca": 1, "csa": 2}[self.kind]]
 
@@ -113,7 +115,7 @@ class V4Config:
         Args:
             source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
                 is deepseek_v4 or absent.
-            layer: its index, counted from 0.
+            layer: the layer's index, from 0.
 
         Raises:
             ValueError: names the field (and the file, when `source` is a path) that is missing, not legal, or of
@@ -176,7 +178,9 @@ def _check_rope_dim(fields: Mapping[str, Any], where: str, head_dim: int, rope_d
 
 
 def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[dict[str, Any], str]:
-    """The rope fields of a layer and their name in an error; only layers with a compressor are extended."""
+    """The rope fields of a layer, and how an error names them; only layers with a compressor have an extended
+    context.
+    """
     old, new = (hf_field(fields, name, dict, where, default=None) for name in ("rope_scaling", "rope_parameters"))
     if old and new and old != new:
         raise ValueError(f"{where}: fields 'rope_scaling' and 'rope_parameters' disagree: {old!r:.80} and {new!r:.80}")

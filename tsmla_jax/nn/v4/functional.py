@@ -1,9 +1,10 @@
-"""DeepSeek-V4's attention: a sliding window and compressed entries of all that came before, in one softmax with a sink.
+"""DeepSeek-V4's attention: one softmax with a sink over a sliding window and compressed entries of all earlier tokens.
 
-A layer compresses 4 tokens an entry and lets an indexer choose entries ("csa"), or 128 and sees all of them ("hca"), or
-has the window alone ("sliding"). `attend` is prefill, chunked prefill and decode in one; `make_step` makes once a step
-the arrays that do not depend on the layer. Axes: T new tokens in all, B requests, E hidden width, H heads, D head width
-(K = V = the shared latent), R rope width, G output groups, P pages, Z page size, Di indexer width.
+A layer compresses 4 tokens to an entry and lets an indexer choose entries ("csa"), or compresses 128 tokens to an entry
+and sees all entries ("hca"), or has the window alone ("sliding"). `attend` serves prefill, chunked prefill and decode;
+`make_step` makes once a step the arrays that do not depend on the layer. Axes: T new tokens in all, B requests, E
+hidden width, H heads, D head width (K = V = the shared latent), R rope width, G output groups, P pages, Z page size, Di
+indexer width.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from tsmla_jax.ops.selected.v4 import MixedIndices
 
 @exportable
 class V4Cache(NamedTuple):
-    """One layer's caches and compressor states; None where its kind has none.
+    """One layer's caches and compressor states; those that a layer of its kind lacks are None.
 
     Attributes:
         window: [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: every token's latent.
-        compressed: the same of compressed entries.
+        compressed: the compressed entries, in the same layouts.
         indexer: [P, Z, Di] floats, or uint8 [P, Z, Di + 4]: the indexer's compressed keys.
         compressor: the state of the entries' compressor.
-        indexer_compressor: the state of the indexer's.
+        indexer_compressor: the state of the indexer's compressor.
     """
 
     window: jax.Array
@@ -67,7 +68,7 @@ def init_cache(
     indexer_dtype: DTypeLike = jnp.uint8,
     spare: int = 0,
 ) -> V4Cache:
-    """Empty caches; dtype uint8 is the packed layout (head_dim 512), indexer_dtype uint8 fp8 keys with scales.
+    """Empty caches.
 
     Args:
         config: the layer's shape.
@@ -75,9 +76,9 @@ def init_cache(
         compressed_pages: pages of the compressed caches.
         num_states: how many requests can be under way.
         page_size: rows a page of the window cache.
-        compressed_page_size: rows a page of the compressed caches; None is the same.
-        dtype: of window and compressed caches.
-        indexer_dtype: of the indexer's keys.
+        compressed_page_size: rows a page of the compressed caches; None takes page_size.
+        dtype: dtype of window and compressed caches; uint8 is the packed layout (head_dim 512).
+        indexer_dtype: dtype of the indexer's keys; uint8 is fp8 keys with scales.
         spare: how many tokens a request may take back.
 
     Raises:
@@ -112,11 +113,12 @@ def init_cache(
 
 
 def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
-    """The parameters of a layer as an engine's step reads them fastest; by a GPU's kernels for norms and ropes, so that
-    `attend` with them has no derivative, is not partitioned automatically, can't be exported, and runs under
-    `jax.shard_map` with check_vma=False. Every matrix has the axis that a product sums over last,
-    o_a_proj [G, o_rank, H D / G] and the others [N, K]; the products of x that are not a compressor's are one, in_proj
-    [rank + D + Hi, E]."""
+    """The parameters of a layer as an engine's step reads them fastest. With them `attend` uses a GPU's kernels for
+    norms and ropes, so it has no derivative, is not partitioned automatically, can't be exported, and runs under
+    `jax.shard_map` with check_vma=False. The last axis of every matrix is the one that a product sums over: o_a_proj is
+    [G, o_rank, H D / G], the others are [N, K]. in_proj [rank + D + Hi, E] joins all matrices that multiply x, except
+    the compressors'.
+    """
     folded = dict(params)
     folded["in_proj"] = cast(jax.Array, joined_rows([rows_of(folded.pop(name)) for name, _ in _inputs(config)]))
     folded |= {name: cast(jax.Array, rows_of(folded[name])) for name in _matrices(config)}
@@ -124,7 +126,7 @@ def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
 
 
 def unfold(params: Params, config: V4Config) -> dict[str, Any]:
-    """The inverse of `fold`, bit by bit, where the matrices of in_proj had one dtype."""
+    """The inverse of `fold`; exact to the bit if the matrices of in_proj had one dtype."""
     unfolded: dict[str, Any] = dict(params)
     rest = unfolded.pop("in_proj")
     for name, width in _inputs(config):
@@ -137,7 +139,7 @@ def unfold(params: Params, config: V4Config) -> dict[str, Any]:
 
 
 def _inputs(config: V4Config) -> list[tuple[str, int]]:
-    """The matrices that in_proj joins, and their columns."""
+    """The names of the matrices that in_proj joins, and how many columns each has."""
     names = [("q_a_proj", config.q_lora_rank), ("kv_proj", config.head_dim)]
     return [*names, ("indexer_weights_proj", config.index_n_heads)] if config.kind == "csa" else names
 
@@ -149,8 +151,9 @@ def _matrices(config: V4Config) -> list[str]:
 
 
 def project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x times the first matrix of the query and kv_proj, side by side: [T, rank + D], and more columns where there are;
-    and the weights of the indexer's heads [T, Hi], without columns where there is none."""
+    """Products of x: [T, rank + D], by the query's first matrix and by kv_proj, side by side (in_proj may add columns
+    after them); and the weights of the indexer's heads [T, Hi], where Hi is 0 without an indexer.
+    """
     if "in_proj" in params:
         both = linear(x, params["in_proj"])
         return both, both[:, config.q_lora_rank + config.head_dim :]
@@ -177,18 +180,19 @@ def attend(
         config: the layer's shape.
         x: [T, E], requests packed one after the other.
         cache: holds the tokens before the new ones.
-        step: of `make_step`, for this layer's kind.
-        kv_scale: of float8_e4m3fn window and compressed caches.
+        step: what `make_step` made for this layer's kind.
+        kv_scale: the scale of float8_e4m3fn window and compressed caches.
         q_scale: quantises the queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the compressed entries of every request (`nn.context_parallel`)
             and all have x, the window's cache and the compressors' states; the step is made with the same axis.
-        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and `tsmla_jax.indexer_topk`.
+        implementation: passed to `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and
+            `tsmla_jax.indexer_topk`.
 
     Returns:
-        y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+        y [T, E] and the caches with the new tokens written (in place if donated). Padding rows have no meaning.
 
     Raises:
-        ValueError: a step made for another kind of layer, or with another context_axis or other page sizes.
+        ValueError: the step was made for another kind of layer, or with another context_axis or other page sizes.
         NotImplementedError: the named implementation can't run this call.
     """
     check_step(step, V4Step, "v4.make_step")
@@ -200,7 +204,7 @@ def attend(
         if entries is not None:
             check_pages(name, entries, step.compressed_page_size, "compressed_page_size")
     projected, index_weights = project_in(params, config, x)
-    # Folded parameters are those of an engine's step, which is never partitioned automatically.
+    # Folded parameters mean an engine's step, which is never partitioned automatically.
     rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
     rope = Rope(step.positions, step.cos_sin)
     rank, width, eps = config.q_lora_rank, config.head_dim, config.rms_norm_eps
@@ -209,7 +213,7 @@ def attend(
     q = quantize_q(rows(q, Columns(0, q.shape[1] // width, width), eps, rope), q_scale)
 
     kv = rows(projected, Columns(rank, 1, width), Norm(params["kv_norm"], eps), rope, dtype=jnp.float32)[:, 0]
-    # A packed cache's shape does not say how many rows its pages have; the others' does.
+    # The shape of a packed cache does not say how many rows its pages have; the shape of other caches does.
     packed = cache.window.dtype == jnp.uint8
     page_size, entries_page_size = (step.page_size, step.compressed_page_size) if packed else (None, None)
     slots = step.window.slot_mapping
@@ -265,7 +269,9 @@ def _compress(
     step: V4Step,
     **options: Any,
 ) -> tuple[jax.Array, CompressorState]:
-    """The cache and the state of one of the layer's compressors, with the entries that the new tokens complete."""
+    """The cache of one compressor with the entries written that the new tokens complete, and the compressor's new
+    state.
+    """
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(
         cache,
@@ -286,23 +292,25 @@ def _compress(
 
 
 def compressor_rows(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """What the compressor `name` pools: kv and score of each token, f32 [T, 2, W]."""
+    """The rows that the compressor `name` pools: kv and score of each token, f32 [T, 2, W]."""
     axes = "te,we->tw" if "in_proj" in params else "te,ew->tw"
 
     def project(weight: jax.Array) -> jax.Array:
-        # Products of 16-bit values are exact in f32: a tensor core makes them, at several times the speed of f32's own.
+        # Products of 16-bit values are exact in f32: tensor cores make them several times as fast as products of f32
+        # values.
         if x.dtype != weight.dtype or x.dtype.itemsize != 2:
             weight, wide = weight.astype(jnp.float32), x.astype(jnp.float32)
             return jnp.einsum(axes, wide, weight, precision="highest")
         return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32)
 
-    # Products are put side by side, and not the matrices, which a step would copy.
+    # The products are put side by side, not the matrices, because a step would copy these.
     return jnp.stack([project(params[f"{name}_{part}_proj"]) for part in ("kv", "gate")], axis=1)
 
 
 def project_out(params: Params, config: V4Config, out: jax.Array, back: Rope, dtype: jnp.dtype) -> jax.Array:
-    """The attention's out [T, H, D] turned back by the query's position, and its grouped projection [T, E]: values
-    carry the rope of their own positions, so that the distance is left."""
+    """The grouped projection [T, E] of attention's out [T, H, D], which is first rotated back by the query's position:
+    values carry the rope of their own positions, so that only the distance is left.
+    """
     width = config.head_dim
     heads = Columns(0, out.shape[1], width)
     out = norm_rope(lax.collapse(out, 1), heads, rope=back, by_kernel="in_proj" in params)
@@ -321,9 +329,10 @@ def _choose(
     step: V4Step,
     implementation: Preference,
 ) -> tuple[MixedIndices, V4Cache]:
-    """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them.
+    """The index rows of a csa layer, which hold the window's slots and the entries that its indexer chooses; and the
+    cache with the indexer's new keys.
 
-    projected: x, its normed low-rank query, and its weights of the indexer's heads."""
+    projected: x, the normed low-rank query of x, and the weights of the indexer's heads."""
     x, low, weights = projected
     if cache.indexer is None or cache.indexer_compressor is None:
         raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")

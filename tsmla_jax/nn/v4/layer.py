@@ -11,7 +11,7 @@ from tsmla_jax.ops.operation import Preference
 
 
 class V4Attention(AttentionLayer):
-    """One DeepSeek-V4 attention layer of a `V4Config`; arguments and errors of `AttentionLayer`."""
+    """One DeepSeek-V4 attention layer, from a `V4Config`; arguments and errors are those of `AttentionLayer`."""
 
     _weights = WEIGHTS
 
@@ -26,7 +26,7 @@ class V4Attention(AttentionLayer):
         context_axis: str | None = None,
         implementation: Preference = None,
     ) -> tuple[jax.Array, V4Cache]:
-        """Prefill, chunks and decode alike; see `tsmla_jax.nn.v4.attend`. Returns y and the caches."""
+        """Prefill, chunked prefill and decode; see `tsmla_jax.nn.v4.attend`. Returns y and the caches."""
         return attend(
             self.params,
             self.config,
@@ -50,7 +50,7 @@ class V4Attention(AttentionLayer):
         index_loss: bool = True,
         implementation: Preference = None,
     ) -> V4Prefill:
-        """Whole texts, with a gradient; see `tsmla_jax.nn.v4.prefill`."""
+        """Attention over whole texts, with a gradient; see `tsmla_jax.nn.v4.prefill`."""
         return prefill(
             self.params,
             self.config,

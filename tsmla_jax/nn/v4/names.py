@@ -42,7 +42,8 @@ _PARTS = {
     "w2": "down_proj",
     "w3": "up_proj",
 }
-# Tensors whose owners are in another order: in the modules the indexer belongs to the compressor, its scorer to it.
+# Tensors whose owners differ: in transformers' modules the indexer is a part of the compressor, and a scorer is a part
+# of the indexer.
 _OWNERS = {
     "self_attn.indexer.compressor.": "self_attn.compressor.indexer.",
     "self_attn.indexer.weights_proj.": "self_attn.compressor.indexer.scorer.weights_proj.",
@@ -65,8 +66,9 @@ def module_name(stored: str) -> str:
 
 
 def stored_name(name: str) -> str:
-    """How a model saved by transformers spells the tensor that its modules call `name`: of what `module_name` returns
-    the same again."""
+    """The spelling that a model saved by transformers has for the tensor that its modules call `name`. `module_name`
+    turns it back into `name`.
+    """
     if not name.startswith("model.layers."):
         return "head.weight" if name == "lm_head.weight" else name
     for old, new in reversed(_OWNERS.items()):
@@ -75,7 +77,7 @@ def stored_name(name: str) -> str:
         if "." in new:
             name = name.replace(f".{new}", f".{old}")
     parts = {new: old for old, new in _PARTS.items()}
-    # Two parts are called gate_proj, the compressor's and the MLP's.
+    # Both the compressor and the MLP have a part called gate_proj.
     parts["gate_proj"] = "wgate" if ".self_attn." in name else "w1"
     return ".".join(parts.get(part, part) for part in name.split("."))
 

@@ -1,7 +1,7 @@
-"""V4's RMS norm and rope of rows of 16 bits: as one kernel on a GPU, where XLA makes three to seven.
+"""V4's RMS norm and rope for rows of 16 bits, as one kernel on a GPU, where XLA needs three to seven.
 
 A token's row is the same whatever other tokens come with it: the width and number of its rows fix the order of
-summation. Written in Pallas for GPUs (Triton); elsewhere by the functions of `tsmla_jax.sparse`.
+summation. The kernel is written in Pallas for GPUs (Triton); elsewhere the functions of `tsmla_jax.sparse` run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rope(NamedTuple):
     """The rotation of a row's last R columns, in pairs (2i, 2i + 1), as `tsmla_jax.sparse.apply_rope`.
 
     positions  [T] i32
-    cos_sin    f32 [N, R] of `rope_table`
+    cos_sin    f32 [N, R], the result of `rope_table`
     inverse    static: whether rows are rotated back
     """
 
@@ -36,11 +36,11 @@ class Rope(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A token's rows, which lie side by side in its columns; all static.
+    """Where a token's H rows lie side by side among the columns of x; all static.
 
     start  the first column
     heads  number of rows H
-    width  of a row, D
+    width  D, the width of a row
     """
 
     start: int
@@ -62,12 +62,12 @@ def norm_rope(
     Args:
       x: [T, W] floats.
       columns: the rows in it.
-      norm: with a weight [D], or an eps alone for one that multiplies by nothing; None for none.
-      rope: None for none.
-      dtype: of the result; None is x's.
-      by_kernel: takes the kernel where it can run. A program with it is not partitioned automatically over devices,
-        can't be exported, has no derivative, and runs under `jax.shard_map` with check_vma=False. The kernel takes the
-        ropes that `apply_rope` takes, and does not check them.
+      norm: the norm: a weight [D] and an eps, or an eps alone if there is no weight; None means no norm.
+      rope: the rotation; None means no rotation.
+      dtype: dtype of the result; None is x's.
+      by_kernel: whether to use the kernel if it can run. A program with it is not partitioned automatically over
+        devices, can't be exported, has no derivative, and runs under `jax.shard_map` with check_vma=False. The kernel
+        takes the same positions and tables as `apply_rope`, but does not check them.
 
     Returns:
       [T, H, D] in `dtype`.
@@ -100,7 +100,9 @@ def why_not_by_kernel(dtype: Any, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The static part of a kernel: the rows, `rows` of a program, and what is done to them."""
+    """The static part of a kernel: a token's rows, how many of them a program has (`rows`), and what is done to
+    them.
+    """
 
     columns: Columns
     rows: int
@@ -140,7 +142,7 @@ def norm_rope_by_kernel(
 
 
 def _kernel(kind: _Kind, x_ref: Any, *others: Any) -> None:
-    """Some rows of a token. others: the norm's weight, cos and sin, where there are any, and the result."""
+    """Some rows of a token. others: the norm's weight (if any), cos and sin (if any), and the result."""
     *inputs, out_ref = others
     token, (start, heads, width) = pl.program_id(0), kind.columns
     head = (pl.program_id(1) * kind.rows + jnp.arange(kind.rows, dtype=jnp.int32))[:, None]

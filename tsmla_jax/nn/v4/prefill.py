@@ -1,7 +1,8 @@
-"""DeepSeek-V4's attention over whole packed texts, without caches and with a gradient: what trains the layer.
+"""DeepSeek-V4's attention over whole packed texts, without caches and with a gradient, for training.
 
-The indexer of a csa layer is trained by `indexer_loss` over the entries that it chose: its input is detached. Axes: T
-tokens, B texts, E hidden width, H heads, D head width, N compressed entries of all texts, K chosen entries of a token.
+The indexer of a csa layer is trained by `indexer_loss` alone, over the entries that it chose: its input is detached.
+Axes: T tokens, B texts, E hidden width, H heads, D head width, N compressed entries of all texts, K chosen entries of a
+token.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v4_selected", "v4_out", "v4_lse")
 
 @exportable
 class V4Prefill(NamedTuple):
-    """What `prefill` returns.
+    """The results of `prefill`.
 
     Attributes:
         y: [T, E] in x's dtype.
         selected: [T, K] int32, the compressed entries of its own text that each token of a csa layer attends to, -1
-            behind the last; None in layers of another kind.
-        index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token over these entries; 0 in padding and where a
-            token sees no entry. None in layers of another kind, or where it was not asked for.
+            after the last; None in layers of another kind.
+        index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token over these entries; 0 in padding and for a token
+            that sees no entry. None in layers of another kind, or if it was not asked for.
     """
 
     y: jax.Array
@@ -52,7 +53,9 @@ class V4Prefill(NamedTuple):
 
 
 class _Texts(NamedTuple):
-    """Packed texts. cu_seqlens: [B + 1]. request, positions: of each token. max_len: static. cos_sin: of the rope."""
+    """Packed texts. cu_seqlens: [B + 1]. request, positions: [T], the text and the position of each token. max_len:
+    static bound of a text's length. cos_sin: the rope's table.
+    """
 
     cu_seqlens: jax.Array
     request: jax.Array
@@ -67,8 +70,10 @@ class _Texts(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Compressed entries of packed texts. rows: [N, C]. lens: [B]. first: [B], each text's first. owners: the text and
-    the position of each entry. seen: [T], how many entries a token sees. most: static bound of a text's."""
+    """Compressed entries of packed texts. rows: [N, C]. lens: [B], how many entries each text has. first: [B], the
+    index of each text's first entry. owners: the text and the position of each entry. seen: [T], how many entries each
+    token sees. most: static bound of a text's entries.
+    """
 
     rows: jax.Array
     lens: jax.Array
@@ -78,7 +83,9 @@ class _Entries(NamedTuple):
     most: int
 
     def slots(self, texts: _Texts, chosen: jax.Array) -> jax.Array:
-        """Rows of the chosen entries [T, K]; -1 where there is none, or one that the token does not see."""
+        """Row indices [T, K] of the chosen entries; -1 for a column without an entry, or with one that the token does
+        not see.
+        """
         legal = (chosen >= 0) & (chosen < self.seen[:, None])
         return jnp.where(legal, chosen + self.first[texts.request][:, None], -1)
 
@@ -98,28 +105,28 @@ def prefill(
 ) -> V4Prefill:
     """Attention of whole texts over windows and compressed entries, and a csa layer's indexer loss; differentiable.
 
-    Gradients of y reach x and all parameters but the indexer's; those of index_loss reach the indexer's, its compressor
-    included, and nothing else. With an index_topk of at least a text's entries a csa layer sees all of them: the dense
-    warm-up.
+    Gradients of y reach x and all parameters but the indexer's; gradients of index_loss reach only the indexer's
+    parameters, its compressor included. If index_topk is at least the number of a text's entries, a csa layer sees all
+    entries: the dense warm-up.
 
     Args:
-        params: see `param_shapes`; plain weights, not folded ones, as those have no gradient.
+        params: see `param_shapes`; plain weights, because folded ones have no gradient.
         config: the layer's shape.
-        x: [T, E] of 16, 32 or 64 bits, texts packed one after the other. Rows of packed segments are x.reshape(-1, E)
-            with the cu_seqlens of `nn.Segments`.
+        x: [T, E] of 16, 32 or 64 bits, texts packed one after the other. For rows of packed segments pass
+            x.reshape(-1, E) with the cu_seqlens of `nn.Segments`.
         cu_seqlens_q: [B + 1] i32, where each text starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a text's length.
-        cos_sin: of `rope_table`, for max_q_len positions at least.
-        selected: of a csa layer, [T, K] i32 entries to attend to in the place of the indexer's choice. -1 and entries
-            that a token does not see select nothing.
-        index_loss: whether a csa layer computes it. Without it, and with `selected`, no parameter of the indexer is
-            read.
+        cos_sin: the result of `rope_table` for at least max_q_len positions.
+        selected: [T, K] i32, for csa layers alone: entries to attend to in place of the indexer's choice. -1 and
+            entries that a token does not see select nothing.
+        index_loss: whether a csa layer computes the indexer's loss. Without it, and with `selected`, no parameter of
+            the indexer is read.
         head_axis: under shard_map with params split by `param_specs`, the mesh axis of the heads. y is then the partial
-            sum of the local heads, for the caller to psum; selected and index_loss are those of all heads.
-        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
+            sum of the local heads, for the caller to psum; selected and index_loss count all heads.
+        implementation: passed to `tsmla_jax.sparse_mla`, `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
 
     Returns:
-        V4Prefill. Rows of padding mean nothing.
+        V4Prefill. Padding rows have no meaning.
 
     Raises:
         TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them;
@@ -173,7 +180,7 @@ def prefill(
         every = jnp.arange(entries.most, dtype=jnp.int32)
         chosen = entries.slots(texts, jnp.broadcast_to(every, (x.shape[0], entries.most)))
     compressed = entries.rows.astype(x.dtype)[:, None]
-    # Columns without an entry are -1 wherever they stand: a given choice may have gaps.
+    # A given choice may have gaps, so -1 may stand in any column.
     columns = jnp.concatenate([window, chosen], axis=1)
     columns = jnp.pad(columns, ((0, 0), (0, -columns.shape[1] % 4)), constant_values=-1)
     out, lse = tsmla_jax.sparse_mla(
@@ -200,7 +207,7 @@ def prefill(
 
 
 def _window(config: V4Config, texts: _Texts) -> jax.Array:
-    """The rows [T, window] of the last tokens up to each token's own, oldest first, -1 behind them."""
+    """The row indices [T, window] of the last tokens up to each token's own, oldest first, then -1."""
     positions = texts.positions[:, None]
     last = jnp.arange(config.sliding_window, dtype=jnp.int32)
     at = jnp.maximum(positions - (config.sliding_window - 1), 0) + last
@@ -221,7 +228,7 @@ def _compress(params: Params, config: V4Config, name: str, x: jax.Array, texts: 
         cu_seqlens_q=texts.cu_seqlens,
         ratio=config.ratio,
         overlap=config.overlap,
-        implementation="reference",  # whole texts need one window an entry, and it has a gradient
+        implementation="reference",  # whole texts need one window an entry; "reference" has a gradient
     )
     first_positions = jnp.where(found.positions >= 0, found.positions * config.ratio, -1)
     rows = sparse_v4.norm_rope(
@@ -247,7 +254,9 @@ class _Index(NamedTuple):
 
 
 def _indexer(params: Params, config: V4Config, x: jax.Array, low: jax.Array, texts: _Texts) -> _Index:
-    """The indexer of a detached x and low-rank query; q and keys in x's dtype, as plain caches hold them."""
+    """The indexer's products, from a detached x and low-rank query; q and keys are in x's dtype, as plain caches hold
+    keys.
+    """
     low = lax.stop_gradient(low)
     detached = lax.stop_gradient(x)
     weights = detached @ params["indexer_weights_proj"]
@@ -260,7 +269,7 @@ def _indexer(params: Params, config: V4Config, x: jax.Array, low: jax.Array, tex
 
 
 def _choose(config: V4Config, index: _Index, texts: _Texts, implementation: Preference) -> jax.Array:
-    """The entries [T, K] of the greatest logits among those that each token sees, ascending, -1 behind."""
+    """The entries [T, K] with the greatest logits among those that each token sees, ascending, then -1."""
     q, weights, rows = lax.stop_gradient((index.q, index.weights, index.keys.rows))
     keys = index.keys
     pages = packed_texts.in_pages(rows, keys.lens, keys.owners, keys.most)

@@ -1,4 +1,4 @@
-"""A step of DeepSeek-V4: the index rows that all layers of one kind share, made once a step."""
+"""A step of DeepSeek-V4: positions, slots and index rows that all layers of one kind share, made once a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tsmla_kernels import contract
 
 
 def rope_table(config: V4Config, num_positions: int) -> jax.Array:
-    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table for all layers of one rope.
+    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table serves all layers with the same rope.
 
     Args:
-        config: of any such layer.
+        config: the config of any such layer.
         num_positions: N, at least 1.
     """
     frequencies = inverse_frequencies(config.rope_dim, config.rope_theta, config.yarn)
@@ -33,19 +33,19 @@ def rope_table(config: V4Config, num_positions: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class V4Step:
-    """A step of all layers of one kind; made by `make_step`.
+    """One step, for all layers of one kind; made by `make_step`.
 
     Attributes:
         window: the step over the window caches: lengths of the requests, slots of the new tokens.
-        positions: [T] i32 of the new tokens; -1 for padding.
+        positions: [T] i32, position of each new token; -1 for padding.
         state_slots: [B] i32, each request's compressor states; -1 for padding.
         window_slots: [T, window] i32, the window cache's slots that each token attends to on this device.
-        compressed_tables: [B, Mc] i32, pages of the compressed caches as entries are written: of whole texts, -1 for
-            those of other devices.
-        token_tables: [T, Mc] i32, this device's pages of them, a row a token.
-        compressed_lens: [T] i32, the entries that each token sees on this device; None in sliding layers.
-        rows: what each token attends to; None in csa layers, which choose it.
-        cos_sin: f32 [N, R] of `rope_table`.
+        compressed_tables: [B, Mc] i32, pages of the compressed caches for writing entries: whole texts have columns
+            here, with -1 for pages of other devices.
+        token_tables: [T, Mc] i32, this device's pages of the compressed caches, one row for each token.
+        compressed_lens: [T] i32, how many entries each token sees on this device; None in sliding layers.
+        rows: the index rows that tokens attend to; None in csa layers, which choose entries themselves.
+        cos_sin: f32 [N, R], the result of `rope_table`.
         page_size: static, rows a page of the window cache.
         compressed_page_size: static, rows a page of the compressed caches.
         context_axis: static, the mesh axis whose devices share the compressed entries (`nn.context_parallel`).
@@ -87,20 +87,20 @@ def make_step(
 
     Args:
         config: of any such layer.
-        step: of ragged tokens over the window caches: block_tables [B, M] are their pages (entries of pages wholly
-            before the window are not read), slot_mapping [T] the slots of the new tokens' latents.
+        step: a step of ragged tokens over the window caches: block_tables [B, M] are the pages of these caches (columns
+            for pages wholly before the window are not read), slot_mapping [T] the slots of the new tokens' latents.
         state_slots: [B] i32, each request's compressor states.
         compressed_tables: [B, Mc] i32, pages of the compressed caches (not read for sliding layers).
-        cos_sin: of `rope_table`.
-        page_size: Z of the window cache, static.
-        compressed_page_size: of the compressed caches; None is the same.
+        cos_sin: the result of `rope_table`.
+        page_size: Z, rows a page of the window cache, static.
+        compressed_page_size: rows a page of the compressed caches; None takes page_size.
         context_axis: a mesh axis whose devices share the compressed entries of every request (`nn.context_parallel`):
-            page j of a text's entries is on device j mod N. compressed_tables are then the device's own; `step` is that
-            of whole texts, for every device has the whole window.
+            page j of a text's entries is on device j mod N. compressed_tables are then the device's own; `step` is the
+            step of whole texts, because every device has the whole window.
 
     Raises:
-        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse`), a dense step or one made
-            with a context_axis or another page_size, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
+        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse`); the step is dense, or was
+            made with a context_axis or another page_size; under TSMLA_CHECK=1 also if cu_seqlens_q is not ascending.
     """
     check_step(step, Step, "Step.ragged")
     if step.context_axis is not None:
@@ -125,11 +125,12 @@ def make_step(
         lens = jnp.maximum(positions + 1, 0) // config.ratio
         if context_axis is not None:
             lens = context_parallel.local_lens(lens, context_axis, entries)
-            # Each device attends to a part of the window, so that the merge counts every token of it once.
+            # Each device attends to its own part of the window, so that the merge counts every token of the window
+            # once.
             window = context_parallel.own_slots(window, context_axis)
             compressed_tables = context_parallel.whole_tables(compressed_tables, context_axis)
         if config.kind == "hca":
-            last = lens * config.ratio - 1  # the position where a text of the entries here alone would have as many
+            last = lens * config.ratio - 1  # the position at which a text sees as many entries as this device has
             chosen, lens = sparse_v4.compressed_slots(last, token_tables, ratio=config.ratio, page_size=entries)
             rows = sparse_v4.build_mixed_sparse_indices(window, chosen, lens)
     return V4Step(
