@@ -132,7 +132,7 @@ def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
 
     Args:
       config: the model.
-      dtype: of the parameters, a numpy name.
+      dtype: the dtype of the parameters, a numpy name.
     """
     return PACKED if dtype in ("bfloat16", "float16") and not packed_reasons(config) else dtype
 

@@ -82,9 +82,9 @@ def explain_step(
 
     Args:
       config: the model.
-      dtype, q_dtype: of the activations and of the absorbed queries.
-      layout: of the caches.
-      batch, max_pages: of the decode step.
+      dtype, q_dtype: dtypes of the activations and of the absorbed queries.
+      layout: the layout of the caches.
+      batch, max_pages: those of the decode step.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
       context: devices that share the keys of a request (`nn.context_parallel`): of several, each new token decodes as a
         request of its own, and the indexers of the devices compare their scores.
@@ -144,9 +144,9 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
     """The choice for the experts' products of a step.
 
     Args:
-      params: of the model, as `load_model` returns them or as `fold` leaves them: the experts of a layer may be
-        block-scaled, whose products take fewer dtypes and sizes.
-      dtype: of the activations.
+      params: the model's parameters, as `load_model` returns them or as `fold` leaves them: the experts of a layer may
+        be block-scaled, whose products take fewer dtypes and sizes.
+      dtype: the dtype of the activations.
 
     Returns:
       One choice, none for a model without experts; one for each kind of weights where layers have different ones.

@@ -27,7 +27,7 @@ takes 5; those of V4's (16 million) take 40 and 45."""
 
 
 def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm | None) -> list[str]:
-    """Why `mlp` would not run by the kernels of few tokens; empty if it would. Arguments as there."""
+    """Why `mlp` can't run by the kernels for few tokens; empty if it can. Its arguments are the same."""
     gate_up, down = params["gate_up"], params["down"]
     if "router" not in params:
         return few_tokens.why_not_matmul(x, gate_up, norm, gated=True) or few_tokens.why_not_matmul(x, down)

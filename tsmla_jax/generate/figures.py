@@ -20,8 +20,8 @@ class Figures:
       decode_steps: steps of the whole batch.
       drafted_tokens: by speculation.
       accepted_tokens: those of them that were right.
-      weight_bytes: of all parameters; on a mesh experts count once, however many copies of the model there are.
-      cache_bytes_per_token: of all layers.
+      weight_bytes: bytes of all parameters; on a mesh experts count once, however many copies of the model there are.
+      cache_bytes_per_token: the sum over all layers.
       cache_bytes_per_text: of all layers, whatever the text's length (V4's window and compressor states), on each of
         the devices that share the text.
       cache_bytes: in all, on all devices.

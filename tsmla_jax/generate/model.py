@@ -431,7 +431,7 @@ def run_layers(
     Args:
       x: the result of `embed`.
       caches: one a layer.
-      shared: of `shared_steps`.
+      shared: the result of `shared_steps`.
       others: as in `decoder_layer`.
 
     Returns:

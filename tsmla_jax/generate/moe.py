@@ -249,7 +249,7 @@ def why_not_plain(dtype: Any, gate_up: Any, down: Any) -> list[str]:
     activations on jax's default device; empty if it is.
 
     Args:
-      dtype: of the activations.
+      dtype: the dtype of the activations.
       gate_up, down: the stacks, or descriptions of them.
     """
     name = jnp.dtype(dtype).name
@@ -267,7 +267,7 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
     """Why the experts of a step can't run as grouped matrix products; empty if they can.
 
     Args:
-      dtype: of the activations.
+      dtype: the dtype of the activations.
       hidden, width: C and I.
       narrow: whether the weights are block-scaled.
     """

@@ -52,7 +52,7 @@ class EngineOptions:
       speculative: most tokens drafted a step; 0 for none.
       temperature: 0 is greedy, else at least LEAST_TEMPERATURE.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
-      seed: of the random numbers that tokens are sampled by.
+      seed: the seed of the random numbers that tokens are sampled by.
       cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2 and V4 with parameters of 16 bits, else the
         parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout with scales of V3.2 and V4,
         latents and indexer keys; "bfloat16" or "float16", the parameters' dtype, rounds no key.

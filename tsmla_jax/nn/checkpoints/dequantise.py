@@ -24,7 +24,7 @@ def dequantise_blocks(
     Args:
         weight: fp8 [M, N].
         scales: f32 [ceil(M / block[0]), ceil(N / block[1])].
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Raises:
         ValueError: scales of another shape.
@@ -56,7 +56,7 @@ def dequantise_whole(
         weight: fp8 [M, N] or [E, M, N].
         scales: f32 with one element, or one for each matrix of the stack.
         rows: the part of the first axis that is wanted.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     table = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
     part = weight[rows]
@@ -76,7 +76,7 @@ def dequantise_fp4(
     Args:
         packed: bytes [M, N / 2].
         scales: f32 [M, ceil(N / 32)].
-        dtype: of the result [M, N].
+        dtype: the dtype of the result [M, N].
 
     Raises:
         ValueError: scales of another shape.
@@ -99,7 +99,7 @@ def dequantise_int4(
         packed: int32 [M, ceil(N / 8)], of values with 8 added.
         scales: f32 [M, ceil(N / 32)].
         columns: N.
-        dtype: of the result [M, N].
+        dtype: the dtype of the result [M, N].
 
     Raises:
         ValueError: packed or scales of another shape.

@@ -60,7 +60,7 @@ class LayerWeights(Generic[_Config]):
         Args:
             key: of jax.random.
             config: the layer's shape.
-            dtype: of the parameters.
+            dtype: the dtype of the parameters.
 
         Raises:
             TypeError: key is no key of jax.random, or config no config.
@@ -105,7 +105,7 @@ class LayerWeights(Generic[_Config]):
             config: the layer's shape.
             tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says. Of MLA's projections
                 all but kv_b_proj may be `BlockScaled`, and stay so, with the shape of the tensor.
-            dtype: of the parameters; None keeps each array's own.
+            dtype: the dtype of the parameters; None keeps each array's own.
 
         Returns:
             the pytree described at `param_shapes`.
@@ -139,7 +139,7 @@ class LayerWeights(Generic[_Config]):
         Args:
             config: the layer's shape.
             params: the pytree described at `param_shapes`, or `functional.fold` of it; on this process's devices.
-            dtype: of the arrays, float32, bfloat16 or float16; None keeps each parameter's own.
+            dtype: the dtype of the arrays, float32, bfloat16 or float16; None keeps each parameter's own.
 
         Returns:
             numpy arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says; `BlockScaled` where the
@@ -180,7 +180,7 @@ class LayerWeights(Generic[_Config]):
                 all layers).
             layer: index of the layer.
             config: the layer's shape, which is not compared with `config.json`; None reads that file of the folder.
-            dtype: of the parameters; None keeps the stored dtype, bfloat16 for block-scaled fp8 weights.
+            dtype: the dtype of the parameters; None keeps the stored dtype, bfloat16 for block-scaled fp8 weights.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
 
         Returns:

@@ -145,11 +145,11 @@ def prefill_with_context(
         context_chunk: static, how many tokens of each request's context one pass takes.
         context_passes: static, how many passes to run, enough for the longest context; a GPU then runs them without
             asking the host. y is NaN if there are too few. None counts the passes on the device.
-        kv_scale: of an fp8 cache.
+        kv_scale: the scale of an fp8 cache.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x.
             A device takes context_chunk / N of its keys at a time (in whole pages) for the queries of all tokens, and
             computes the causal part for its share of the tokens. The step is made with the same axis.
-        implementation: of `tsmla_jax.mla_prefill_kv`.
+        implementation: passed to `tsmla_jax.mla_prefill_kv`.
 
     Returns:
         y [T, E] and the cache with the new tokens written (in place if it is donated).
@@ -221,8 +221,7 @@ def prefill_with_context(
         return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
     needed = (jnp.max(held.most_lens, initial=0) + held.chunk - 1) // held.chunk
-    # The cache is a part of the loop's carry, so that the write after the loop finds the donated buffer and needs no
-    # copy.
+    # The loop carries the cache, so that the write after the loop finds the donated buffer and needs no copy.
     where = (kv_cache, block_tables, context_lens)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     passes = needed if context_passes is None else context_passes
@@ -260,7 +259,7 @@ def decode(
         x: [B, S, E] with a dense step, or [T, E] with a ragged one.
         kv_cache: [P, Z, D].
         step: the new tokens and where they belong.
-        kv_scale: of an fp8 cache.
+        kv_scale: the scale of an fp8 cache.
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale), for a cache of that dtype; None leaves
             them in x's dtype.
         batch_invariant, implementation: passed to `tsmla_jax.mla_decode`.

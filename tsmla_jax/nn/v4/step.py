@@ -86,7 +86,7 @@ def make_step(
     """The index rows of one step, for all layers of the config's kind, ratio, window and rope.
 
     Args:
-        config: of any such layer.
+        config: the config of any such layer.
         step: a step of ragged tokens over the window caches: block_tables [B, M] are the pages of these caches (columns
             for pages wholly before the window are not read), slot_mapping [T] the slots of the new tokens' latents.
         state_slots: [B] i32, each request's compressor states.

@@ -55,8 +55,8 @@ def compress_write_kv_cache(
       cos_sin: [N, R] float32 of rope_table; the last R channels are rotated, pairs 2i and 2i + 1.
       block_tables: [B, M] int32, pages of each request's entries. Entries of pages that don't exist are not written.
         No two new entries may lie in one slot: what they leave there has no meaning.
-      eps: of the norm; static.
-      kv_scale: of a float8_e4m3fn cache, as in write_v4_cache.
+      eps: the norm's epsilon; static.
+      kv_scale: the scale of a float8_e4m3fn cache, as in write_v4_cache.
       page_size: Z of V4 pages, 64 unless given.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 

@@ -95,7 +95,7 @@ def logits_gradient(
     """The gradient of q, weights and k_cache.
 
     Args:
-      spec: of the call.
+      spec: the spec of the call.
       arrays: q, weights and k_cache.
       rows: what says which keys the tokens have, a row a token.
       columns_of: takes a block of `rows`; returns their Columns.
