@@ -18,15 +18,15 @@ class Figures:
       decode_seconds: the same of decode steps.
       compile_seconds: wall time.
       decode_steps: steps of the whole batch.
-      drafted_tokens: by speculation.
-      accepted_tokens: those of them that were right.
+      drafted_tokens: tokens that speculation drafted.
+      accepted_tokens: drafted tokens that were accepted.
       weight_bytes: bytes of all parameters; on a mesh experts count once, however many copies of the model there are.
       cache_bytes_per_token: the sum over all layers.
-      cache_bytes_per_text: of all layers, whatever the text's length (V4's window and compressor states), on each of
-        the devices that share the text.
-      cache_bytes: in all, on all devices.
-      cache_pages: on all devices.
-      peak_pages: the most in use at once.
+      cache_bytes_per_text: what a text takes in all layers whatever its length (V4's window and compressor states), on
+        each of the devices that share the text.
+      cache_bytes: bytes of the caches on all devices together.
+      cache_pages: pages of the caches on all devices together.
+      peak_pages: the most pages in use at once.
       page_size: tokens a page.
     """
 

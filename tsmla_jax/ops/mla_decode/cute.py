@@ -172,7 +172,7 @@ def _on_one_device(
     if cu_seqlens_q is None:
         outs, lses = zip(*results, strict=True)
         return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
-    # The kernel walks requests: it doesn't write rows that belong to none, and it may write rows past max_q_len.
+    # The kernel walks requests: it doesn't write rows of no request, and may write rows from position max_q_len on.
     request, position, owned = row_owner(cu_seqlens_q, spec.total_q_len)
     kept = owned & (position < spec.max_q_len)
     out, lse = results[0]
