@@ -26,7 +26,7 @@ from tsmla_kernels.contract.rules import (
 )
 
 BLOCK = 128
-"""Terms, and weight rows, that share a scale."""
+"""Terms, and rows of e4m3 weights, that share a scale."""
 PACKED, PACKED_BLOCK = "uint8", 32
 """The dtype of packed weights and of their scales' exponents, and how many weights of a row share a scale."""
 LEAST_AMAX = 1e-10
@@ -37,7 +37,7 @@ that differ in the last bit, which decides how a value between two of e4m3 is ro
 PLAIN = ("bfloat16", "float16")
 """Dtypes of weights without scales, which are also those of their activations."""
 QUANTIZED = ("float16", "bfloat16", "float32")
-"""Dtypes that quantize_blocks takes, those of a product's result, and of activations without scales."""
+"""Dtypes that quantize_blocks takes, those of a product's result without scales, and of activations without scales."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ VALUES = (*FLOATS, FP8)
 SCALES = ("float32", "float64")
 LEAST_SCALE = 2.0**-126
 GREATEST_SCALE = 2.0**126
-"""Scales that are numbers lie between these: float32 holds them and their reciprocals as normal numbers. It has others
-as 0, as infinities or as subnormal numbers, which devices flush to 0."""
+"""Scales that are numbers lie between these: float32 holds them and their reciprocals as normal numbers. Of any other
+positive number it has the number or its reciprocal as 0, as infinity or as a subnormal number, which devices flush to
+0."""
 INDICES = ("int32",)
 SLOTS = ("int32", "int64")
 """Dtypes of a slot mapping where a front end takes the engines' own, which are int64."""
