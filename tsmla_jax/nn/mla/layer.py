@@ -14,8 +14,9 @@ from tsmla_jax.ops.operation import Preference
 
 
 class MLAttention(AttentionLayer):
-    """One multi-head latent attention layer, from an `MLAConfig`; arguments and errors are those of
-    `AttentionLayer`.
+    """One multi-head latent attention layer, from an `MLAConfig`.
+
+    It has the arguments and errors of `AttentionLayer`.
     """
 
     _weights = WEIGHTS

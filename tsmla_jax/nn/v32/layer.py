@@ -11,8 +11,9 @@ from tsmla_jax.ops.operation import Preference
 
 
 class V32Attention(AttentionLayer):
-    """One attention layer of DeepSeek-V3.2 or GLM-5, from a `V32Config`; arguments and errors are those of
-    `AttentionLayer`.
+    """One attention layer of DeepSeek-V3.2 or GLM-5, from a `V32Config`.
+
+    It has the arguments and errors of `AttentionLayer`.
     """
 
     _weights = WEIGHTS

@@ -11,7 +11,10 @@ from tsmla_jax.ops.operation import Preference
 
 
 class V4Attention(AttentionLayer):
-    """One DeepSeek-V4 attention layer, from a `V4Config`; arguments and errors are those of `AttentionLayer`."""
+    """One DeepSeek-V4 attention layer, from a `V4Config`.
+
+    It has the arguments and errors of `AttentionLayer`.
+    """
 
     _weights = WEIGHTS
 
