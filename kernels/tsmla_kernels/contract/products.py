@@ -186,18 +186,7 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
     )  # fmt: skip
     if cu_rows is not None:
         check_array("cu_rows", cu_rows, "E + 1", ("int32",), (groups + 1, "E + 1, of weight_scales' groups"))
-    return ProductSpec(
-        rows if operands.rows is None else _picked_rows(operands.rows, x),
-        terms,
-        columns,
-        num_groups=groups,
-        out_dtype=form.out_dtype,
-        x_dtype=x.dtype,
-        gated=form.gated,
-        limit=_check_form(form, weight),
-        num_picked=None if operands.rows is None else rows,
-        packed=packed,
-    )
+    return _checked_spec(operands, form, columns, groups, packed=packed)
 
 
 def _plain_spec(operands: _Operands, cu_rows: Array, form: _Form) -> ProductSpec:
@@ -218,18 +207,27 @@ def _plain_spec(operands: _Operands, cu_rows: Array, form: _Form) -> ProductSpec
     if isinstance(groups, int) and isinstance(count, int) and count < groups:
         got = f"weight: got shape {show(weight.shape)}"
         raise ValueError(f"{got}; axis 0 must be at least {groups} (E, cu_rows' groups)")
-    rows = x.shape[0]
+    return _checked_spec(operands, form, columns, groups, plain=True)
+
+
+def _checked_spec(
+    operands: _Operands, form: _Form, columns: Dim, groups: Dim, *, packed: bool = False, plain: bool = False
+) -> ProductSpec:
+    """The spec of operands whose x, weight and scales are checked; checks `rows` and the form."""
+    x = operands.x
+    rows, terms = x.shape
     return ProductSpec(
         rows if operands.rows is None else _picked_rows(operands.rows, x),
-        x.shape[1],
+        terms,
         columns,
         num_groups=groups,
         out_dtype=form.out_dtype,
         x_dtype=x.dtype,
         gated=form.gated,
-        limit=_check_form(form, weight),
+        limit=_check_form(form, operands.weight),
         num_picked=None if operands.rows is None else rows,
-        plain=True,
+        packed=packed,
+        plain=plain,
     )
 
 
