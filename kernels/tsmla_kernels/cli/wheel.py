@@ -127,8 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what the cache lacks, and write the wheel. Returns 1 if a kernel doesn't compile; ValueError for an
-    illegal list, ModuleNotFoundError without the CuTe DSL, ValueError or OSError for a folder that can't be written."""
+    """Compile what the cache lacks, and write the wheel. Returns 1 if a kernel doesn't compile. Raises ValueError for
+    an illegal --jobs or list, ModuleNotFoundError if something must be compiled and there is no CuTe DSL, ValueError or
+    OSError if a folder can't be written."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
     if args.list is None:

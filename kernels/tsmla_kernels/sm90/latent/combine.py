@@ -16,7 +16,7 @@ from tsmla_kernels.sm90.latent.softmax import share_beside_sink
 from tsmla_kernels.sm90.warp import DTYPES, divide, element, kept, quotient, remainder, transpose_quad
 
 SPARE_BYTES = 100 << 10
-GROUP_THREADS = 256  # threads that merge one row tile together
+GROUP_THREADS = 256  # threads that merge a slice of a row tile together
 GROUPS = 2  # thread groups of a CTA
 COMBINE_THREADS = GROUP_THREADS * GROUPS
 PIECES_AT_ONCE = {32: 2, 16: 8}  # pieces that a thread loads at once, by the bits of partial_out's elements
@@ -99,7 +99,7 @@ class Merged(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A thread's loads of a piece: columns, log weights and scales of its octets."""
+    """A thread's loads of several pieces: for each piece and octet eight columns, a log weight and a scale."""
 
     lines: cute.Tensor
     weights: cute.Tensor

@@ -352,7 +352,7 @@ class PlainBlocks:
 
     @cute.jit
     def multiply(self, shared: Shared, mma: Mma, sums: cute.Tensor, index: Int32, part: Part) -> None:
-        """Issue the product in stage `index`, which is added to the sums of all waves."""
+        """Issue the product of the block in stage `index` for all waves at once; it is added to their sums."""
         config = self.config
         thr = mma.more.get_slice(part.thread)
         rows = shared.x.toint() + index * (config.tokens * BLOCK) + part.group * (GROUP_ROWS * BLOCK)

@@ -4,7 +4,7 @@ groups also with weights of 16 bits.
 DESIGN.md in this folder gives the reasons. out = x W^T is computed as W x^T, where M of the WGMMAs are weight rows, or,
 with config.tokens_first, as x W^T, where M are rows of x. Warpgroups of a CTA:
 
-  0 to groups - 1   math: products (blocks.py), their float32 sums, and the results (sums.py)
+  0 to groups - 1   math: products (blocks.py), their float32 sums (sums.py), and the results (results.py)
   the last          first warp: TMA copies of weights and x; other warps: scales, picked rows of x (copies.py)
 """
 

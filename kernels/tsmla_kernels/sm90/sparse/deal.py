@@ -56,7 +56,8 @@ class DealtWalk:
 
     @cute.jit
     def rounds(self, schedule: Schedule):
-        """How many rounds are dealt out; 0 if that would leave CTAs too unequal."""
+        """How many rounds are dealt out; 0 if there are fewer than MIN_ROUNDS tiles for each CTA, or if the rounds
+        would leave CTAs too unequal."""
         tiles, ctas = schedule.seq_lens.shape[0] * self.max_tiles, schedule.num_clusters
         rounds = Int32(0)
         if tiles >= MIN_ROUNDS * ctas:

@@ -1,4 +1,5 @@
-"""Q of the sparse kernel: one TMA copy per piece brings Q to its place, where queries of 16 bits become f16."""
+"""Q of the sparse kernel: one TMA copy per piece brings Q to its place. There queries of 16 bits become f16, except
+bf16 columns that are multiplied by the bf16 columns of packed rows."""
 
 from __future__ import annotations
 

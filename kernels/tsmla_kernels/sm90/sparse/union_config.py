@@ -120,8 +120,9 @@ def sparse_mla_reasons(spec: SparseMLASpec) -> list[str]:
 
 
 def sparse_form(spec: SparseMLASpec) -> Form:
-    """The form of a call, "direct" or "union": the one that the call names, or else the one that follows from sizes
-    that the host knows. In "union" the device then chooses for each group whether its tokens share."""
+    """The form of a call, "direct" or "union": the one that the call names, or else the one that follows from the
+    call's options and from the sizes that the host knows. In "union" the device then chooses for each group whether its
+    tokens share."""
     if spec.form != "auto":
         return Form(spec.form, "the call names it")
     tokens, per_request = spec.num_tokens, spec.tokens_per_request

@@ -263,7 +263,8 @@ class SparseValues:
 
 
 class PlainValues(SparseValues):
-    """P V of rows of 16 bits. Rows g and g + 8 of the product are latents g and g + 8 of a tile."""
+    """P V of rows of 16 bits, as V^T P^T. A lane has rows lane // 4 and lane // 4 + 8 of a product tile. They are
+    the latents of the same indices; in SparseValues they are two neighbouring latents."""
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
         """The byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 16)."""

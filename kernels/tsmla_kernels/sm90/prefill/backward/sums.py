@@ -1,6 +1,8 @@
-"""The float32 sums in global memory of dq and of the shared rope columns' gradient: which warp adds, in which order.
+"""The float32 sums in global memory of dq and of the shared rope columns' gradient: where each value lies, and, unless
+the config is wide, which warp adds it.
 
-A compute warp stores 16 rows of its warpgroup's columns to shared memory and goes on. A reducer warp, one for each
+If the config is wide, compute warps add from registers (wide.py), dq in the order of `wide_sum_position`. Else a
+compute warp stores 16 rows of its warpgroup's columns to shared memory and goes on. A reducer warp, one for each
 compute warpgroup, adds the values of the four warps with one bulk reduction. The values have the same order
 (`sum_position`) in shared and in global memory.
 """
