@@ -218,7 +218,7 @@ def test_layers_by_calls_of_the_kernel(products: str | None, limit: float, token
 
 
 def test_nothing_on_hopper_needs_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A jax without its Triton backend: fp8 weights by their kernel, experts of 16 bits and routers by XLA."""
+    """A jax without its Triton backend: experts in fp8 and of 16 bits by a kernel, routers by XLA."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(triton, "plgpu", None)
     config = moe.MoEConfig(8, 2, 128, 0, "noaux_tc", 4, 2, True, 1.0)
@@ -238,12 +238,12 @@ def test_nothing_on_hopper_needs_pallas(monkeypatch: pytest.MonkeyPatch) -> None
         "router": jax.ShapeDtypeStruct((8, 256), jnp.float32),
         "correction_bias": jax.ShapeDtypeStruct((8,), jnp.float32),
     }
-    for wide, calls in ((False, 2), (True, 0)):
+    for wide in (False, True):
         params = router | {"gate_up": stack(wide, 8, 256, 256), "down": stack(wide, 8, 256, 128)}
         with device.planned_for("sm_90a"):
             traced = str(jax.make_jaxpr(step)(params, x))
-        assert "pallas_call" not in traced and traced.count("tsmla_kernel_call") == calls
-        assert ("ragged_dot" in traced) is wide
+        assert "pallas_call" not in traced and "ragged_dot" not in traced
+        assert traced.count("tsmla_kernel_call") == 2
 
 
 @pytest.mark.parametrize("rows", [1, 16, 20, 64, 65, 130])
