@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, init_params, param_shapes, param_specs
+from tsmla_jax import nn
+from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, init_params, param_shapes, param_specs, v32
 from tsmla_jax.nn.checkpoints.weights import check_params
 
 CONFIG = MLAConfig(
@@ -208,6 +209,36 @@ def test_shard_map_over_heads_gives_partial_sums(path: str) -> None:
     )
     expected, _ = jitted_decode(params, implementation="xla", **arguments)
     np.testing.assert_allclose(jax.jit(sharded)(params, arguments), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill", "v32"])
+def test_shard_map_over_heads_adds_the_bias_once(path: str) -> None:
+    """o_proj_bias is on every device, and the caller sums what they return."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    config = dataclasses.replace(CONFIG, attention_bias=True)
+    layer = v32.V32Config(config, index_n_heads=2, index_head_dim=16, index_topk=4) if path == "v32" else config
+    module = v32 if path == "v32" else nn
+    params = module.init_params(jax.random.key(0), layer)
+    params["o_proj_bias"] = jax.random.normal(jax.random.key(1), params["o_proj_bias"].shape)
+    arguments = decode_arguments()
+
+    def run(params: Any) -> jax.Array:
+        if path == "decode":
+            return functional.decode(params, config, implementation="xla", **arguments)[0]
+        x = arguments["x"].reshape(-1, config.hidden_size)
+        texts: Any = {"cu_seqlens_q": jnp.asarray([0, len(x)], jnp.int32), "max_q_len": len(x), "implementation": "xla"}
+        if path == "prefill":
+            return functional.prefill(params, config, x, **texts)[0]
+        return v32.prefill(params, layer, x, dense=True, index_loss=False, **texts).y
+
+    sharded = jax.shard_map(
+        lambda params: jax.lax.psum(run(params), "heads"),
+        mesh=Mesh(np.asarray(jax.devices()[:2]), ("heads",)),
+        in_specs=(module.param_specs(layer, "heads"),),
+        out_specs=PartitionSpec(),
+    )
+    np.testing.assert_allclose(jax.jit(sharded)(params), jax.jit(run)(params), atol=1e-5)
 
 
 def test_shard_map_over_the_batch() -> None:

@@ -198,7 +198,12 @@ def project_out(params: Params, config: MLAConfig, heads: jax.Array, x: jax.Arra
         y = linear(heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1]), params["o_proj"])
     else:
         y = contract(heads, params["o_proj"], axes=2)
-    return y + params["o_proj_bias"] if config.attention_bias else y
+    if not config.attention_bias:
+        return y
+    bias = params["o_proj_bias"]
+    if heads.shape[-2] != config.num_attention_heads:
+        bias = bias * (heads.shape[-2] / config.num_attention_heads)  # the caller sums the devices' shares
+    return y + bias
 
 
 def needed_with_gate(x: jax.Array | None) -> jax.Array:
