@@ -8,7 +8,8 @@ something to say to it. The attention has DeepSeek's own head dimensions (128 + 
 512), its indexers and compressors, and the experts their model's routing; the rest is small enough for a laptop. It
 needs numpy and ml_dtypes alone, which jax brings.
 
-The model knows nothing. Only whole words have rows in its output projection, so that its output can at least be read.
+The model knows nothing. In its output projection only the rows of whole words aren't 0 (with --tied: small), so that
+its output can at least be read. --fp8 isn't for v4.
 """
 
 from __future__ import annotations

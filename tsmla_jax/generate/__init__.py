@@ -1,4 +1,5 @@
-"""Whole DeepSeek models (V2, V3, V3.2, V4) on top of the attention: load a checkpoint, generate.
+"""Whole models with this attention on top of the operations: load a checkpoint, generate. DeepSeek's V2 to V4, and the
+others that model_types.py names.
 
 The library is the attention; this is its main job end to end. `tsmla generate` is `command.py`.
 """

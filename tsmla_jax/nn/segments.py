@@ -211,7 +211,8 @@ def segment_attention_kv(
     return_max_logits: bool = False,
     implementation: Preference = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`segment_attention` on the output of kv_b, without slices of it and without copies of k_rope for each head.
+    """`segment_attention` on the output of kv_b as it is. Hopper's kernel reads it in place; elsewhere keys and values
+    are made of it first, as in `mla_prefill_kv`.
 
     Args:
         q: [B, S, H, K], rope columns last.

@@ -22,7 +22,8 @@ def row_owner(cu_seqlens: jax.Array, num_rows: int) -> RowOwner:
 
 
 def to_padded(packed: jax.Array, cu_seqlens: jax.Array, max_len: int) -> jax.Array:
-    """[T, ...] -> [B, max_len, ...]. After a request's end come rows of other requests, never rows out of bounds."""
+    """[T, ...] -> [B, max_len, ...]. After a request's end come the rows that follow it, and after the last row that
+    row again: any values, but never rows out of bounds."""
     index = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
     return packed[jnp.clip(index, 0, packed.shape[0] - 1)]
 

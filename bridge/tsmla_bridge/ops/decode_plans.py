@@ -224,7 +224,8 @@ class KernelPlan(Plan):
         split_q = rope is not None
         config = sm90_decode.decode_config(spec, split_q=split_q, heads_first=heads_first)
         launches = sm90_decode.launches(config, spec.batch, width)
-        # A launch of some requests can't find the next head's rows of all of them.
+        # In [H, T, L] a head's rows are those of all requests. A launch of some requests would take the number of its
+        # own rows for the step from head to head.
         self.copies_q = heads_first and len(launches) > 1
         if self.copies_q:
             heads_first, config = False, sm90_decode.decode_config(spec, split_q=split_q)

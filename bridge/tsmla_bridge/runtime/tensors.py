@@ -106,10 +106,10 @@ def without_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the tensor that
-    both are columns of, None), or the two as they are, the latent one also with its heads in front.
+    """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the one tensor that
+    both are columns of, None), or both as they are. In the second form the latents may lie in memory as [H, ..., L].
 
-    Raises ValueError if the kernels can read neither."""
+    Raises ValueError if the pair has neither form."""
     if not isinstance(q, tuple):
         raise contract.not_an_array("q", q, TENSOR)
     latent, rope = _two(q)

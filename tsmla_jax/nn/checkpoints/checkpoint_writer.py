@@ -133,7 +133,7 @@ def _write_shards(
 
     def write() -> None:
         written.append(directory / f"{len(written) + 1:05}.safetensors.part")
-        # transformers reads no file that doesn't say whose format it has.
+        # Older versions of transformers refuse a file that doesn't say whose format it has.
         save_file(shard, written[-1], metadata={"format": "pt"})
 
     for name, array in tensors:

@@ -50,8 +50,9 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
 
-    A block-scaled weight is widened to x's dtype before the product if x has more than MANY_WIDENED_ROWS rows, or more
-    than MANY_ROWS where block_scaled_matmul has no kernel.
+    A block-scaled weight whose `products` is "quantized" is not widened. Any other is widened to x's dtype before the
+    product if x has more than MANY_WIDENED_ROWS rows, or more than MANY_ROWS where block_scaled_matmul has no kernel;
+    for fewer rows a kernel widens it as it reads, if one can run.
     """
     if not isinstance(weight, BlockScaled):
         return x @ weight.T

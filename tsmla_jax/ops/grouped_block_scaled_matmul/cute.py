@@ -44,7 +44,7 @@ def grouped_block_scaled_matmul(
     *,
     spec: ProductSpec,
 ) -> Result:
-    """out [T, N] as the public grouped_block_scaled_matmul documents it."""
+    """out, or its values and scales, as the public grouped_block_scaled_matmul documents them."""
     if spec.num_rows == 0:
         return nothing(spec)
     arch = device.arch_for(GROUPED_BLOCK_SCALED_MATMUL)

@@ -32,7 +32,7 @@ def indexer_selected_logits(
 
     Args:
       q: [T, Hi, Di]; float16, bfloat16, float32 or float64.
-      weights: [T, Hi] float32, constants folded in.
+      weights: [T, Hi] float32 or float64, constants folded in.
       k_cache: [P, Z, Di] plain keys of such a dtype. Packed keys and values of 8 bits are refused: no gradient passes
         through their rounding.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
@@ -44,8 +44,9 @@ def indexer_selected_logits(
       [T, K] float32 (float64 for float64 weights), -inf where a row has no key. NaN in a slot that isn't selected
       never reaches a result.
 
-    Derivatives: q, weights and k_cache in reverse mode, in memory of one float32 sum a key and of one block of keys; a
-    key that several tokens selected gets the sum of theirs, which a GPU adds in an order that may differ between calls.
+    Derivatives: q, weights and k_cache in reverse mode, in memory of one sum a key, in weights' dtype, and of one block
+    of keys. A key that several tokens selected gets the sum of theirs, which a GPU adds in an order that may differ
+    between calls.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot outside the cache or a length

@@ -100,7 +100,8 @@ def tokens_at_once(columns: int, *widths: int) -> int:
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array, narrow: bool, dtype: jnp.dtype) -> jax.Array:
-    """The product in `dtype`. narrow: whether a and b hold 16-bit values, which a GPU's fast products take exactly."""
+    """The product in `dtype`. narrow: whether queries and keys have 16 bits. A GPU's fast products take these exactly,
+    and round a gradient's float32 values to tf32."""
     if narrow and a.dtype == b.dtype and a.dtype.itemsize == 2:
         return jnp.einsum(equation, a, b, preferred_element_type=dtype)
     precision = lax.Precision.DEFAULT if narrow else lax.Precision.HIGHEST

@@ -232,7 +232,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         super().__init__(*arguments, **mla)
         if self.topk_indices_buffer is None:
             raise ValueError("topk_indices_buffer: got None, and no indexer; sparse attention needs one of them")
-        self.supports_quant_query_input = False  # the kernel takes queries of 16 bits over every cache
+        self.supports_quant_query_input = False  # so that queries keep 16 bits, which the kernel takes over every cache
 
     def forward_mqa(
         self,
