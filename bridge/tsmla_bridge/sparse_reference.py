@@ -17,7 +17,7 @@ from tsmla_kernels.contract import FP8_MAX
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, valid_slots
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, SparseMLASpec, TopKSpec
-from tsmla_kernels.topk.chunks import chunk_rows
+from tsmla_kernels.topk.chunks import chunk_rows, logits_of_rows
 
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
@@ -93,8 +93,7 @@ def indexer_topk(
         chunk = slice(first, first + rows)
         tables, lens = block_tables[chunk if request is None else request[chunk]], seq_lens[chunk]
         count = len(lens)
-        of_logits = dataclasses.replace(spec.logits, num_tokens=count, num_requests=count, ragged=False)
-        logits = indexer_logits(of_logits, q[chunk], weights[chunk], k_cache, tables, lens, None)
+        logits = indexer_logits(logits_of_rows(spec, count), q[chunk], weights[chunk], k_cache, tables, lens, None)
         of_topk = dataclasses.replace(spec.topk, num_tokens=count)
         selected, counts = select_topk(of_topk, logits, lens, None, tables if of_topk.page_size else None)
         scores = scores_at(logits, selected) if spec.return_scores else logits.new_empty(count, 0)

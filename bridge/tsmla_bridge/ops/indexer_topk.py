@@ -7,7 +7,6 @@ value on the host, so both can be captured into CUDA graphs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from tsmla_bridge.runtime.workspace import Workspace, check_workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.selection import selection_words
-from tsmla_kernels.contract.sparse import IndexerLogitsSpec, IndexerTopkSpec, indexer_topk_spec
+from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm100 import logits_config
 from tsmla_kernels.topk.chunks import (
     LOGIT_BYTES,
@@ -29,6 +28,7 @@ from tsmla_kernels.topk.chunks import (
     chunk_rows,
     chunks_of,
     indexer_topk_reasons,
+    logits_of_rows,
     selection_reasons,
 )
 
@@ -216,16 +216,11 @@ def _select(call: Call, memory: Memory) -> Results:
     return results
 
 
-def _on_rows(spec: IndexerTopkSpec, rows: int) -> IndexerLogitsSpec:
-    """The call's logits for `rows` query tokens that have a row of the block table each."""
-    return dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, ragged=False)
-
-
 def _blackwell_reasons(spec: IndexerTopkSpec, device: torch.device) -> list[str]:
     """Why the kernels for Blackwell cannot run this call; empty if they can."""
     if found := selection_reasons(spec):
         return found
-    rows = _on_rows(spec, chunk_rows(spec.logits.num_tokens, max(spec.num_columns, 1)))
+    rows = logits_of_rows(spec, chunk_rows(spec.logits.num_tokens, max(spec.num_columns, 1)))
     config = logits_config.logits_config(rows)
     return INDEXER_LOGITS_SM100.reasons(rows) or loaded_kernels.why_not_made(INDEXER_LOGITS_SM100, config, device)
 
@@ -243,7 +238,7 @@ def _launch_on_blackwell(spec: IndexerTopkSpec, call: Call, results: Results) ->
         tables = call.block_tables[chunk if request is None else request[chunk]]
         of_rows = {name: given[name][chunk] for name in ("q", "weights")}
         of_rows |= {"k_cache": call.k_cache, "block_tables": tables, "seq_lens": seen[chunk]}
-        logits = blackwell.indexer_logits(_on_rows(spec, plan.rows), of_rows)
+        logits = blackwell.indexer_logits(logits_of_rows(spec, plan.rows), of_rows)
         requests = {} if request is None else {"row_requests": request[chunk]}
         of_call = {"block_tables": tables if request is None else call.block_tables} | requests
         of_topk = {"logits": logits, "seq_lens": seen[chunk]} | (of_call if spec.return_slots else {})

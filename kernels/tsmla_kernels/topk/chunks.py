@@ -14,7 +14,7 @@ from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_config, logits
 from tsmla_kernels.topk.config import TopkConfig, topk_config, topk_reasons
 
 if TYPE_CHECKING:
-    from tsmla_kernels.contract.sparse import IndexerTopkSpec
+    from tsmla_kernels.contract.sparse import IndexerLogitsSpec, IndexerTopkSpec
 
 WORKSPACE_BYTES = 128 << 20
 """The size of a chunk's logits. Smaller chunks would stay in the L2 cache, but need more launches of fewer rows, which
@@ -47,6 +47,11 @@ def chunk_rows(num_tokens: int, num_columns: int, workspace: int | None = None) 
     WORKSPACE_BYTES."""
     fitting = (WORKSPACE_BYTES if workspace is None else workspace) // (LOGIT_BYTES * num_columns)
     return min(num_tokens, max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE)
+
+
+def logits_of_rows(spec: IndexerTopkSpec, rows: int) -> IndexerLogitsSpec:
+    """The logits of a call's chunk of `rows` query tokens, each with a row of the block table of its own."""
+    return dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, ragged=False)
 
 
 def workspace_bytes(max_tokens: int, max_columns: int) -> int:

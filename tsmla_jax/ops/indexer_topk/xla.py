@@ -20,6 +20,7 @@ from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_jax.ops.selection_bits import xla as bits_xla
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
+from tsmla_kernels.topk.chunks import logits_of_rows
 
 MIN_WINDOW = 4096
 """Keys between two merges into the running top-k, or twice k if that is more: the merge sorts the k best so far
@@ -61,7 +62,7 @@ def indexer_topk(
 
     def block(q: jax.Array, weights: jax.Array, request: jax.Array, seen: jax.Array) -> tuple[jax.Array, ...]:
         rows = q.shape[0]
-        of_window = dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, max_pages=pages, ragged=False)
+        of_window = dataclasses.replace(logits_of_rows(spec, rows), max_pages=pages)
 
         def step(i: jax.Array, best: Best) -> Best:
             # The last window ends with the table; keys that it shares with the window before have been merged already.
