@@ -195,7 +195,8 @@ class BlackwellPlan(Plan):
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         self.check(inputs)
         cache = tensors.whole_pages(inputs.kv_cache, self.page_step)
-        given = DecodeArrays(*inputs[:6])._replace(kv_cache=cache, block_tables=inputs.block_tables * self.page_step)
+        tables = inputs.block_tables if self.page_step == 1 else inputs.block_tables * self.page_step
+        given = DecodeArrays(*inputs[:6])._replace(kv_cache=cache, block_tables=tables)
         return blackwell.mla_decode(self.of_pages, given, pair)
 
 
