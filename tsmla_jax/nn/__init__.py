@@ -1,4 +1,4 @@
-"""Attention layers: configs, rope, the functional forms, the Flax layers, and Hugging Face weights.
+"""Attention layers: configs, the functional forms, the Flax layers, and Hugging Face weights.
 
 `tsmla_jax.nn.functional` is MLA's (DeepSeek-V2, V3, Kimi-K2); `tsmla_jax.nn.v32` and `tsmla_jax.nn.v4` hold the sparse
 layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices. Flax is imported only when a layer

@@ -358,8 +358,8 @@ def select_topk(
     page_size: int,
     implementation: Preference = None,
 ) -> jax.Array:
-    """This device's positions among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s
-    order.
+    """This device's positions among the k best keys of each token on all devices, exact, with the rule of
+    `tsmla_jax.select_topk` for equal scores.
 
     Each device proposes its k best keys. One exchange of N k candidates a token tells which key is the last of the k
     best, and each device keeps its own keys up to that one. With more than FEW_TOKENS tokens, each device finds the

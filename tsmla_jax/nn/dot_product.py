@@ -150,8 +150,8 @@ def dot_product_attention(
         key, value: [B, S, N, H] and [B, S, N, V] in query's dtype. They must have as many heads as query: for grouped
             queries repeat them, `jnp.repeat(key, groups, axis=-2)`.
         bias, local_window_size: refused; a window can be given as a mask.
-        mask: [B or 1, 1, T, S] bool, True for pairs that see each other, the same for all heads: it becomes the bits of
-            a `mla_prefill` selection. The values of keys that no query sees must be finite.
+        mask: [B or 1, 1, T or 1, S or 1] bool, True for pairs that see each other, the same for all heads: it becomes
+            the bits of a `mla_prefill` selection. The values of keys that no query sees must be finite.
         scale: factor of the logits, may be traced; None is H^-0.5.
         is_causal: query i sees key j iff j <= i, both counted from the first token (the alignment of jax.nn;
             `mla_prefill` aligns the last tokens).

@@ -78,7 +78,7 @@ def _values(weight: Weight) -> tuple[jax.Array, ...]:
 
 
 def weight_dtype(weight: Weight) -> str:
-    """The dtype's name of a weight as the kernels know it: FP8 for block-scaled ones."""
+    """The name of a weight's dtype as the kernels know it: FP8 if it is block-scaled."""
     return FP8 if isinstance(weight, BlockScaled) else jnp.dtype(weight.dtype).name
 
 

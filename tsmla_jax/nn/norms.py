@@ -16,7 +16,8 @@ class Norm(NamedTuple):
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32, result in x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32 or x's wider dtype, result in x's
+    dtype."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * weight.astype(x.dtype)

@@ -55,12 +55,12 @@ class Segments:
             ids: [B, S] integers or booleans, 0 for padding. A run of one id is a segment; padding may stand anywhere.
                 For one segment a row, `from_ids(mask, max_segments=1)` takes a mask of the tokens in use.
             max_segments: static, the most segments that a row may have (max_segments_per_seq in TransformerEngine and
-                MaxText). The gradient's workspace grows with it, by the sums of dq for 16 tokens a segment.
+                MaxText). The gradient's workspace grows with it.
 
         Raises:
-            TypeError, ValueError: ids are no integers or have another rank, or are 64-bit integers of numpy that jax
-                would cut to 32 bits; max_segments < 1. With TSMLA_CHECK=1 also a row of too many segments, or an id
-                that comes back after another one.
+            TypeError, ValueError: ids are no integers or have another rank, or are integers of numpy that jax would cut
+                to other values; max_segments < 1. With TSMLA_CHECK=1 also a row of too many segments, or an id that
+                comes back after another one.
         """
         given, ids = ids, jnp.asarray(ids)
         if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory of safetensors files: names, shapes, tensors, fp8 blocks dequantised.
+"""A Hugging Face checkpoint directory of safetensors files: names, shapes and tensors, quantised weights dequantised.
 
 Generic: nothing here knows about attention. Tensors are read one at a time out of a memory map, so opening a checkpoint
 of hundreds of gigabytes costs its headers only. Values are numpy arrays (bf16 and fp8 as ml_dtypes), ready for
@@ -39,14 +39,15 @@ _BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
 class Checkpoint:
     """A checkpoint directory, opened for reading.
 
-    Looks for `model.safetensors.index.json` (sharded), then `model.safetensors`, then a lone `*.safetensors`. A shard
-    is opened when one of its tensors is first read.
+    Looks for an index (`model.safetensors.index.json` or Mistral's `consolidated.safetensors.index.json`), then
+    `model.safetensors`, then a lone `*.safetensors`. A shard is opened when one of its tensors is first asked for.
 
     Args:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: no such directory, no safetensors file, a shard or the index missing, an index that isn't one.
+        CheckpointError: there is no such directory or no safetensors file in it, a shard or the index is missing, the
+          index isn't one, or config.json has an illegal weight_block_size.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
 
@@ -98,11 +99,11 @@ class Checkpoint:
     ) -> np.ndarray[Any, Any]:
         """One tensor's values.
 
-        An fp8 tensor with its scales beside it (one per 128 x 128 block, the last block of a row or column possibly
-        smaller; or one for a whole matrix, also of a stack) comes dequantised: `<name>_scale_inv` in f32 (DeepSeek-V3's
-        format), or `<module>.scale` for `<module>.weight` in powers of two (V4's). So does an fp4 tensor: bytes of two
-        e2m1 values each, the lower four bits first, with one such scale per 32 values of a row (V4's experts). And an
-        int4 tensor, which is stored in three under other names (`is_int4`).
+        An fp8 tensor with its scales beside it (one per block, of 128 x 128 unless config.json says otherwise, with
+        smaller blocks at the edges; or one for a whole matrix, also of a stack) comes dequantised: `<name>_scale_inv`
+        in f32 (DeepSeek-V3's format), or `<module>.scale` for `<module>.weight` in powers of two (V4's). So does an fp4
+        tensor: bytes of two e2m1 values each, the lower four bits first, with one such scale per 32 values of a row
+        (V4's experts). And an int4 tensor, which is stored in three under other names (`is_int4`).
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -111,7 +112,7 @@ class Checkpoint:
             rows: the part of the first axis that is read; shape is the whole tensor's.
 
         Returns:
-            an array that owns its memory.
+            a copy, not a view of the file.
 
         Raises:
             CheckpointError: a missing tensor, another shape, integers to be read as floats (or the other way round), an
@@ -166,8 +167,8 @@ class Checkpoint:
         return value
 
     def unlike(self, name: str, wanted: str) -> CheckpointError:
-        """The error for a tensor that is read as `wanted` (floats or integers) but is stored as the other kind: it is
-        quantised in a way that isn't known here, so its stored numbers alone mean nothing."""
+        """The error for a tensor that is stored as integers and read as floats, or the reverse. `wanted` says as what
+        it is read."""
         info, scale_name = self.info(name), self.scale_name(name)
         scales, legal = "", ""
         if scale_name is not None:
@@ -275,8 +276,8 @@ class Checkpoint:
         )
 
     def _is_whole_scaled(self, name: str) -> bool:
-        """Whether an fp8 tensor with scales has one for each matrix: [M, N], or a stack [E, M, N] as transformers holds
-        experts. Mistral Small 4's do."""
+        """Whether an fp8 tensor has one scale for each matrix. It is a matrix [M, N], or a stack [E, M, N] as
+        transformers holds experts. Mistral Small 4 stores its weights so."""
         shape, scales = self.info(name).shape, self.info(self.scale_name(name) or name).shape
         blocks = tuple(-(-size // step) for size, step in zip(shape[-2:], self.block, strict=False))
         legal = ((), (1,), (1, 1)) if len(shape) == 2 else ((shape[0],), (shape[0], 1, 1))
@@ -324,7 +325,7 @@ class Checkpoint:
         return self._raw(self.info(name))
 
     def scale_name(self, name: str) -> str | None:
-        """The tensor that holds a tensor's block scales, or None when it has none.
+        """The name of the tensor that holds a tensor's scales, or None if it has none.
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -350,7 +351,7 @@ class Checkpoint:
                 f"{block[0]} x {block[1]} block of {shape}), got {scale_info.shape}"
             )
         raw = self._raw(scale_info)
-        # A scale of one byte is an exponent, also where the file calls it an integer.
+        # Scales stored as int8 or uint8 are exponents.
         raw = raw.view(ml_dtypes.float8_e8m0fnu) if raw.dtype in _BYTES else raw
         if not jnp.issubdtype(raw.dtype, jnp.floating) or raw.dtype in _FP8:
             raise CheckpointError(
@@ -413,7 +414,7 @@ class Checkpoint:
         return self._headers[file]
 
     def _block_size(self) -> tuple[int, int]:
-        """The block of fp8 scales, from config.json's quantization_config when it says so."""
+        """The block of fp8 scales: weight_block_size in config.json's quantization_config, or else DEFAULT_BLOCK."""
         try:
             config = read_json(self.directory / "config.json")
             block = config["quantization_config"]["weight_block_size"] or [*DEFAULT_BLOCK]

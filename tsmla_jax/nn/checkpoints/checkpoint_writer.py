@@ -19,7 +19,7 @@ from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpo
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one file, as Hugging Face's libraries write them."""
+"""The most bytes of one file, unless it holds a single tensor."""
 
 # What belongs to a model beside its weights: config, tokenizer, chat template, code.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py")
@@ -45,7 +45,8 @@ def save_checkpoint(
         max_shard_bytes: of one file, unless it holds a single tensor.
 
     Raises:
-        ValueError: the folder holds safetensors, a name comes twice, or a tensor does not go in the place of base's.
+        ValueError: the folder holds safetensors; a name comes twice; base lacks a tensor or has it in another shape; or
+          only one of the two tensors is block-scaled.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     directory = Path(checkpoint_dir)
@@ -113,7 +114,7 @@ def _arrays_of(name: str, value: Any, base: Checkpoint | None) -> Iterator[tuple
 
 
 def _scales_as(dtype: np.dtype[Any], scales: Array, name: str) -> Array:
-    """f32 scales in the dtype that base stores them in; of one byte they are exponents of two."""
+    """f32 scales in the dtype in which base stores them; a dtype of one byte holds exponents of two."""
     wanted = np.dtype(ml_dtypes.float8_e8m0fnu) if dtype.itemsize == 1 else dtype
     stored = scales.astype(wanted)
     if not np.array_equal(stored.astype(np.float32), scales):
@@ -124,8 +125,8 @@ def _scales_as(dtype: np.dtype[Any], scales: Array, name: str) -> Array:
 def _write_shards(
     directory: Path, tensors: Iterator[tuple[str, Array]], max_shard_bytes: int, written: list[Path]
 ) -> tuple[dict[str, int], int]:
-    """Writes files under names of their own, and adds them to `written`; returns in which of them each tensor is,
-    and the bytes of all."""
+    """Writes the files under temporary names and appends them to `written`. Returns the index of each tensor's file,
+    and the bytes of all tensors."""
     save_file = _require_save_file()
     weight_map: dict[str, int] = {}
     shard: dict[str, Array] = {}
@@ -149,7 +150,7 @@ def _write_shards(
 
 
 def _publish(directory: Path, written: list[Path], weight_map: dict[str, int], total: int) -> None:
-    """Gives the files their names, which count them, and writes the index if there are several."""
+    """Gives the files their final names, and writes the index if there are several."""
     if len(written) == 1:
         written[0].rename(directory / SINGLE_NAME)
         return

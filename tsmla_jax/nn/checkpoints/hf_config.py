@@ -46,10 +46,10 @@ def read_json(path: Path) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of two values of one name Python's reader would take the last without a word."""
+    """A JSON object; ValueError if a name has two different values, of which Python's reader would keep the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:
-        # By their texts, in which 1 is not True.
+        # Compared as texts, because 1 == True.
         if name in found and repr(found[name]) != repr(value):
             raise ValueError(f"{name!r} has two values, {found[name]!r:.60} and {value!r:.60}")
         found[name] = value
@@ -131,7 +131,7 @@ def hf_field(
     return float(value) if kind is float else value
 
 
-# Keys beside yarn's own, and the values that each may have: theirs where no such key is given.
+# Keys that are not yarn's own, and the values that each may have: those that change nothing.
 _ROPE_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "apply_yarn_scaling": (True,),
     "attn_factor": (1,),

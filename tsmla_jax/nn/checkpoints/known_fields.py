@@ -28,22 +28,21 @@ MLA_TYPES = (
     "sarvam_mla",
     "youtu",
 )
-"""Model types whose attention is DeepSeek-V2's, or that have such layers. Some of it is missing there: V3.2's and
-GLM-5's indexer. Some is not DeepSeek's: the factors of SCALED_TYPES and LONGCAT_TYPES, the gates of GATES; NOPE_TYPES
-rotate nothing."""
+"""Model types that have layers of DeepSeek-V2's attention, some of them with changes: V32_TYPES have an indexer,
+SCALED_TYPES and LONGCAT_TYPES factors, GATES gates, and NOPE_TYPES rotate nothing."""
 SCALED_TYPES = ("mistral4",)
-"""Those of MLA_TYPES whose queries may have a factor by their position."""
+"""The types of MLA_TYPES whose queries may have a factor by their position."""
 LONGCAT_TYPES = ("longcat_flash",)
-"""Those of MLA_TYPES whose queries and latents are multiplied by constants."""
+"""The types of MLA_TYPES whose queries and latents are multiplied by constants."""
 NOPE_TYPES = ("kimi_k3", "kimi_linear")
-"""Those of MLA_TYPES that rotate nothing."""
+"""The types of MLA_TYPES that rotate nothing."""
 GATES = {"bailing_hybrid": "head", "kimi_k3": "element"}
-"""Those of MLA_TYPES whose results a gate multiplies, and what each factor is of (`MLAConfig.output_gate`)."""
+"""The types of MLA_TYPES whose results a gate multiplies, each with its `MLAConfig.output_gate`."""
 HYBRID_TYPES = ("bailing_hybrid", *NOPE_TYPES)
-"""Those of MLA_TYPES whose other layers have linear attention."""
+"""The types of MLA_TYPES whose other layers have linear attention."""
 V32_TYPES = ("deepseek_v32", "glm_moe_dsa")
 SHARING_TYPES = ("glm_moe_dsa",)
-"""Those of V32_TYPES whose layers may share a choice; their indexer's rope is interleaved."""
+"""The types of V32_TYPES whose layers may share a choice of keys; their indexer's rope is interleaved."""
 V4_TYPES = ("deepseek_v4",)
 
 _FULL = ("full", "F")
@@ -56,7 +55,7 @@ _CHOICE: Legal = {
     "indexer_rope_interleave": (False,),
 }
 _CHOICE_LAYERS: Legal = {"index_topk_pattern": _FULL, "indexer_types": _FULL}
-# GLM-5's: transformers rotates interleaved pairs whatever rope_interleave says. index_topk_freq is `_CHOICE_KNOWN`.
+# The same fields in configs of GLM-5. transformers rotates interleaved pairs whatever rope_interleave says.
 _SHARED_CHOICE: Legal = {
     "cli_factor": (1,),
     "index_k_norm_type": ("layer",),
@@ -65,7 +64,7 @@ _SHARED_CHOICE: Legal = {
     "rope_interleave": (True,),
 }
 _SHARED_LAYERS: Legal = {"index_topk_pattern": ("F", "full", "S", "shared"), "indexer_types": ("full", "shared")}
-# Without layers that share a choice, the offset at which they would begin says nothing.
+# Fields whose values are not checked here. index_skip_topk_offset says nothing unless layers share a choice.
 _CHOICE_KNOWN = ("index_topk_freq", "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk")
 
 _MLA: Legal = {
@@ -76,7 +75,7 @@ _MLA: Legal = {
     "use_bidirectional_attention": (False,),
     "use_mla": (True,),
 }
-# transformers has both factors whatever these fields say.
+# transformers multiplies by both factors whatever these fields say.
 _LONGCAT: Legal = {
     "attention_method": ("MLA",),
     "mla_scale_kv_lora": (True,),
@@ -131,7 +130,7 @@ _OTHER_PARTS = re.compile(
 
 
 def check_mla(fields: Mapping[str, Any], where: str) -> None:
-    """ValueError that names the field, unless a config's attention is DeepSeek-V2's.
+    """ValueError that names the field, if a config describes attention that isn't one of MLA_TYPES'.
 
     Args:
         fields: the config's; one without model_type is judged by the others.
@@ -218,7 +217,7 @@ def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], 
 
 
 def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
-    """ValueError for a list (or a text) with an entry for each layer that has another entry than a legal one."""
+    """ValueError for a field that isn't a list (or a text) of legal entries, one for each layer."""
     for name, entries in legal.items():
         value = fields.get(name)
         if value is not None and not (isinstance(value, list | str) and all(entry in entries for entry in value)):

@@ -42,13 +42,13 @@ _YARN = {
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
 _SCALE = {"beta": "llama_4_scaling_beta", "original_max_position_embeddings": "original_max_position_embeddings"}
-# Fields beside those, and the values that each may have.
+# Other fields, and the values that each may have.
 _LEGAL: Legal = {
     "bias": (False,), "causal": (True,), "model_type": ("transformer",), "sliding_window": (), "use_biases": (False,),
 }  # fmt: skip
 _EXPERTS_LEGAL: Legal = {"renorm_strategy": ("WEIGHTS",), "use_load_balancing_bias": (False,)}
 _YARN_LEGAL: Legal = {"apply_scale": (False,)}
-# Fields of models of images, which are left out, of heads whose widths others give, and of how Mistral computes.
+# Fields that are ignored: about images, about widths that other fields give, and about how Mistral computes.
 _PASSED_OVER = ("head_dim", "max_seq_len", "multimodal", "vision_encoder")
 _EXPERTS_PASSED_OVER = ("expert_model_parallel", "expert_parallel")
 
@@ -78,7 +78,7 @@ def hf_fields(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     period = "original_max_position_embeddings"
     check_values(rope, f"{where}: yarn", {period: (scale.get(period, rope.get(period)),)})
     if rope:
-        # The logits have yarn's factor whatever apply_scale says; that is about cos and sin.
+        # apply_scale is about cos and sin; the logits have yarn's factor in any case.
         rope |= {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}
     return fields | {"model_type": "mistral4", "norm_topk_prob": True, "rope_parameters": rope | scale}
 

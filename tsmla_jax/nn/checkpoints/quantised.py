@@ -16,7 +16,7 @@ from tsmla_jax.nn.checkpoints.dequantise import INT4_GROUP
 from tsmla_jax.nn.checkpoints.hf_config import read_optional_config
 from tsmla_jax.nn.checkpoints.known_fields import Legal, check_values
 
-# Fields of config.json that hold a quantisation, and what names one that doesn't say quant_method.
+# Fields of config.json that describe a quantisation, and fields in them that name a format beside quant_method.
 _GROUPS = ("quantization_config", "compression_config", "quantization")
 _METHODS = ("quant_algo", "quant_type", "format", "config_groups", "bits", "load_in_4bit", "load_in_8bit")
 _READ = "'fp8' with scales for blocks or whole matrices, or weights that are not quantised"
@@ -62,7 +62,8 @@ def _refuse_group(group: Any, where: str) -> None:
     if method not in (None, "fp8") or (method is None and details):
         what = f"quant_method: got {method!r:.60}" + (f" with {details[0]}" if details else "")
         raise CheckpointError(f"{where}: {what}; legal: {_READ}")
-    # Scales of activations, which are not quantised here, may be fixed where weights have a scale each.
+    # Activations are not quantised here, so their fixed scales don't matter. Checkpoints have them where a weight has
+    # one scale for the whole matrix.
     fixed = group.get("activation_scheme") == "static" and group.get("weight_block_size", 0) is None
     if group.get("activation_scheme") not in (None, "dynamic") and not fixed:
         raise CheckpointError(f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic'")
@@ -90,8 +91,8 @@ def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
 
 
 def is_activation_scale(name: str) -> bool:
-    """Whether a tensor is the fixed scale of a product's activations, which fp8 weights may have beside their own. It
-    is of no use where activations are not quantised."""
+    """Whether a tensor is the fixed scale of a product's activations. Such scales are ignored: activations are not
+    quantised here."""
     return name.endswith(("_activation_scale", ".activation_scale"))
 
 
@@ -99,8 +100,8 @@ def refuse_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """CheckpointError that names the first tensor of a format that isn't read.
 
     Args:
-        checkpoint: whose headers are read, and no values.
-        names: of its tensors, those that a model or a layer is made of.
+        checkpoint: the checkpoint; only its headers are read.
+        names: the names of the tensors that a model or a layer is made of.
     """
     others = []
     for name in sorted(names):

@@ -54,7 +54,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """Every tensor of a safetensors file.
 
     The package safetensors validates the file (lengths, offsets, overlaps); the byte ranges are then taken from the
-    header itself, because its numpy reader doesn't know the fp8 types.
+    header itself, because not every version of its numpy reader knows the fp8 types.
     """
     safe_open, safetensor_error = require_safetensors()
     if what := why_no_file(file, "no such file"):

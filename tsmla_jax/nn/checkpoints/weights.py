@@ -41,7 +41,8 @@ class LayerWeights(Generic[_Config]):
         read_config: the layer's config from a checkpoint's folder and the index of the layer.
         param_shapes: name and shape of every parameter.
         hf_name: the tensor behind a parameter, below `self_attn.`.
-        stored_names: the names in a checkpoint whose spelling is another one, by the names of transformers' modules.
+        stored_names: the names of a checkpoint's tensors by their names in transformers' modules; None where they are
+          equal.
         stored_name: the spelling of one of these names in a new checkpoint.
         unfold: parameters as `param_shapes` describes them from folded ones, where a model's can be folded.
     """
@@ -74,8 +75,9 @@ class LayerWeights(Generic[_Config]):
     def param_specs(self, config: _Config, heads_axis: str | None) -> dict[str, PartitionSpec]:
         """How to split the parameters over the heads (tensor parallelism).
 
-        What has no heads is replicated, as the caches are; V4's groups of heads are split, so the axis divides their
-        number. Under `shard_map` a layer returns the partial sum over the local heads, for the caller to psum.
+        What has no heads is replicated, as the caches are; V4's groups of heads are split, so the axis's size must
+        divide their number. Under `shard_map` a layer returns the partial sum over the local heads, for the caller to
+        psum.
 
         Args:
             config: the layer's shape.
@@ -180,7 +182,7 @@ class LayerWeights(Generic[_Config]):
                 all layers).
             layer: index of the layer.
             config: the layer's shape, which is not compared with `config.json`; None reads that file of the folder.
-            dtype: the dtype of the parameters; None keeps the stored dtype, bfloat16 for block-scaled fp8 weights.
+            dtype: the dtype of the parameters; None keeps the stored dtype, and makes quantised weights bfloat16.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
 
         Returns:
@@ -189,7 +191,7 @@ class LayerWeights(Generic[_Config]):
         Raises:
             ValueError: the config or a tensor is missing or misshapen, or of another model or a quantised format that
                 isn't read; the layer has a tensor that its config has no use for (a bias, an indexer); an indexer's
-                tensor has NaN or infinite values; a file is truncated, or layer is negative; the text names the tensor.
+                tensor has NaN or infinite values; a file is truncated; or layer is negative.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         if layer < 0:
@@ -234,7 +236,7 @@ class LayerWeights(Generic[_Config]):
                 folder is then a whole model with these layers in the place of its own. None writes the layers alone.
             dtype: as in `params_to_hf`.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
-            max_shard_bytes: more tensors than fit this size go to several files with an index; of one tensor at least.
+            max_shard_bytes: the most bytes of a file, unless it holds a single tensor; several files get an index.
 
         Raises:
             ValueError: as `params_to_hf`; the folder holds safetensors, or neither config nor base is given; base lacks
@@ -270,7 +272,7 @@ class LayerWeights(Generic[_Config]):
 
 
 def is_chooser(name: str) -> bool:
-    """Whether a tensor (by its name below `self_attn.`) is of an indexer, by which keys are chosen and no more."""
+    """Whether a tensor (by its name below `self_attn.`) belongs to an indexer, which only chooses keys."""
     return "indexer." in name
 
 

@@ -80,9 +80,10 @@ class MLAConfig:
             DeepSeek's checkpoints have them) or "halves" (first members of all pairs, then the second). Attention is
             the same; caches written in one layout can't be read in the other.
         rope_interleave: whether the checkpoint's own rope columns are interleaved pairs (Hugging Face's field of that
-            name; true for every DeepSeek and Kimi checkpoint).
+          name; true for DeepSeek's checkpoints).
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
-        a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
+        a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm. Most models have 1e-6 whatever their rms_norm_eps
+          is; Kimi-K3 takes its rms_norm_eps.
         query_scale: the factor of queries by position, or None.
         scale_latents: whether queries are multiplied by sqrt(hidden_size / q_lora_rank), and the normed latent by
             sqrt(hidden_size / kv_lora_rank).
@@ -173,7 +174,8 @@ class MLAConfig:
                 is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose
                 layers are the same; mistral4 (Mistral Small 4), whose queries have a query_scale; longcat_flash, with
                 scale_latents; kimi_linear, kimi_k3 (its text_config is read) and bailing_hybrid (Ling 3), for their
-                layers of this kind; deepseek_v32, whose layer this is without its indexer; or absent.
+                layers of this kind; deepseek_v32 and glm_moe_dsa (GLM-5), whose layer is read without its indexer; or
+                absent.
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:

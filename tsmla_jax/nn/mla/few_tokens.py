@@ -64,12 +64,10 @@ def decode(
     q_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """x + functional.decode(norm(x)), and the cache with the new tokens written: five kernels (six with a low-rank
-    query), and the two of `tsmla_jax.mla_decode`.
+    """x + functional.decode(norm(x)), and the cache with the new tokens written.
 
     Args:
-        params: folded.
-        config: without biases.
+        params, config: a folded layer for which `why_not` is empty.
         x: [T, E], the tokens of a ragged step, or one token of each request in a dense step.
         norm: the norm before attention.
         kv_cache, step, kv_scale, q_scale, implementation: as in `functional.decode`.

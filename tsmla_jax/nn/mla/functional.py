@@ -8,8 +8,8 @@ Parameters are the pytree of `tsmla_jax.nn.param_shapes`. The number of heads is
 never from the config: under `shard_map` over heads the result is the partial sum over the local heads, for the caller
 to `jax.lax.psum`; under `jax.jit` with parameters placed by `param_specs`, XLA adds that sum itself.
 
-Every function has static shapes and works under `jax.jit` (config, max_q_len, context_chunk and implementation are
-static) and `jax.eval_shape`; `prefill` has a gradient.
+Every function has static shapes and works under `jax.jit` (config, max_q_len, context_chunk, context_passes and all
+options that aren't arrays are static) and `jax.eval_shape`; `prefill` has a gradient.
 """
 
 from functools import partial
@@ -264,7 +264,7 @@ def decode(
             them in x's dtype.
         batch_invariant, implementation: passed to `tsmla_jax.mla_decode`.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
-            the step is made with the same axis. One collective merges what they attend to.
+            the step is made with the same axis.
 
     Returns:
         y in x's shape, and the cache with the new tokens written (in place if it is donated).

@@ -13,10 +13,10 @@ from tsmla_jax.nn.mla.names import stored_names
 def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter.
 
-    q_proj [E, H, N + R], or q_a_proj [E, rank], q_a_layernorm [rank] and q_b_proj [rank, H, N + R];
-    kv_a_proj_with_mqa [E, L + R] (latent first, rope last); kv_a_layernorm [L]; w_uk [H, N, L] and w_uv [H, V, L] (the
-    two parts of Hugging Face's kv_b_proj); o_proj [H, V, E]; with attention_bias also q_a_proj_bias,
-    kv_a_proj_with_mqa_bias and o_proj_bias.
+    q_proj [E, H, N + R], or q_a_proj [E, rank], q_a_layernorm [rank] and q_b_proj [rank, H, N + R]; kv_a_proj_with_mqa
+    [E, L + R] (latent first, rope last); kv_a_layernorm [L]; w_uk [H, N, L] and w_uv [H, V, L] (the two parts of
+    Hugging Face's kv_b_proj); o_proj [H, V, E]; with an output_gate also g_proj [E, H] or [E, H, V]; with
+    attention_bias also q_a_proj_bias (if there is a q_a_proj), kv_a_proj_with_mqa_bias and o_proj_bias.
 
     Args:
         config: the layer's shape.

@@ -1,1 +1,1 @@
-"""Products with weights that may be narrow: the weights' types, and the kernels in Pallas that other GPUs take."""
+"""Products with weights that may be narrow: the weights' types, and kernels in Pallas."""

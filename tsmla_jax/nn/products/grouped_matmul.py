@@ -1,8 +1,8 @@
 """Rows times the weights of their groups, as a kernel: the products of a mixture of experts.
 
 Written in Pallas for GPUs (Triton). Rows are sorted by group and padded to blocks of one group each; a program of the
-kernel makes a tile of one block. So the weights of a group are read about once if the group has rows, be they few or
-many, and else not at all. Weights may be block-scaled: they are read as bytes and widened in registers.
+kernel makes a tile of one block. The weights of a group without rows are not read. Weights may be block-scaled: they
+are read as bytes and widened in registers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def grouped_matmul(
 
     Returns:
       [NB * block, N] in x's dtype, bf16 with tile.half; then gated products are `ScaledRows`, with scales for
-      tile.columns. Places without a row hold something.
+      tile.columns. Places without a row hold any values.
 
     Raises:
       ValueError: tile.half with weights that aren't block-scaled, or with another x than `ScaledRows`; tile.splits with
@@ -226,7 +226,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: An
                 results[1][places, tile_column] = out_scale
         mask = None
         if kind.gather and kind.num_groups == 1 and tile.splits > 1:
-            # One group's rows come first, and nobody adds the parts of the places behind them.
+            # A single group's rows come first, and nobody reads the results of the places behind them.
             written = index * block + jnp.arange(block, dtype=jnp.int32) < x_ref.shape[0]
             mask = jnp.broadcast_to(written[:, None], out.shape)
         target = results[0].at[part, places, pl.ds(column, tile.columns)]

@@ -50,9 +50,9 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
 
-    A block-scaled weight whose `products` is "quantized" is not widened. Any other is widened to x's dtype before the
-    product if x has more than MANY_WIDENED_ROWS rows, or more than MANY_ROWS where block_scaled_matmul has no kernel;
-    for fewer rows a kernel widens it as it reads, if one can run.
+    A block-scaled weight whose `products` is "quantized" is not widened. Any other is widened to x's dtype: by the
+    kernel that reads it, or, if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), a single one, or no kernel can run, by
+    XLA.
     """
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
@@ -119,7 +119,8 @@ def weight_of(rows: jax.Array | BlockScaled, *shape: int) -> jax.Array | BlockSc
 
 
 def split_rows(weight: jax.Array | BlockScaled, first: int) -> tuple[jax.Array | BlockScaled, jax.Array | BlockScaled]:
-    """The two weights that `joined_rows` joined, the first of `first` rows; counted from the end if negative."""
+    """The two weights that `joined_rows` joined. `first` is how many rows the first one has or, if negative, minus the
+    rows of the second."""
     if not isinstance(weight, BlockScaled):
         return weight[:first], weight[first:]
     first %= weight.shape[0]

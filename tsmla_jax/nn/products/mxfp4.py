@@ -1,7 +1,7 @@
 """Weights in MXFP4: e2m1 with a power of two for every 32 of a row, as DeepSeek-V4's checkpoints hold the experts.
 
-They stay in four bits on the device: the kernel of block_scaled_matmul makes bfloat16 of them, exactly, as it reads
-them.
+Where grouped_block_scaled_matmul has a kernel for them they stay in four bits on the device: it makes bfloat16 of them,
+exactly, as it reads them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows sorted by group and cut into blocks of one group each: what `grouped_matmul` works through.
 
-By XLA it is a handful of small kernels, which a step of few tokens mostly waits for; here it is one or two.
+For few pairs one or two kernels in Pallas do it, where XLA would run a handful of small ones.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax
 
 
 def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:
-    """`make_blocks` as one kernel, or two of more than _AT_ONCE pairs. They compare every pair with every other, so
-    their time does not depend on the number of groups, and they are for few pairs. Arguments as there."""
+    """`make_blocks` as one kernel, or two if there are more than _AT_ONCE pairs. They compare every pair with every
+    other, so their time does not depend on the number of groups, and they are for few pairs. Arguments as there."""
     num_rows, most = groups.shape
     pairs = num_rows * most
     if not pairs:

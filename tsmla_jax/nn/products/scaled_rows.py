@@ -1,7 +1,7 @@
 """Activations in f16 with a power of two for every row of some columns: what products with e4m3 weights multiply.
 
-f16 has eleven bits of a value, three more than bf16, but only between 2^-14 and 2^16. With the scale a row's values lie
-below 2 wherever they came from, so that none is lost, be they 1e-30 or 1e30. Written in Pallas for GPUs (Triton).
+f16 has eleven bits of a value, three more than bf16, but only between 2^-14 and 2^16. Divided by the scale, the
+greatest value of a row lies below 2, be it 1e-30 or 1e30. Written in Pallas for GPUs (Triton).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ScaledRows(NamedTuple):
 
 
 def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [..., W] as f16 below 2 and powers of two [...] f32 that multiply it: the greatest power in each row."""
+    """x [..., W] as f16 below 2 and powers of two [...] f32 that multiply it: in each row the greatest one that is not
+    above its greatest value."""
     wide = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(jnp.abs(wide).max(axis=-1), jnp.int32) & _EXPONENT
     bits = jnp.clip(bits, _LEAST, _GREATEST)

@@ -11,7 +11,8 @@ BLOCKS_BY_KERNEL = 2048
 
 WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 """Pairs of each expert, on average, from which block-scaled weights of experts are widened before the products, and the
-most bytes that the larger of their two stacks may have then. They are rounded to 16 bits, as above MANY_ROWS."""
+most bytes that the larger of their two stacks may have then. Widening rounds them to 16 bits, which MANY_ROWS
+describes."""
 
 COPIED_PAIRS = (120, 150)
 """Fewest and most pairs of each expert, on average, with which rows are copied before exact products of e4m3 experts:
