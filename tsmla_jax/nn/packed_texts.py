@@ -1,4 +1,5 @@
-"""Whole packed texts in training: what has a gradient, and their rows in pages that the kernels of a top-k read.
+"""Packed texts in training: which arrays have a gradient, and the texts' rows in pages that the kernels of a top-k
+read.
 
 Axes: T tokens or entries of all texts, packed one text after the other, B texts, P pages, M pages a text at most.
 """

@@ -50,7 +50,7 @@ def gpus() -> list[Any]:
 
 
 def gpu() -> Any | None:
-    """This process' first CUDA device, None if it has none."""
+    """This process' first CUDA device; None if it has none, and inside `planned_for`."""
     if _planned.get() is not None:
         return None
     try:
@@ -60,7 +60,7 @@ def gpu() -> Any | None:
 
 
 def target_arch() -> str | None:
-    """The architecture to compile for: that of the GPU, else CUTE_DSL_ARCH, else None."""
+    """The architecture to compile for: that of `planned_for`, else that of the GPU, else CUTE_DSL_ARCH, else None."""
     if (planned := _planned.get()) is not None:
         return planned
     device = gpu()
@@ -82,8 +82,7 @@ def arch_for(kernel: Kernel) -> str:
 
 
 def num_sms(arch: str) -> int:
-    """Multiprocessors to plan for: the fewest of any GPU of this architecture, or those of the architecture's
-    data-centre part where there is no GPU.
+    """Multiprocessors to plan for: the fewest of any GPU of this architecture; NUM_SMS if there is no such GPU.
 
     A program is traced once, and may run on any of the GPUs or, the same in all processes, on all of them: so it is
     planned for the one on which too many blocks would take a second turn.

@@ -1,9 +1,8 @@
 """Operation: a public function, the spec of its calls, and its implementations in an explicit table.
 
-An operation is a folder tsmla_jax/ops/<op>/. Its api.py holds the public function and the `Operation`, whose table is
-a small function that imports the implementations. These imports, and the import of `device` here, are the only ones
-inside functions in this package: they run at the first call of the operation, so that `import tsmla_jax` costs
-milliseconds and brings no compiler.
+An operation is a folder tsmla_jax/ops/<op>/. Its api.py holds the public function and the `Operation`, whose table is a
+small function that imports the implementations. They are imported at the first call of the operation, so that `import
+tsmla_jax` stays fast and brings no compiler.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Implementation:
 
     run: the computation, a function of jax arrays and keyword options.
     why_not: takes the call's spec; returns the reasons why the implementation can't run that call, empty if it can.
-    why_not_by_default: takes the spec; returns the reasons why implementation=None must not pick it, though it may be
-      named.
+    why_not_by_default: returns the reasons why implementation=None must not pick it, though it may be named.
     notes: takes the spec; returns facts about the call that `explain` shows.
     """
 

@@ -179,8 +179,8 @@ def attend(
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated); with return_selected also the
-        positions [T, K], ascending, -1 after the last (or as they were given), the same on all devices of a
-        context_axis. Padding rows have no meaning.
+        positions [T, K], ascending, -1 after the last (given ones in their order, -1 for those that select nothing),
+        the same on all devices of a context_axis. Padding rows have no meaning.
 
     Raises:
         ValueError: the caches have different pages, or the step is dense, or has another context_axis or page size;

@@ -1,7 +1,7 @@
 """An indexer's scores of plain keys and their gradient: blocks of tokens, and for each of them blocks of columns.
 
 Column s of a token is a key: the one in slot indices[t, s], or the one at position s of the token's text. Memory holds
-the operands, the results, one float32 sum for each key, and one gathered block at a time (some tens of MiB).
+the operands, the results, one sum for each key, and one gathered block at a time (some tens of MiB).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def gradient_over_blocks(
     *,
     block: int,
 ) -> Gradient:
-    """The gradient of all tokens: that of the keys in float32, those of queries and weights in the dtypes of `start`.
+    """The gradient of all tokens, each part in its dtype in `start`.
 
     Args:
       body: takes a Gradient that is zero for the block's queries and weights, which of the block's tokens count, and

@@ -153,7 +153,8 @@ def write_v4_cache(
 
 
 def gather_rows(cache: jax.Array, slots: jax.Array, spec: CacheSpec, dtype: jnp.dtype) -> jax.Array:
-    """[..., D] rows of a cache in `dtype`, unscaled for a per-tensor fp8 cache. Slots must lie inside the cache."""
+    """[..., D] rows of a cache in `dtype`. A float8_e4m3fn cache's one scale is not applied. Slots must lie inside the
+    cache."""
     if spec.layout == "plain":
         rows = cache.reshape(spec.num_slots, spec.head_dim)
         return fetch(rows, slots, lambda rows, at: rows[at]).astype(dtype)

@@ -33,8 +33,8 @@ class MixedIndices:
     Attributes:
       indices: [T, K] int32: `window` columns of window slots (-1 after the last), then compressed slots, then -1; K % 4
         == 0.
-      lengths: [T] int32: how many columns are active: window + the row's compressed slots; in a row without compressed
-        slots, its window slots.
+      lengths: [T] int32: how many columns are active: window + the row's compressed slots; its window slots, if the
+        call has no compressed slots.
       window: static: how many leading columns are window slots.
     """
 
