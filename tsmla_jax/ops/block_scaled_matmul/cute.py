@@ -32,7 +32,7 @@ def why_not(spec: ProductSpec) -> list[str]:
 def block_scaled_matmul(
     x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
 ) -> Result:
-    """out [T, N] as the public block_scaled_matmul documents it."""
+    """The result as the public block_scaled_matmul documents it."""
     if spec.num_rows == 0:
         return nothing(spec)
     arch = device.arch_for(BLOCK_SCALED_MATMUL)

@@ -16,7 +16,7 @@ Result = jax.Array | tuple[jax.Array, jax.Array]
 def block_scaled_matmul(
     x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
 ) -> Result:
-    """out [T, N] as the public block_scaled_matmul documents it."""
+    """The result as the public block_scaled_matmul documents it."""
     return finished(product(x, weight, x_scales, weight_scales), spec)
 
 

@@ -17,7 +17,7 @@ ALTERNATIVE = "use implementation='reference'"
 def block_scaled_matmul(
     x: jax.Array, weight: jax.Array, x_scales: jax.Array | None, weight_scales: jax.Array, *, spec: ProductSpec
 ) -> Result:
-    """out [T, N] as the public block_scaled_matmul documents it."""
+    """The result as the public block_scaled_matmul documents it."""
     if spec.packed:
         weight, weight_scales = unpacked_blocks(weight, weight_scales)
     rows, columns = whole_blocks(x), whole_blocks(weight)

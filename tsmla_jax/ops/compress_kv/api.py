@@ -33,11 +33,11 @@ def compress_kv(
 ) -> tuple[CompressedEntries, CompressorState]:
     """Pool the tokens of every window that the new tokens complete; prefill, chunks and single decode steps alike.
 
-    An entry ends at a position p with (p + 1) % ratio == 0. Its weights are, for each channel, the softmax of
-    score + ape[position % ratio] over the window's tokens, and it is the weighted sum of their kv. The window is the
-    last `ratio` tokens. With overlap it is the last 2 * ratio tokens: the older half uses the first C columns, the
-    newer half the second C. Tokens before the sequence began have no weight.
-    Any split of a sequence into calls gives bitwise the same entries and states. Source: DeepSeek-V4, section 2.3.
+    An entry ends at a position p with (p + 1) % ratio == 0. Its weights are, for each channel, the softmax of score +
+    ape[position % ratio] over the window's tokens, and it is the weighted sum of their kv. The window is the last
+    `ratio` tokens. With overlap it is the last 2 * ratio tokens: the older half uses the first C columns, the newer
+    half the second C. Tokens before the sequence began have no weight. With "xla" any split of a sequence into calls
+    gives bitwise the same entries and states. Source: DeepSeek-V4, section 2.3.
 
     Axes: T new tokens over all requests, B requests, W row width (C, or 2 C with overlap), C channels, N states.
 

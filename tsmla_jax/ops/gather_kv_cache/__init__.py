@@ -1,1 +1,1 @@
-"""The operation gather_kv_cache: api, reference, xla and, where there is a kernel, cute."""
+"""The operation gather_kv_cache: api, cute, reference and xla."""

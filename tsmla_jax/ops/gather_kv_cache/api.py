@@ -28,7 +28,7 @@ def gather_kv_cache(
     out_dtype: Any = None,
     implementation: Preference = None,
 ) -> Float[Array, "N D"]:
-    """Tokens starts[b] to starts[b] + lens[b] of each request, packed one request after the other and multiplied by
+    """Tokens starts[b] to starts[b] + lens[b] - 1 of each request, packed one request after the other and multiplied by
     kv_scale: the context that chunked prefill expands (as vLLM's gather of the MLA cache, which this also dequantises).
 
     Args:
@@ -41,7 +41,7 @@ def gather_kv_cache(
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.
+      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
 
     Raises:
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this

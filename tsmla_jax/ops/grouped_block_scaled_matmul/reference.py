@@ -21,7 +21,7 @@ def grouped_block_scaled_matmul(
     *,
     spec: ProductSpec,
 ) -> reference.Result:
-    """out [T, N] as the public grouped_block_scaled_matmul documents it."""
+    """The result as the public grouped_block_scaled_matmul documents it."""
     x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
     row = jnp.arange(x.shape[0], dtype=jnp.int32)
 

@@ -25,7 +25,7 @@ def grouped_block_scaled_matmul(
     *,
     spec: ProductSpec,
 ) -> Result:
-    """out [T, N] as the public grouped_block_scaled_matmul documents it."""
+    """The result as the public grouped_block_scaled_matmul documents it."""
     x, x_scales = picked(x, rows), None if x_scales is None else picked(x_scales, rows)
     row, weight = jnp.arange(x.shape[0], dtype=jnp.int32), weight[: cu_rows.shape[0] - 1]
     used = (row < cu_rows[-1])[:, None]

@@ -49,7 +49,7 @@ def indexer_logits(
       t does not see.
 
     Derivatives: q, weights and k_cache in reverse mode, by "xla" in memory of one float32 sum a key and of one block of
-    keys; packed keys and values of 8 bits have one by "reference" alone.
+    keys; with packed keys or values of 8 bits "xla" has none, and that of "cute" is the derivative of "reference".
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of

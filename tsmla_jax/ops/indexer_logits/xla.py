@@ -1,8 +1,8 @@
 """indexer_logits in portable XLA: blocks of tokens, and for each of them blocks of pages.
 
 Beyond the operands and the result there is one block of keys and of per-head scores at a time, some MiB; pages past the
-longest sequence of a block of tokens are never visited. The gradient, which plain keys have, takes the same blocks and
-one float32 sum a key.
+longest sequence of a block of tokens are never visited. The gradient, which plain keys have, is taken by blocks, too,
+and needs one float32 sum a key.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def indexer_loss(
 
     Args:
       index_q: [T, Hi, Di], the indexer's queries; float16, bfloat16, float32 or float64.
-      index_weights: [T, Hi] float32, constants folded in.
+      index_weights: [T, Hi] float32 or float64, constants folded in.
       index_cache: [P, Z, Di], the indexer's keys.
       q: [T, H, D], the attention's queries against kv_cache, as sparse_mla takes them.
       kv_cache: [P, Z, D], the attention's keys. Values of 8 bits are refused in all of these.
@@ -68,7 +68,7 @@ def indexer_loss(
       report sums it over tokens and layers, and detaches the indexer's input from the model's graph.
 
     Derivatives: index_q, index_weights and index_cache in reverse mode; 0 in q, kv_cache, lse and sinks. The memory
-    beside the operands is two numbers a token, a float32 sum a key and a block of keys.
+      beside the operands is two values a token, a sum a key and a block of keys.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot, a length or a page out of range.

@@ -48,7 +48,8 @@ class _Call(NamedTuple):
 
 class _Arrays(NamedTuple):
     """The arrays of a call. total: the logarithm of each head's sum [T, H]. rows: which keys each token has, a row a
-    token: indices and lengths, or requests and how many keys are seen. tables: of texts, else empty."""
+    token: indices and lengths, or requests and how many keys are seen. tables: the texts' block tables, not read if the
+    keys are given by indices."""
 
     index_q: jax.Array
     index_weights: jax.Array

@@ -1,8 +1,7 @@
 """mla_decode in portable XLA: blocks of pages with an online softmax.
 
-Peak memory beyond the operands is one block of keys per request in float32 (BLOCK_KEYS * D * 4 bytes); neither the
-gathered cache nor the scores of all keys exist at any time. Blocks past the longest request of the batch are never
-visited.
+Peak memory beyond the operands is about one block of keys per request in float32; neither the gathered cache nor the
+scores of all keys exist at any time. Blocks past the longest request of the batch are never visited.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 Gradients = tuple[jax.Array, ...]
-"""Those of q, k and v, or of q, kv and k_rope."""
+"""The gradients of q, k and v, or of q, kv and k_rope."""
 
 
 class Operands(NamedTuple):
@@ -46,7 +46,7 @@ class Operands(NamedTuple):
 
 
 HEADED = 7
-"""The operands at the beginning, which have heads; calls of one vmap have the others in common."""
+"""How many operands, from the first on, vmap may batch; its calls have the others in common."""
 
 
 def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:

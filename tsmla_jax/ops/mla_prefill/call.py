@@ -18,7 +18,7 @@ Results = tuple[jax.Array, ...]
 Saved = tuple[tuple[jax.Array, ...], Results]
 """The operands and the results of a call, which its derivative needs."""
 Cotangents = tuple[jax.Array | None, ...]
-"""The cotangents of a call's operands; None for the offsets."""
+"""The cotangents of a call's operands; None for the offsets and the selection."""
 
 SEVERAL_TIMES = "implementation='reference' can be differentiated several times"
 """What to do where the gradient's own derivative is refused."""

@@ -41,7 +41,7 @@ class _Arrays(NamedTuple):
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """Those that the call has."""
+        """The arrays that the call has."""
         return tuple(x for x in (self.q, *self.caches, *self[2:]) if x is not None)
 
     @classmethod

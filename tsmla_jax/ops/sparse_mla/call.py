@@ -17,8 +17,8 @@ Results = tuple[jax.Array, ...]
 
 class Planned(NamedTuple):
     """A call's spec without sizes, and the GPU that it is planned for. lengths, sinks: whether the call has these
-    operands. has_gradient: whether all the caches' scales are None, and the caches are plain ones that have a gradient.
-    static_scales: the factors of the logits and of the caches, if a kernel takes them by value.
+    operands. has_gradient: whether the call has a derivative (`sparse_gradient_reasons`). static_scales: the factors of
+    the logits and of the caches, if a kernel takes them by value.
     """
 
     spec: SparseMLASpec
@@ -31,7 +31,7 @@ class Planned(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many results have a number a token and head: lse, and max_logits if the call returns it."""
+        """How many results have one value for each token and head: lse, and max_logits if the call returns it."""
         return 1 + self.spec.max_logits
 
     def split(self, arrays: Sequence[Any]) -> Operands:
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """Those that the call has."""
+        """The arrays that the call has."""
         every = (self.q, *self.caches, self.indices, self.lengths, self.sinks, self.scales)
         return tuple(array for array in every if array is not None)
 
