@@ -41,7 +41,7 @@ _BOUNDS = {
     "--expert-parallel": (1, 2**16),
     "--context-parallel": (1, 2**16),
 }
-# The engine's options that have another name on the command line, as its errors begin: "max_batch = 0; legal: ...".
+# The engine's options that have another name on the command line.
 _FLAGS = {"num_pages": "--cache-pages"}
 
 

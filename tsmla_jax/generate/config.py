@@ -155,8 +155,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of their kind: Kimi-K2, GLM-4.7-Flash, GLM-5, Youtu,
-    Mistral Small 4, LongCat-Flash.
+    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of the other models that model_types.py names.
 
     Attributes:
       attention: of every layer (all but V4), or one config a layer (V4).

@@ -66,7 +66,7 @@ class Engine:
     """Generates with one model, by `generate`, or text by text by `admit`, `step` and `drop`.
 
     Compiled programs are kept between texts and between calls of `generate`. They are few: a decode step is compiled
-    for sizes of `plan.BATCH_SIZES`, a prefill step for the three of `plan.prefill_sizes`, each when it is first needed.
+    for sizes of `plan.BATCH_SIZES`, a prefill step for those of `Plan.prefill_sizes`, each when it is first needed.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Engine:
     def step(self) -> list[Tokens]:
         """Starts the next step (a chunk of prompts if any wait, else a token of every text) and returns new tokens.
 
-        They are those of the step before, where speculation does not need them at once: the host works while the device
-        does. Chunks of a long prompt bring no token: a text is under way until `finished`, whatever lists are empty.
+        Without speculation these are the tokens of the step before, so that the host works while the device does. A
+        chunk of a long prompt brings no token: a text is under way until its Tokens say `finished`.
 
         Raises:
           FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and

@@ -1,7 +1,7 @@
 """The router's choice of experts as one kernel: from logits to the experts of each token and their weights.
 
 By XLA it is four kernels and more (scores, a copy, a sort, the groups), which a step of few tokens mostly waits for.
-Written in Pallas for GPUs (Triton): a program is a warp, which holds a token's scores in registers.
+Written in Pallas for GPUs (Triton): a program holds one token's scores in registers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def choose_by_kernel(
 
     Returns:
       experts [T, K + S] i32 and their weights [T, K + S] f32: the routed ones, the greatest choice first, ties by the
-      number of the expert; a choice that is no number comes before all others, and one of -inf behind them, as in
+      expert's index; a choice that is no number comes before all others, and one of -inf behind them, as in
       `jax.lax.top_k`: K different experts, however many choices are finite. Then the shared ones, E to E + S - 1, with
       weight 1. All experts of padding are E + S.
 
@@ -119,7 +119,7 @@ def _choose(config: MoEConfig, has_padding: bool, logits_ref: Any, *others: Any)
 
 
 def _scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
-    """Scores of logits, of which those that don't exist are -inf."""
+    """The router's scores; lanes without an expert have logits of -inf."""
     if config.scoring == "softmax":
         powers = jnp.exp(logits - logits.max())
         return powers / powers.sum()

@@ -1,9 +1,10 @@
 """A mixture of experts whose experts are split over devices, inside `jax.shard_map`.
 
 Every device sees the tokens of all that share the experts, and computes what its own experts make of them; sums go back
-to the tokens' devices. Two collectives a layer, whatever the number of devices: an all-gather of the activations and an
-all-to-all of what each device made of the others' tokens, which the tokens' device adds up. A router's choice is
-computed by each device anew: sending it would be two collectives more.
+to the tokens' devices. Over the axis EXPERT these are two collectives a layer, whatever the number of devices: an
+all-gather of the activations and an all-to-all of what each device made of the others' tokens, which the tokens' device
+adds up. Over the axis CONTEXT, whose devices have the same tokens, the sums are added. A router's choice is computed by
+each device anew: sending it would be two collectives more.
 """
 
 from __future__ import annotations

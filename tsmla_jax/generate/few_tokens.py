@@ -22,8 +22,8 @@ from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec
 
 LARGE_EXPERT = 20 << 20
 """With this many values in an e4m3 expert's gate and up, products of groups of rows take a single token, too. On an
-H200 the first products of V3's experts (28 million numbers each) then take 89 us, in place of 115 with their choice,
-which takes 5; those of V4's (16 million) take 40 and 45."""
+H200 the first products of V3's experts (28 million numbers each) then take 89 us, in place of 115 together with the
+choice of the experts, which takes 5."""
 
 
 def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm | None) -> list[str]:

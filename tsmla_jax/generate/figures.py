@@ -26,7 +26,7 @@ class Figures:
         each of the devices that share the text.
       cache_bytes: bytes of the caches on all devices together.
       cache_pages: pages of the caches on all devices together.
-      peak_pages: the most pages in use at once.
+      peak_pages: the most pages in use at once, added up over the replicas.
       page_size: tokens a page.
     """
 

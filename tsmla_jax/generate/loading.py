@@ -264,8 +264,8 @@ def load_model(
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps these, and widens the weights in the
         kernel of block_scaled_matmul; None is "exact" on Hopper, and elsewhere widens them as they are read or first.
-      mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts are split over them, and the other
-        parameters are on each. Of several processes each reads its part.
+      mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts and, if its rows divide, the output
+        projection are split over them, and the other parameters are on each. Of several processes each reads its part.
       progress: show a progress bar on stderr.
 
     Returns:
@@ -274,7 +274,7 @@ def load_model(
     Raises:
       ValueError: the mesh does not go with the model or with jax's devices; the weights are quantised in a format that
         isn't read; a tensor is missing, misshapen or not of this model; one that chooses experts or keys has NaN or
-        infinite values; or a file is truncated; the text names the file and the tensor.
+        infinite values; or a file is truncated.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)

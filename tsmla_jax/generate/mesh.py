@@ -40,7 +40,7 @@ class MeshShape:
 
     Attributes:
       data: copies of the model.
-      expert: devices of a copy that attend for texts of their own.
+      expert: replicas of a copy, which attend for texts of their own.
       context: devices that the keys of one text are dealt out to.
     """
 
