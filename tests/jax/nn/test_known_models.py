@@ -16,7 +16,7 @@ from tests.jax.nn.conftest import TINY, YARN
 from tests.jax.nn.hf_fields import V3
 from tests.jax.nn.hf_layers import V4_FIELDS, V4_YARN, V32_FIELDS
 from tsmla_jax.nn import MLAConfig, QueryScale, V4Config, V32Config, functional, load_hf_attention, params_from_hf, v32
-from tsmla_jax.nn.checkpoints.known_fields import MLA_TYPES, V4_TYPES, V32_TYPES
+from tsmla_jax.nn.checkpoints.known_fields import MLA_TYPES, V4_TYPES, V32_TYPES, check_mla
 
 V32: dict[str, Any] = {
     **V3,
@@ -188,6 +188,15 @@ def test_the_query_scale_of_mistral() -> None:
     fewer = {key: rope[key] for key in rope if key not in ("max_position_embeddings", "partial_rotary_factor")}
     with pytest.raises(ValueError, match=r"llama_4_scaling_beta: got 0\.1; legal: 0, None"):
         MLAConfig.from_hf({**MISTRAL, "model_type": "deepseek_v3", "rope_parameters": fewer})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "legal"),
+    [("kimi_linear", "full_attention' or 'linear_attention"), ("deepseek_v3", "full_attention")],
+)
+def test_an_error_names_every_legal_kind_of_layer(model_type: str, legal: str) -> None:
+    with pytest.raises(ValueError, match=f"layer_types: got .*; legal: '{legal}' for each layer"):
+        check_mla({"model_type": model_type, "layer_types": ["window"]}, "config")
 
 
 OTHER_LAYERS: list[tuple[str, dict[str, Any]]] = [

@@ -225,5 +225,5 @@ def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
 
 
 def _either(entries: tuple[Any, ...]) -> str:
-    """Entries that a text may say in two ways (_FULL) by the first one."""
-    return " or ".join(map(repr, entries if "shared" in entries else entries[:1]))
+    """The legal entries in words; of the two spellings of _FULL the first."""
+    return " or ".join(map(repr, entries[:1] if entries == _FULL else entries))
