@@ -61,6 +61,25 @@ def test_kernels_without_a_derivative_drop_no_tangent(gpu: Gpu, monkeypatch: pyt
     assert len(gpu.launches) == launches
 
 
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_the_reference_of_mla_decode_has_its_derivative_on_a_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mode: str):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    q, cache = torch.randn(1, 1, 16, 576), torch.randn(2, 64, 576)
+    decode = functools.partial(
+        tsmla_bridge.mla_decode,
+        kv_cache=cache, block_tables=TABLES, seq_lens=LENS, softmax_scale=0.1, implementation="reference",
+    )  # fmt: skip
+    decode(q)  # the next call may find this one's plan
+    if mode == "reverse":
+        decode(q.requires_grad_()).sum().backward()
+        assert q.grad is not None and q.grad.abs().sum() > 0
+    else:
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(decode(forward_ad.make_dual(q, torch.ones_like(q)))).tangent
+        assert tangent is not None
+    assert not gpu.launches
+
+
 @pytest.mark.parametrize("name", ["gather_kv_cache", "merge_attention_states", "mla_decode"])
 def test_under_torch_compile_these_are_refused(name: str) -> None:
     torch._dynamo.reset()

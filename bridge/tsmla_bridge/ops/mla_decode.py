@@ -101,8 +101,8 @@ def mla_decode(
       q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
         pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
         one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. The latent one may also be dense as
-        [H, ..., L], if H is a power of 2. Nothing is copied, but such a latent part where a batch_invariant call takes
-        several launches. float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and float64.
+        [H, ..., L], if H is a power of 2. Hopper's kernels copy nothing, but such a latent part where a batch_invariant
+        call takes several launches. float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
@@ -137,7 +137,7 @@ def mla_decode(
 
     The kernels run on torch's current stream and nothing waits for the device, so CUDA graphs can capture calls once a
     call of the same static sizes has loaded its kernel. Calls from several threads and on several streams are
-    independent. torch.compile takes them as one operator. The kernels have no derivative; the reference on a CPU has.
+    independent. torch.compile takes them as one operator. The kernels have no derivative; the reference has.
     TSMLA_CHECK=1, in force when shapes are first seen, checks what only the data shows: lengths, pages and offsets.
 
     Raises:
@@ -166,7 +166,7 @@ def mla_decode(
         plan = plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options, visible_lens)
     if plan is None:
         named, others = DecodeOptions(*options), (kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
-        if compiling or operators.is_traced(q, kv_cache):
+        if compiling or operators.is_traced(q, kv_cache, derivatives=implementation != "reference"):
             inputs = DecodeInputs(_concatenated(q, latent_dim), *others)
             if isinstance(softmax_scale, scales.Premultiplied):
                 pair = softmax_scale.factors
