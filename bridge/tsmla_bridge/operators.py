@@ -239,7 +239,7 @@ def new_max_logits(q: torch.Tensor) -> torch.Tensor:
 
 
 def those_asked_for(*results: torch.Tensor | None) -> Any:
-    """What a call returns: the only result that there is, or a tuple of those that there are."""
+    """The value that a call returns: its only result, or the tuple of its results. None is no result."""
     found = tuple(x for x in results if x is not None)
     return found if len(found) > 1 else found[0]
 

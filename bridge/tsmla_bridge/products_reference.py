@@ -29,7 +29,7 @@ def block_scaled_matmul(
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor,
 ) -> Result:
-    """out [T, N] of block_scaled_matmul."""
+    """The result of block_scaled_matmul."""
     return _finished(_product(x, weight, x_scales, weight_scales), spec)
 
 
@@ -78,7 +78,7 @@ def grouped_block_scaled_matmul(
     cu_rows: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> Result:
-    """out [R, N] of grouped_block_scaled_matmul."""
+    """The result of grouped_block_scaled_matmul."""
     if rows is not None:
         places = rows.long().clamp(0, max(x.shape[0] - 1, 0))
         x, x_scales = x[places], None if x_scales is None else x_scales[places]

@@ -69,7 +69,7 @@ def _runs(arch: str) -> str:
 
 
 _MADE_OF = {"indexer_topk": "indexer_logits", "mla_prefill_kv": "mla_prefill"}
-"""The operation whose kernel decides, of those that have none of their own name."""
+"""Operations without a kernel of their own name, each with the operation whose kernel decides."""
 
 
 def _has_kernel(name: str, arch: str) -> bool:

@@ -41,7 +41,7 @@ def write_kv_cache(
         must differ: what two tokens leave in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1
         finds them.
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       kv_cache itself. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8 cache
@@ -115,7 +115,7 @@ def gather_kv_cache(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Tokens starts[b] to starts[b] + lens[b] of each request, packed one request after the other and multiplied by
+    """Tokens starts[b] to starts[b] + lens[b] - 1 of each request, packed one request after the other and multiplied by
     kv_scale, as tsmla_jax.gather_kv_cache defines it: vLLM's gather of the MLA cache, dequantised.
 
     Args:
@@ -128,8 +128,8 @@ def gather_kv_cache(
       implementation: as write_kv_cache's.
 
     Returns:
-      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32. Differentiable in
-      kv_cache, in torch operations.
+      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
+      Differentiable in kv_cache, in torch operations.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.

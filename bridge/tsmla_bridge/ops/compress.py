@@ -66,7 +66,7 @@ def compress_write_kv_cache(
       eps: of the norm.
       kv_scale: of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
       page_size: rows of a V4 page, 64 unless given.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       cache itself.

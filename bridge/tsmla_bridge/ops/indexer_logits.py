@@ -2,7 +2,7 @@
 
 On a Hopper GPU by the catalog's kernel, one launch; on Blackwell, where it is named, by FlashInfer's. In torch
 operations on CPUs and where the kernel can't serve the call: a dtype, width or number of heads that logits_config
-refuses, tensors with gaps. None reads a value on the host, so all can be captured into CUDA graphs.
+refuses, tensors with gaps. No call reads a value on the host, so all can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def indexer_logits(
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
         iff j < seq_len - (S - 1) + i; rows of no request see none.
       out: float32 [T, M * Z] for the result, or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from the first key on that token

@@ -119,8 +119,8 @@ def indexer_topk(
       counts: int32 [T] for the counts, or None; with return_slots alone.
       scores: float32 [T, k] for the scores, or None; with return_scores alone.
       workspace: memory for a chunk's logits and 8 bytes a token, or None; indexer_topk_workspace_size says how much.
-        With it, out, counts and scores a call of the kernels allocates nothing.
-      implementation: "cute" (the kernels), "reference" (torch operations), or None: the kernels where they can run.
+        With it, out, counts and scores a call of Hopper's kernels allocates nothing.
+      implementation: "cute" (the kernels), "reference" (torch operations), or None: on Hopper the kernels if they can.
 
     Returns:
       int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 behind the

@@ -40,7 +40,7 @@ def indexer_selected_logits(
 
     Args:
       q: [T, Hi, Di]; float16, bfloat16, float32 or float64.
-      weights: [T, Hi] float32, constants folded in.
+      weights: [T, Hi] float32 or float64, constants folded in.
       k_cache: [P, Z, Di] plain keys of such a dtype; packed keys and values of 8 bits are refused.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
       lengths: [T] int32, the active columns of each row; None: all K.
@@ -82,7 +82,7 @@ def indexer_loss(
 
     Args:
       index_q: [T, Hi, Di], the indexer's queries; float16, bfloat16, float32 or float64.
-      index_weights: [T, Hi] float32, constants folded in.
+      index_weights: [T, Hi] float32 or float64, constants folded in.
       index_cache: [P, Z, Di], the indexer's keys.
       q: [T, H, D], the attention's queries against kv_cache, as sparse_mla takes them.
       kv_cache: [P, Z, D], the attention's keys. Values of 8 bits are refused in all of these.

@@ -36,7 +36,7 @@ def merge_attention_states(
       outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.
       lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf, or +inf as
         FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32

@@ -45,7 +45,7 @@ def write_packed_kv_cache(
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
       rope_interleave: whether the pairs of k_rope are columns 2i and 2i + 1; otherwise i and i + 32.
       rope_layout: "interleaved" or "halves", the order of the rotated columns in the cache.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       kv_cache itself.

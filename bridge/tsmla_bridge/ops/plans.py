@@ -42,7 +42,7 @@ class Plan(Generic[Spec]):
 _plans: dict[Any, Any] = {}  # of all operations: options of two of them are never equal
 
 latest_plans: dict[tuple[Any, ...], Any] = {}
-"""By the options, or what `find` was told to keep a plan under."""
+"""The latest plan of each key: options, or the latest_key that `find` was given."""
 
 
 def latest(options: tuple[Any, ...], *given: Any) -> Any | None:

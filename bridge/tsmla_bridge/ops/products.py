@@ -1,7 +1,7 @@
 """block_scaled_matmul, grouped_block_scaled_matmul and quantize_blocks on torch tensors.
 
 On a Hopper GPU by the catalog's kernels, one launch each; in torch operations on CPUs and where a kernel can't serve
-the call: sizes that its reasons name, tensors with gaps. None reads a value on the host, so that all can be captured
+the call: sizes that its reasons name, tensors with gaps. No call reads a value on the host, so that all can be captured
 into CUDA graphs.
 """
 
@@ -53,7 +53,7 @@ def block_scaled_matmul(
       limit: with gated, x first is at most this, and x last between its negative and it; None for no limit.
       out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
       out: a tensor for the result, or for float8_e4m3fn two, for values and scales; or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       [T, N] in out_dtype, [T, N / 2] with gated; for float8_e4m3fn values and scales, as quantize_blocks makes them of
@@ -93,14 +93,14 @@ def grouped_block_scaled_matmul(
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
         uint8. None if weight has 16 bits.
-      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
+      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] - 1 are those of group e; there may be
         none. With `rows` they count these.
       rows: [R] int32, of each row of the result the row of x that it is made of, so that no sorted copy of x is
         written; None for x's rows in order, R = T.
       gated, limit: as of block_scaled_matmul.
       out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
       out: a tensor for the result, or for float8_e4m3fn two, for values and scales; or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       [R, N] in out_dtype, [R, N / 2] with gated; for float8_e4m3fn values and scales. `out` if it is given. Rows from
@@ -125,7 +125,7 @@ def quantize_blocks(
     Args:
       x: [..., K] float16, bfloat16 or float32. The last block may be a part.
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       values [..., K] float8_e4m3fn and scales [..., K / 128] float32, rounded up. The largest magnitude of a block is

@@ -52,7 +52,7 @@ def select_topk(
         block_tables alone. On Hopper this is the fastest result, because it is the shortest.
       out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
       counts: int32 [T] for the counts, or None; with block_tables alone.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       int32 [T, k], `out` if it is given: -1 after the min(k, seq_lens[t]) positions of a row. Of equal logits the one

@@ -37,7 +37,7 @@ def selection_bits(
       lengths: [T] int32, how many of a row's positions count; None is all.
       starts: [T] int32, at least 0, the key that a row's first bit stands for: of a chunk of context. None is 0.
       out: int32 [T, W] for the words, or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
 
     Returns:
       int32 [T, W], `out` if it is given: bit j of word w of row t is 1 iff the row selects key starts[t] + 32 w + j.

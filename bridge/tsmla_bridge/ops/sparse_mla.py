@@ -182,11 +182,11 @@ def sparse_mla(
     Z tokens a page. DeepSeek-V3.2 has D = 576, L = 512 and softmax_scale 192^-0.5 (times yarn's); V4 has D = L = 512.
 
     Args:
-      q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64. The kernel takes
-        float8_e4m3fn over V3.2 and plain float8_e4m3fn rows.
+      q: [T, H, D]; float16, bfloat16, or float8_e4m3fn over V3.2 and plain float8_e4m3fn rows. The reference also takes
+        float32 and float64, and float8_e4m3fn over all rows.
       kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
-        float8_e4m3fn, bfloat16 or float16, by definition of any float. Pages may lie a multiple of their size apart:
-        one layer's slice of a pool, whose slots cost some further small kernels a call.
+        float8_e4m3fn, bfloat16 or float16 (for the reference of any float). Pages may lie a multiple of their size
+        apart: one layer's slice of a pool, whose slots cost some further small kernels a call.
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
       lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
@@ -194,8 +194,8 @@ def sparse_mla(
       latent_dim: L; the first L columns of a key are its value.
       sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
         Other dtypes than float32 cost one more kernel a call.
-      compressed_kv_cache: a second cache, of the first one's rows (by definition of any). The first `window`
-        columns of indices then select from kv_cache and the others from this one.
+      compressed_kv_cache: a second cache, with rows of the first one's kind (for the reference of any). The first
+        `window` columns of indices then select from kv_cache and the others from this one.
       window: given with compressed_kv_cache and only then.
       page_size: rows used of a page: 64 unless given for V4 pages, Z for the others.
       page_span: slots between two pages, for packed V4 pages whose slots were remapped.

@@ -23,11 +23,11 @@ from tsmla_bridge.runtime.tensors import Scale, as_number, describe_scale
 from tsmla_kernels.contract.rules import check_scale
 
 Pair = tuple[float, float] | torch.Tensor
-"""(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on CPUs)."""
+"""(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on a CPU if a scale is)."""
 
 Factors = tuple[float, float, float] | torch.Tensor
-"""(logits' factor, that of the values in the first cache, that of those in the second) as numbers, or as a float32
-tensor [3] (float64 on CPUs)."""
+"""(the logits' factor, the first cache's, the second cache's) as numbers, or as a float32 tensor [3] (float64 on a CPU
+if a scale is)."""
 
 
 class Premultiplied(NamedTuple):

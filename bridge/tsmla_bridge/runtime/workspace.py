@@ -146,9 +146,10 @@ def sparse_workspace_size(
 ) -> int:
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
-    On an H200 some 18 MB (35 with up to 32 heads) hold the partial results of any number of tokens. With 8, 16 or 32
-    heads tokens may share gathers: that needs 18 MB more, and up to 3.5 bytes for each token and column of indices.
-    batch_invariant calls need some 256 MiB at most, because many tokens take several launches.
+    On an H200 the partial results of any number of tokens take some 18 MB, or 35 with up to 32 heads. With 8, 16 or 32
+    heads tokens may share gathers: that takes 52 to 70 MB in all, and up to 3.5 bytes for each token and column of
+    indices. The partial results of batch_invariant calls take some 256 MiB at most, because many tokens take several
+    launches. Each token and head takes 4 bytes more.
 
     Args:
       max_tokens: T.
@@ -214,8 +215,8 @@ def decode_workspace_size(
 ) -> int:
     """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens.
 
-    batch_invariant calls need some 256 MiB at most, unless one request alone needs more: larger batches take several
-    launches.
+    The partial results of batch_invariant calls take some 256 MiB at most, unless one request alone needs more: larger
+    batches take several launches.
 
     Args:
       max_batch: B.

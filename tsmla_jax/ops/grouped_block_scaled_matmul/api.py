@@ -42,7 +42,7 @@ def grouped_block_scaled_matmul(
       x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
       weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
         uint8, as of block_scaled_matmul. None if weight has 16 bits.
-      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] are those of group e; there may be
+      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] - 1 are those of group e; there may be
         none. It stays on the device. With `rows` they count these.
       rows: [R] int32, of each row of the result the row of x that it is made of: so no sorted copy of x is written,
         in which a token would be once for each of its experts. None for x's rows in order, R = T.
