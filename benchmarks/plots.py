@@ -14,8 +14,7 @@ Draw = Callable[[Loaded, Path], bool]
 
 
 class Mark(NamedTuple):
-    """A dot: the panel and the line that it is in, and its place. Values of x are sorted, and stand side by side. There
-    is no dot where y is None."""
+    """A dot: the panel and the line that it is in, and its place. There is no dot where y is None."""
 
     panel: str
     line: str

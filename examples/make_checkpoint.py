@@ -3,12 +3,12 @@
     python examples/make_checkpoint.py DIR [--model v2|v3|v3.2|v4] [--dtype bfloat16|float32] [--fp8] [--tied]
                                            [--seed N]
 
-config.json, sharded safetensors with their index, a byte-level tokenizer.json, generation_config.json; and prompts.txt,
-something to say to it. The attention has DeepSeek's own head dimensions (128 + 64 and 128 over a latent of 512, or V4's
-512), its indexers and compressors, and the experts their model's routing; the rest is small enough for a laptop. It
-needs numpy and ml_dtypes alone, which jax brings.
+It has config.json, sharded safetensors with their index, a byte-level tokenizer.json, tokenizer_config.json,
+generation_config.json; and prompts.txt, something to say to it. The attention has DeepSeek's own head dimensions (128 +
+64 and 128 over a latent of 512, or V4's 512), its indexers and compressors, and the experts their model's routing; the
+rest is small enough for a laptop. It needs numpy and ml_dtypes alone, which jax brings.
 
-The model knows nothing. In its output projection only the rows of whole words aren't 0 (with --tied: small), so that
+The model knows nothing. In its output projection all rows but those of whole words are 0 (with --tied: small), so that
 its output can at least be read. --fp8 isn't for v4.
 """
 

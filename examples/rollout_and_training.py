@@ -100,7 +100,7 @@ Params = dict[str, Any]
 
 
 def draw(model: Model, dtype: Any) -> Params:
-    """Random weights, of a matrix with a variance of 1 / (its inputs)."""
+    """Random weights; those of products have the variance 1 / (inputs)."""
     keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * model.layers))
     init = v32.init_params if isinstance(model.attention, V32Config) else init_params
     width = model.mla.hidden_size

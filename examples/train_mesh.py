@@ -186,8 +186,8 @@ def batches(shape: Shape, steps: int) -> Iterator[Texts]:
 
 
 class Run(NamedTuple):
-    """The losses of a training, the bytes of parameters and optimizer state on one device, and the seconds a step takes
-    (the last ones' median)."""
+    """The losses of a training, the bytes of parameters and optimizer state on one device, and the seconds of a step
+    (the median over the second half)."""
 
     losses: list[float]
     state_bytes: int

@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def chosen(dtype: Any) -> str:
-    """Which implementation None stands for here, and what is said of its derivative."""
+    """Which implementation None stands for here, and what `explain` notes of it."""
     heads, width = CONFIG.num_attention_heads, CONFIG.qk_nope_head_dim + CONFIG.v_head_dim
     q = jax.ShapeDtypeStruct((TOKENS, heads, CONFIG.qk_nope_head_dim + CONFIG.qk_rope_head_dim), dtype)
     kv = jax.ShapeDtypeStruct((TOKENS, heads, width), dtype)

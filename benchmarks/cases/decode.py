@@ -1,8 +1,9 @@
-"""mla_decode over a dense cache, bf16 or fp8: a shuffled block table, lengths that are equal or uniform in [1/2, 3/2].
+"""mla_decode over a dense cache, bf16 or fp8: a shuffled block table, lengths that are all `keys` or drawn from half to
+three halves of it.
 
 With an fp8 cache ours is timed with queries of fp8, as the peer's are ("tsmla"); with probabilities of fp8 as well, if
 there are more than 32 query rows ("tsmla_fp8_p"); and with queries of bf16 ("tsmla_bf16_q"). Errors are against float64
-over what the inputs stand for, on two of the requests.
+over what the inputs stand for, on the first and the last request.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ V4_DATA, V4_ROWS, V4_PAGE = PAGE * 576, PAGE * 584, 37440
 
 
 def _e4m3(rows: int, width: int) -> Any:
-    """Random numbers of e4m3, of size 64, as bytes."""
+    """Random e4m3 of standard deviation 64, as bytes."""
     values = torch.randn(rows, width, device=device()) * 64
     return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 

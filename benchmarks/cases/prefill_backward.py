@@ -6,7 +6,7 @@ holds all operands of its operator, because the replays of a CUDA graph read the
 calls through autograd, by CUDA events.
 
 Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
-every row of a peer repeats them.
+every row of a function with these head dims repeats them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class PrefillBackward(Case):
 
     @functools.cached_property
     def selection(self) -> tuple[Any, Any]:
-        """Words of SELECTED keys, at most half, of the one request's tokens, and each token's row; those that select
-        all earlier ones need no words."""
+        """The keys that the one request's tokens select, as bits: SELECTED of them, or half the tokens if that is
+        fewer; and each token's row of bits, -1 for tokens that see no more keys than that."""
         (tokens,) = self.lens
         at = torch.arange(tokens, device=device(), dtype=torch.int32)
         count = min(SELECTED, tokens // 2)

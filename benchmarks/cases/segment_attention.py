@@ -2,12 +2,12 @@
 tokens, heads, and segments a row; the lengths of segments are random and the same in every run, and the last of a row
 is cut short by padding. Head dims are 192 and 128, masks causal, inputs random normal bf16.
 
-"tsmla" is `nn.segment_attention`, "tsmla_kv" `nn.segment_attention_kv` (which also saves making k: not in its favour
-here), "cudnn" jax's private operation with the same segments as its packed layout. It finds the segments of v by the
-head dim of q, so its v is padded to 192 beforehand, and its result is cut. Ids become offsets, or cuDNN's lengths,
-outside of what is timed for cuDNN and inside for ours. Times are the shortest of several turns of ten jitted calls by
-the host's clock. Errors are relative (Frobenius), of tokens that are no padding, against the reference in float32, at
-16 heads and 512 tokens.
+"tsmla" is `nn.segment_attention`, "tsmla_kv" `nn.segment_attention_kv` (which also saves making k, and gets no credit
+for that here), "cudnn" jax's private operation with the same segments as its packed layout. cuDNN finds the segments of
+v by the head dim of q, so its v is padded to 192 beforehand, and its result is cut. Ids become offsets, or cuDNN's
+lengths, outside of what is timed for cuDNN and inside for ours. Times are the shortest of several turns of ten jitted
+calls by the host's clock. Errors are relative (Frobenius), of tokens that are no padding, against the reference in
+float32, at 16 heads and 512 tokens.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class SegmentAttention(Case):
         return functions(Shape.of(self.point))[name]()  # type: ignore[no-any-return]
 
     def time(self, functions: dict[str, Any]) -> dict[str, float]:
-        """Microseconds of one call, among CALLS that wait for each other on the device alone."""
+        """Microseconds of one call, of CALLS in a row; the host waits for the last one alone."""
 
         def of(run: Run) -> float:
             return least_seconds(lambda: jax.block_until_ready([run() for _ in range(CALLS)][-1]), TURNS) / CALLS * 1e6

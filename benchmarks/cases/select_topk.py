@@ -24,7 +24,7 @@ CHECKED_ELEMENTS = 1 << 26  # at once
 
 
 def is_exact(indices: Any, logits: Any, order: str) -> bool:
-    """Whether the indices [T, k] are the exact ones: ties by position, in that order."""
+    """Whether the indices [T, k] are the exact ones, the lower position of two that tie, in `order`."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     step = max(1, CHECKED_ELEMENTS // logits.shape[1])
     for part, got in zip(logits.split(step), indices.split(step), strict=True):
