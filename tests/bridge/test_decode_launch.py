@@ -201,7 +201,7 @@ def test_what_torch_has_to_see_it_sees_after_a_like_call(gpu: Gpu, monkeypatch: 
         fakes = {name: mode.from_tensor(x) for name, x in case.named.items()}
         assert type(attend(case, **fakes)[0]) is FakeTensor
     asked: list[Any] = []
-    monkeypatch.setattr(operators, "is_traced", lambda *given: bool(asked.append(given)))
+    monkeypatch.setattr(operators, "is_traced", lambda *given, **options: bool(asked.append(given)))
     q = case.q.clone().requires_grad_()
     with torch.no_grad():  # a plan made here must not serve calls that ask for a derivative
         attend(case, q=q)
