@@ -22,12 +22,12 @@ from tsmla_jax.generate.router import project, router_logits
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
 from tsmla_jax.nn.products.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.products.linear import by_scaled_products, linear, scaled_product
-from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
+from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_experts, why_not_mxfp4
 from tsmla_jax.nn.products.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
 from tsmla_jax.nn.products.tiles import COPIED_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
-from tsmla_jax.ops.grouped_block_scaled_matmul.api import OPERATION, grouped_block_scaled_matmul
-from tsmla_kernels.contract.products import PLAIN, ProductSpec
+from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
+from tsmla_kernels.contract.products import PLAIN
 
 _MAX_BLOCK_ROWS = 128
 
@@ -256,11 +256,7 @@ def why_not_plain(dtype: Any, gate_up: Any, down: Any) -> list[str]:
     if name not in PLAIN or any(getattr(weight, "dtype", None) != jnp.dtype(dtype) for weight in (gate_up, down)):
         legal = " or ".join(PLAIN)
         return [f"grouped_block_scaled_matmul takes weights without scales in {legal}, with activations of that dtype"]
-    form: dict[str, Any] = {"num_groups": 1, "out_dtype": name, "x_dtype": name, "plain": True}
-    _, hidden, width = down.shape
-    specs = ProductSpec(1, hidden, 2 * width, gated=True, **form), ProductSpec(1, width, hidden, **form)
-    reasons = [reason for spec in specs for reason in OPERATION.why_not("cute", spec, named=False)]
-    return list(dict.fromkeys(reasons))
+    return why_not_experts(dtype, *down.shape[1:], plain=True)
 
 
 def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:

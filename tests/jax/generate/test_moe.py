@@ -296,6 +296,10 @@ def test_experts_of_16_bits_need_no_pallas_on_hopper(monkeypatch: pytest.MonkeyP
             "N is 192; the sm_90 kernel"
             in moe.why_not_plain("bfloat16", stack("bfloat16", 96), stack("bfloat16", 96))[0]
         )
+        assert moe.why_not_mxfp4("bfloat16", 2048, 96) == [
+            "N is 192; the sm_90 kernel of block-scaled products takes a multiple of 256 if gated",
+            "K is 96; the sm_90 kernel of block-scaled products takes a multiple of 128 with packed weights",
+        ]
         params = {"layers": [{"mlp": {"router": None, "down": down}}]}
         (choice,) = explain_experts(params, jnp.dtype("bfloat16"))
     assert choice == Choice("experts", "grouped_block_scaled_matmul", "not grouped: jax has no Triton backend")

@@ -55,10 +55,13 @@ def why_not_mxfp4(dtype: Any, hidden: int, width: int) -> list[str]:
       dtype: of the activations.
       hidden, width: C and I.
     """
+    return why_not_experts(dtype, hidden, width, packed=True)
+
+
+def why_not_experts(dtype: Any, hidden: int, width: int, **form: Any) -> list[str]:
+    """`why_not_mxfp4` for experts whose weights are of the form that ProductSpec's options `form` describe."""
     name = jnp.dtype(dtype).name
-    reasons = [
-        reason
-        for columns, depth in ((2 * width, hidden), (hidden, width))
-        for reason in OPERATION.why_not("cute", ProductSpec(1, depth, columns, 1, name, name, packed=True), named=False)
-    ]
+    first = ProductSpec(1, hidden, 2 * width, 1, name, name, gated=True, **form)
+    second = ProductSpec(1, width, hidden, 1, name, name, **form)
+    reasons = [reason for spec in (first, second) for reason in OPERATION.why_not("cute", spec, named=False)]
     return list(dict.fromkeys(reasons))
