@@ -499,13 +499,17 @@ def generate_mesh(folder: str) -> tb.Record:
     part = "generate_mesh" if folder == TWO else "generate_mesh_four"
 
     def caption(loaded: tb.Loaded) -> str:
+        profiled = (
+            "GB a GPU is the most memory that jax had in use. Exchanges are NCCL's kernels in a profile, on the GPU "
+            "with the least and on that with the most: waiting for other GPUs is in them. "
+            if any("memory_gb" in row for row in loaded.rows)
+            else ""
+        )
         return (
             f"Milliseconds on several GPUs, random weights: a step, of texts of {loaded.rows[0]['context']} tokens "
             f"where none is said, or a whole prompt; B is that of all GPUs, and the floor that of one. Several copies "
             f"of a model (data) are beside one GPU with the texts of one copy, split experts and split keys (context) "
-            f"beside one with all texts. GB a GPU is the most memory that jax had in use. Exchanges are NCCL's kernels "
-            f"in a profile, on the GPU with the least and on that with the most: waiting for other GPUs is in them. "
-            f"{tb.provenance(loaded.rows)}"
+            f"beside one with all texts. {profiled}{tb.provenance(loaded.rows)}"
         )
 
     return tb.Record("generate", "", (), caption, short=short, folder=folder, part=part)

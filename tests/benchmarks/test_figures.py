@@ -421,6 +421,7 @@ def test_several_gpus_are_compared_with_one(tmp_path: Path) -> None:
     readme, of_mesh, in_graphs = page_of(tmp_path), "21.5 | 0.10 to 0.30 |", "collectives in graphs"
     assert "| 4, 128, 131072, 128 | 140.0 | 150.0 | 70.0 | 120.0 | 0.80 | 35.0 | 70.0 | 0.47 | 60.0 |" in readme
     assert "old" not in readme and "4 GPUs 0.47 (worst 0.47, 4 points)" in readme
+    assert readme.count("GB a GPU is") == 1  # in the caption of the record that has such a column
     assert "| 4, 16, 131072, 128 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 | 35.0 | 70.0 | 0.47 | - |" in readme
     assert "| v2-lite decode, 27 layers | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - | - | - |" in readme
     assert f"| v2-lite decode, 27 layers | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 | {of_mesh}" in readme
