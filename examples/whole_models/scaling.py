@@ -87,7 +87,7 @@ def attention_times(rows: Iterable[tb.Row]) -> Times:
 
 
 def per_floor(times: Times, heads: int, values: int) -> float:
-    """What a microsecond of floor takes on one GPU: the slope between few texts and many, of the longest."""
+    """What a microsecond of floor takes on one GPU: the slope between few texts and many, of the greatest length."""
     ones = [(at, found) for at, found in times.items() if (at.heads, at.values, at.gpus) == (heads, values, 1)]
     longest = max(at.keys for at, _ in ones)
     return fit([(floor, us) for at, (us, floor) in ones if at.keys == longest])[1]

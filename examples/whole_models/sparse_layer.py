@@ -8,7 +8,7 @@ Times are the GPU's clock over a chain of steps, of 20 less 8 of them, so that w
 it: ours one jitted function that updates the donated caches, the peers' one CUDA graph of the fastest top-k and
 attention that load, each step on inputs of its own. The GPU is kept busy until a chain has been launched. L2 is not
 flushed. Row "step by the host's clock" is what a step takes a host that waits for each chain: the arguments of a chain,
-11 arrays a step, are in it for jax. `same` is the part of the peers' slots that ours has too: their fp8 logits are
+7 arrays a step, are in it for jax. `same` is the part of the peers' slots that ours has too: their fp8 logits are
 summed in another order.
 """
 
@@ -117,8 +117,8 @@ class LayerStep(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What all steps share: the packed caches [P, Z, 656] and [P, Z, 132], block_tables [T, M], seq_lens [T], the slots
-    of the new tokens [T], cos and sin of their positions [T, 32] float32, all int32 but those; softmax_scale and k."""
+    """What all steps share: the packed caches uint8 [P, Z, 656] and [P, Z, 132]; block_tables [T, M], seq_lens [T] and
+    the slots of the new tokens [T], int32; cos and sin of their positions, float32 [T, 32]; softmax_scale and k."""
 
     kv: Any
     keys: Any

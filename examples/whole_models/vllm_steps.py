@@ -275,7 +275,8 @@ def profiled(engine: Engine, row: dict[str, Any], given: list[list[int]]) -> dic
 
 
 def serve(engine: Engine, count: int) -> dict[str, Any]:
-    """The row of `count` requests of 1 to 8,192 tokens, of all sizes alike, and answers of 1 to 64."""
+    """The row of `count` requests of 1 to 8,192 tokens, as many between 1 and 2 as between 4,096 and 8,192, and answers
+    of 1 to 64."""
     import torch
 
     rng, vocabulary = random.Random(5), MODELS[model()]["vocab_size"]
