@@ -100,13 +100,16 @@ def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
     num_rows, most = groups.shape
     pairs, flat = num_rows * most, groups.reshape(num_rows * most)
     order, group = jnp.arange(pairs, dtype=jnp.int32), jnp.arange(num_groups + 1, dtype=jnp.int32)
+    row = order // most
     if pairs <= BLOCKS_BY_KERNEL:
         before = (flat < flat[:, None]) | ((flat == flat[:, None]) & (order < order[:, None]))
         places = before.sum(axis=1, dtype=jnp.int32)
         cu_rows = (flat < group[:, None]).sum(axis=1, dtype=jnp.int32)
+        # One kernel; a scatter would be two.
+        rows = jnp.where(places == order[:, None], row, 0).sum(axis=1, dtype=jnp.int32)
     else:
         places, cu_rows = _places_by_chunks(flat, group)
-    rows = jnp.zeros(pairs, jnp.int32).at[places].set(order // most, unique_indices=True)
+        rows = jnp.zeros(pairs, jnp.int32).at[places].set(row, unique_indices=True)
     return SortedRows(rows, cu_rows, places.reshape(num_rows, most))
 
 
