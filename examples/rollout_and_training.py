@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -169,6 +169,7 @@ class Rollout(NamedTuple):
     selected: Any
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def prompt_layer(model: Model, texts: Texts, params: Params, x: jax.Array, cache: Any) -> tuple[jax.Array, Any, Any]:
     """A layer on the prompts [B * P, E], in the form that engines take for them; their choice of keys, if there is
     one."""
@@ -197,100 +198,145 @@ def run_prompts(model: Model, texts: Texts, params: Params, tokens: jax.Array, d
     return caches, chosen
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def layer_of_step(
+    model: Model, params: Params, x: jax.Array, cache: Any, tables: jax.Array, lens: jax.Array
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """A layer on the rows [R, E] of a step: what the rollout and "exact" both compute."""
+    y, cache, selected = attend(model, params["attention"], norm(x), cache, tables, lens)
+    x = x + y
+    return x + mlp(params, norm(x)), cache, selected
+
+
+step_layer = jax.jit(layer_of_step, static_argnums=0, donate_argnums=3)
+
+
+@jax.jit
+def sample(params: Params, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Step i's next tokens and their log-probabilities [B]."""
+    found = log_probs(params, x)
+    following = jax.random.categorical(jax.random.fold_in(jax.random.key(3), i), found)
+    return following, jnp.take_along_axis(found, following[:, None], axis=1)[:, 0]
+
+
 def roll_out(model: Model, texts: Texts, params: Params, dtype: Any) -> Rollout:
     """Sampled tokens of texts with random prompts, one step after the other."""
     prompts = jax.random.randint(jax.random.key(1), (texts.count, texts.prompt), 0, model.vocabulary)
     caches, of_prompts = run_prompts(model, texts, params, prompts, dtype)
-    first = jax.random.randint(jax.random.key(2), (texts.count,), 0, model.vocabulary)
-
-    def step(carry: Any, i: jax.Array) -> tuple[Any, Any]:
-        token, caches = carry
-        x, inputs, written, chosen = params["embedding"][token], [], [], []
-        for layer, cache in zip(params["layers"], caches, strict=True):
-            inputs.append(x)
-            lens = jnp.full(texts.count, texts.prompt + 1, jnp.int32) + i
-            y, cache, selected = attend(model, layer["attention"], norm(x), cache, texts.tables, lens)
-            written.append(cache)
-            chosen.append(selected)
-            x = x + y
-            x = x + mlp(layer, norm(x))
-        found = log_probs(params, x)
-        following = jax.random.categorical(jax.random.fold_in(jax.random.key(3), i), found)
-        each = jnp.take_along_axis(found, following[:, None], axis=1)[:, 0]
-        return (following, written), (token, each, jnp.stack(inputs), chosen)
-
-    (last, caches), (tokens, each, inputs, chosen) = lax.scan(step, (first, caches), jnp.arange(texts.new - 1))
-    tokens = jnp.concatenate([prompts, tokens.T, last[:, None]], axis=1)
+    token = jax.random.randint(jax.random.key(2), (texts.count,), 0, model.vocabulary)
+    ends = {name: params[name] for name in ("embedding", "head")}
+    tokens, each, inputs, chosen = [prompts, token[:, None]], [], [], []
+    for i in range(texts.new - 1):
+        x, lens = ends["embedding"][token], jnp.full(texts.count, texts.prompt + 1 + i, jnp.int32)
+        of_layers, choices = [], []
+        for n, layer in enumerate(params["layers"]):
+            of_layers.append(x)
+            x, caches[n], selected = step_layer(model, layer, x, caches[n], texts.tables, lens)
+            choices.append(selected)
+        token, found = sample(ends, x, jnp.int32(i))
+        tokens.append(token[:, None])
+        each.append(found)
+        inputs.append(jnp.stack(of_layers))
+        chosen.append(choices)
 
     def whole(of_prompt: Any, of_new: Any) -> Any:
         """The choice for each token of the packed texts [B * (P + N), K]; the last token's is not asked for."""
         if of_prompt is None:
             return None
-        new = jnp.pad(of_new.swapaxes(0, 1), ((0, 0), (0, 1), (0, 0)), constant_values=-1)
+        new = jnp.pad(jnp.stack(of_new, axis=1), ((0, 0), (0, 1), (0, 0)), constant_values=-1)
         old = of_prompt.reshape(texts.count, texts.prompt, -1)
         most = max(old.shape[2], new.shape[2])
         parts = (jnp.pad(p, ((0, 0), (0, 0), (0, most - p.shape[2])), constant_values=-1) for p in (old, new))
         return jnp.concatenate(list(parts), axis=1).reshape(-1, most)
 
-    selected = [whole(*pair) for pair in zip(of_prompts, chosen, strict=True)]
-    return Rollout(tokens, each.T, jnp.moveaxis(inputs, 0, 2), caches, selected)
+    selected = [whole(*pair) for pair in zip(of_prompts, zip(*chosen, strict=True), strict=True)]
+    each, inputs = jnp.stack(each, axis=1), jnp.stack(inputs, axis=2)
+    return Rollout(jnp.concatenate(tokens, axis=1), each, inputs, caches, selected)
 
 
 # ---- the trainer
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Array, selected: list[Any]) -> jax.Array:
-    """The log-probabilities [B, N - 1] from whole texts in the expanded form. selected: of each layer, or None."""
-    x = params["embedding"][tokens.reshape(-1)]
+def whole_layer(model: Model, texts: Texts, params: Params, x: jax.Array, chosen: jax.Array | None) -> jax.Array:
+    """A layer on the packed texts [B * (P + N), E]."""
     where: Any = {"cu_seqlens_q": texts.starts, "max_q_len": texts.length}
-    for layer, chosen in zip(params["layers"], selected, strict=True):
-        given = layer["attention"]
-        if isinstance(model.attention, V32Config):
-            y = v32.prefill(given, model.attention, norm(x), **where, selected=chosen, index_loss=False).y
-        else:
-            y = functional.prefill(given, model.attention, norm(x), **where)[0]
-        x = x + y
-        x = x + mlp(layer, norm(x))
+    given = params["attention"]
+    if isinstance(model.attention, V32Config):
+        y = v32.prefill(given, model.attention, norm(x), **where, selected=chosen, index_loss=False).y
+    else:
+        y = functional.prefill(given, model.attention, norm(x), **where)[0]
+    x = x + y
+    return x + mlp(params, norm(x))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def whole_end(texts: Texts, params: Params, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The log-probabilities [B, N - 1] of the tokens that follow the new ones."""
     new = x.reshape(texts.count, texts.length, -1)[:, texts.prompt : -1]
     following = tokens[:, texts.prompt + 1 :].reshape(-1)
     found = log_probs(params, new.reshape(-1, new.shape[2]))
     return jnp.take_along_axis(found, following[:, None], axis=1)[:, 0].reshape(texts.count, -1)
 
 
+def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Array, selected: list[Any]) -> jax.Array:
+    """The log-probabilities [B, N - 1] from whole texts in the expanded form. selected: of each layer, or None."""
+    x = params["embedding"][tokens.reshape(-1)]
+    for layer, chosen in zip(params["layers"], selected, strict=True):
+        x = whole_layer(model, texts, layer, x, chosen)
+    return whole_end(texts, {"head": params["head"]}, x, tokens)
+
+
+class Rows(NamedTuple):
+    """The new tokens of all texts but each text's last, text after text, in batches of as many rows as a step has.
+
+    text: [steps, B], a row's text. place: [steps, B], a row's index in its text. lens: [steps, B], how many tokens a
+    row sees."""
+
+    text: jax.Array
+    place: jax.Array
+    lens: jax.Array
+
+    @classmethod
+    def of(cls, texts: Texts) -> Rows:
+        each = texts.new - 1
+        text, i = jnp.divmod(jnp.arange(texts.count * each, dtype=jnp.int32), each)
+        return cls(*(x.reshape(each, texts.count) for x in (text, texts.prompt + i, texts.prompt + 1 + i)))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
+def exact_layer(model: Model, texts: Texts, params: Params, x: jax.Array, cache: Any) -> jax.Array:
+    """A layer on all rows [steps, B, E], a batch after the other."""
+    rows, tables = Rows.of(texts), texts.tables
+
+    def step(cache: Any, batch: tuple[jax.Array, Rows]) -> tuple[Any, jax.Array]:
+        x, (text, _, lens) = batch
+        x, cache, _ = layer_of_step(model, params, x, cache, tables[text], lens)
+        return cache, x
+
+    return lax.scan(step, cache, (x, rows))[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def exact_end(texts: Texts, params: Params, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The log-probabilities [B, N - 1] of the tokens that follow the rows."""
+    rows = Rows.of(texts)
+
+    def step(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, following = batch
+        return jnp.take_along_axis(log_probs(params, x), following[:, None], axis=1)[:, 0]
+
+    return lax.map(step, (x, tokens[rows.text, rows.place + 1])).reshape(texts.count, -1)
+
+
 def recompute_exact(model: Model, texts: Texts, params: Params, tokens: jax.Array) -> jax.Array:
-    """The log-probabilities [B, N - 1] by the rollout's step, on as many rows as it has texts at a time: rows of one
+    """The log-probabilities [B, N - 1] by the rollout's step, on as many rows at a time as it has texts: rows of one
     text stand together, so a batch has other rows than any of the rollout's."""
-    dtype = params["head"].dtype
-    caches, _ = run_prompts(model, texts, params, tokens[:, : texts.prompt], dtype)
-    rows, each = texts.count, texts.new - 1
-    padding = -(rows * each) % rows
-    text, i = (jnp.pad(x, (0, padding)) for x in jnp.divmod(jnp.arange(rows * each, dtype=jnp.int32), each))
-    real = jnp.arange(rows * each + padding) < rows * each
-
-    def by_rows(function: Callable[..., Any], carry: Any, *arrays: Any) -> tuple[Any, Any]:
-        split = [x.reshape(-1, rows, *x.shape[1:]) for x in arrays]
-        carry, found = lax.scan(lambda carry, parts: function(carry, *parts), carry, tuple(split))
-        return carry, found.reshape(-1, *found.shape[2:])
-
-    x = params["embedding"][tokens[text, texts.prompt + i]]
-    lens = jnp.where(real, texts.prompt + 1 + i, 0)
+    caches, _ = run_prompts(model, texts, params, tokens[:, : texts.prompt], params["head"].dtype)
+    rows = Rows.of(texts)
+    x = params["embedding"][tokens[rows.text, rows.place]]
     for layer, cache in zip(params["layers"], caches, strict=True):
-
-        def one(cache: Any, x: jax.Array, text: jax.Array, lens: jax.Array, layer: Params = layer) -> Any:
-            y, cache, _ = attend(model, layer["attention"], norm(x), cache, texts.tables[text], lens)
-            x = x + y
-            return cache, x + mlp(layer, norm(x))
-
-        _, x = by_rows(one, cache, x, text, lens)
-
-    def last(_: None, x: jax.Array, following: jax.Array) -> tuple[None, jax.Array]:
-        return None, jnp.take_along_axis(log_probs(params, x), following[:, None], axis=1)[:, 0]
-
-    _, found = by_rows(last, None, x, tokens[text, texts.prompt + 1 + i])
-    return found[: rows * each].reshape(rows, each)
+        x = exact_layer(model, texts, layer, x, cache)
+    return exact_end(texts, {"head": params["head"]}, x, tokens)
 
 
 # ---- counting
@@ -306,62 +352,86 @@ class Difference(NamedTuple):
 
 
 def difference(a: jax.Array, b: jax.Array) -> Difference:
-    """Of two arrays of the same shape and floating dtype; NaN is no number to compare."""
+    """The Difference of two arrays of the same shape and floating dtype; NaN is no number to compare."""
     assert a.shape == b.shape and a.dtype == b.dtype
-    integer = {2: jnp.int16, 4: jnp.int32}[a.dtype.itemsize]
+    count, bits, greatest = map(float, _difference(a, b))
+    return Difference(count / a.size, bits / max(count, 1), greatest)
 
-    def ordered(x: jax.Array) -> np.ndarray:
-        bits = np.asarray(lax.bitcast_convert_type(x, integer)).astype(np.int64)
-        return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
 
-    apart = np.abs(ordered(a) - ordered(b))
-    differ = apart > 0
-    bits = float(np.log2(1 + apart[differ]).mean()) if differ.any() else 0.0
+@jax.jit
+def _difference(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How many numbers differ, the sum of the bits by which they do, and the greatest difference."""
+    width = a.dtype.itemsize * 8
+    unsigned = {16: jnp.uint16, 32: jnp.uint32}[width]
+
+    def ordered(x: jax.Array) -> jax.Array:
+        """The numbers as integers that rise with them."""
+        bits = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+        sign = jnp.uint32(1 << (width - 1))
+        return jnp.where(bits < sign, sign + bits, 2 * sign - bits)
+
+    one, two = ordered(a), ordered(b)
+    apart = jnp.maximum(one, two) - jnp.minimum(one, two)
     greatest = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
-    return Difference(float(differ.mean()), bits, float(greatest))
+    return (apart > 0).sum(dtype=jnp.float32), jnp.log2(1 + apart.astype(jnp.float32)).sum(), greatest
 
 
-def operations(model: Model, texts: Texts, params: Params, rollout: Rollout) -> dict[str, list[Difference]]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _at_once_and_by_rows(
+    function: Callable[..., jax.Array], config: MLAConfig, rows: int, params: Params, *arrays: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The results of function(config, params, *arrays) on all rows at once, and on `rows` rows at a time."""
+    split = tuple(x.reshape(-1, rows, *x.shape[1:]) for x in arrays)
+    found = lax.map(lambda parts: function(config, params, *parts), split)
+    return function(config, params, *arrays), found.reshape(-1, *found.shape[2:])
+
+
+def _query(config: MLAConfig, params: Params, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    return jnp.concatenate(functional.project_q(params, config, x, cos, sin), axis=-1)
+
+
+def _latent(config: MLAConfig, params: Params, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    return jnp.concatenate(functional.project_latent(params, config, x, cos, sin), axis=-1)
+
+
+def _out(config: MLAConfig, params: Params, x: jax.Array) -> jax.Array:
+    return functional.project_out(params, config, x)
+
+
+def _mlp(_: MLAConfig, params: Params, x: jax.Array) -> jax.Array:
+    return mlp(params, x)
+
+
+def _head(_: MLAConfig, params: Params, x: jax.Array) -> jax.Array:
+    return log_probs(params, x)[:, :128]
+
+
+def operations(model: Model, texts: Texts, params: Params, rollout: Rollout) -> Iterator[tuple[str, Difference]]:
     """Of each operation and layer, how its result on all rows at once differs from that on a step's rows, given the
     rollout's inputs: the products on as many rows as there are texts, against all; attention in the absorbed form over
     the cache, against the expanded one over the same latents. Of V3.2 the products alone."""
-    config, rows = model.mla, texts.count
-    each = texts.new - 1
+    config, each = model.mla, texts.new - 1
     positions = jnp.tile(jnp.arange(each, dtype=jnp.int32) + texts.prompt, texts.count)
-    cos, sin = rope_cos_sin(config, positions)
+    angles = rope_cos_sin(config, positions)
 
-    def apart(function: Callable[..., Any], *arrays: jax.Array) -> Difference:
-        def in_parts(*arrays: jax.Array) -> jax.Array:
-            found = lax.map(lambda parts: function(*parts), tuple(x.reshape(-1, rows, *x.shape[1:]) for x in arrays))
-            return found.reshape(-1, *found.shape[2:])
+    def both(function: Callable[..., jax.Array], params: Params, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _at_once_and_by_rows(function, config, texts.count, params, *arrays)
 
-        return difference(jax.jit(function)(*arrays), jax.jit(in_parts)(*arrays))
-
-    found: dict[str, list[Difference]] = {}
     for layer, inputs, cache in zip(params["layers"], rollout.inputs, rollout.caches, strict=True):
         given = layer["attention"]
         x = inputs.reshape(-1, inputs.shape[-1])  # text after text
         normed = norm(x)
-
-        def query(x: jax.Array, cos: jax.Array, sin: jax.Array, given: Params = given) -> jax.Array:
-            return jnp.concatenate(functional.project_q(given, config, x, cos, sin), axis=-1)
-
-        def latent(x: jax.Array, cos: jax.Array, sin: jax.Array, given: Params = given) -> jax.Array:
-            return jnp.concatenate(functional.project_latent(given, config, x, cos, sin), axis=-1)
-
-        found.setdefault("projection of queries", []).append(apart(query, normed, cos, sin))
-        found.setdefault("projection to latents", []).append(apart(latent, normed, cos, sin))
-        heads = jax.jit(query)(normed, cos, sin)
-        if not isinstance(model.attention, V32Config):
-            absorbed, expanded = _both_forms(model, texts, given, heads, cache)
-            found.setdefault("attention: absorbed, expanded", []).append(difference(absorbed, expanded))
-        else:
+        heads, by_rows = both(_query, given, normed, *angles)
+        yield "projection of queries", difference(heads, by_rows)
+        yield "projection to latents", difference(*both(_latent, given, normed, *angles))
+        if isinstance(model.attention, V32Config):
             absorbed = heads[..., : config.v_head_dim]  # any input of the projection behind it
-        out = functools.partial(functional.project_out, given, config)
-        found.setdefault("projection of heads", []).append(apart(out, absorbed))
-        found.setdefault("MLP", []).append(apart(functools.partial(mlp, layer), normed))
-    found["head and log-softmax"] = [apart(lambda x: log_probs(params, x)[:, :128], x)]
-    return found
+        else:
+            absorbed, expanded = _both_forms(model, texts, given, heads, cache)
+            yield "attention: absorbed, expanded", difference(absorbed, expanded)
+        yield "projection of heads", difference(*both(_out, given, absorbed))
+        yield "MLP", difference(*both(_mlp, {name: layer[name] for name in ("up", "down")}, normed))
+    yield "head and log-softmax", difference(*both(_head, {"head": params["head"]}, x))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -390,18 +460,16 @@ def _both_forms(
     return absorbed, expanded
 
 
-class Report(NamedTuple):
-    """The differences of log-probabilities by the way they were computed, those of operations, and seconds."""
+class Way(NamedTuple):
+    """A way of computing the log-probabilities again: its name, how they differ from the rollout's, its seconds."""
 
-    log_probs: dict[str, Difference]
-    operations: dict[str, list[Difference]]
-    seconds: dict[str, float]
+    name: str
+    found: Difference
+    seconds: float
 
 
-def compare(model: Model, texts: Texts, dtype: Any, *, repeats: int = 3) -> Report:
-    """Roll out, compute again in each way, and count."""
-    params = draw(model, dtype)
-    rollout = jax.block_until_ready(roll_out(model, texts, params, dtype))
+def compare(model: Model, texts: Texts, params: Params, rollout: Rollout, *, repeats: int = 3) -> Iterator[Way]:
+    """Compute a rollout's log-probabilities again in each way, and count."""
     none = [None] * model.layers
     ways: dict[str, Callable[[], jax.Array]] = {
         "whole": lambda: recompute_whole(model, texts, params, rollout.tokens, none)
@@ -409,16 +477,14 @@ def compare(model: Model, texts: Texts, dtype: Any, *, repeats: int = 3) -> Repo
     if isinstance(model.attention, V32Config):
         ways["replayed"] = lambda: recompute_whole(model, texts, params, rollout.tokens, rollout.selected)
     ways["exact"] = lambda: recompute_exact(model, texts, params, rollout.tokens)
-    differences, seconds = {}, {}
     for name, run in ways.items():
-        differences[name] = difference(rollout.log_probs, jax.block_until_ready(run()))
+        found = difference(rollout.log_probs, run())
         times = []
         for _ in range(repeats):
             begin = time.perf_counter()
             jax.block_until_ready(run())
             times.append(time.perf_counter() - begin)
-        seconds[name] = float(np.median(times))
-    return Report(differences, operations(model, texts, params, rollout), seconds)
+        yield Way(name, found, float(np.median(times)))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -433,17 +499,23 @@ def main(arguments: list[str] | None = None) -> None:
     dtype = jnp.dtype("bfloat16") if on_gpu else jnp.dtype("float32")
     model, texts = models(options.layers)[options.model], Texts(options.texts, options.prompt, options.new)
     print(f"{jax.devices()[0].device_kind}, {dtype.name}, {options}", flush=True)
-    report = compare(model, texts, dtype)
+    params = draw(model, dtype)
+    rollout = roll_out(model, texts, params, dtype)
     print("log-probabilities of the rollout's tokens, against the rollout's own")
-    for name, found in report.log_probs.items():
-        times = report.seconds[name] / report.seconds["whole"]
+    of_whole, exact = 0.0, True
+    for name, found, seconds in compare(model, texts, params, rollout):
+        of_whole = of_whole or seconds
+        exact = found.part == 0  # the last way
         print(f"  {name:32s} {found.part:7.1%} differ, by {found.bits:4.1f} bits, at most {found.greatest:.2e};"
-              f" {report.seconds[name] * 1e3:.1f} ms, {times:.2f} of whole's")  # fmt: skip
+              f" {seconds * 1e3:.1f} ms, {seconds / of_whole:.2f} of whole's", flush=True)  # fmt: skip
     print("operations on the rollout's inputs, all rows at once against a step's rows; the mean over layers")
-    for name, layers in report.operations.items():
+    by_name: dict[str, list[Difference]] = {}
+    for name, found in operations(model, texts, params, rollout):
+        by_name.setdefault(name, []).append(found)
+    for name, layers in by_name.items():
         part, bits, greatest = (float(np.mean(column)) for column in zip(*layers, strict=True))
         print(f"  {name:32s} {part:7.1%} differ, by {bits:4.1f} bits, at most {greatest:.2e}")
-    if report.log_probs["exact"].part:
+    if not exact:
         raise SystemExit("the exact way has other bits than the rollout")
 
 
