@@ -209,13 +209,15 @@ def wide_prefill_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def sink_calls(generator: torch.Generator) -> Iterator[Call]:
-    """mla_prefill and mla_prefill_kv with sinks and, in 16 bits, the rows' greatest logits; also of selected keys."""
+    """mla_prefill and mla_prefill_kv with sinks and, in 16 bits, the rows' greatest logits; also of selected keys. One
+    query is NaN for one head."""
     lengths = [([70, 0, 5], [70, 30, 200]), ([3, 1], [0, 2])]
     for i, (dtype, (q_lens, kv_lens)) in enumerate(itertools.product((torch.bfloat16, torch.float16, FP8), lengths)):
         tokens, keys = sum(q_lens) + 2, sum(kv_lens) + 2
         q = normal(generator, tokens, 3, 192, dtype=dtype)
         k, v = (normal(generator, keys, 3, width, dtype=torch.float32) for width in (192, 128))
         k[-2:], v[-2:] = float("nan"), float("nan")
+        q[1, 2] = float("nan")  # this row of results is NaN, and no other row
         offsets = {f"cu_seqlens_{name}": offsets_of(lens) for name, lens in (("q", q_lens), ("kv", kv_lens))}
         given = {"q": q, **offsets, "sinks": torch.tensor([-9.0, 0.5, 40.0])}
         whole = {**given, "k": k.to(dtype), "v": v.to(dtype)}

@@ -180,11 +180,13 @@ def dot_product_attention(
     call = _Call.of(query, key, value, bias, mask, local_window_size, dropout_rate)
     scale = call.width**-0.5 if scale is None else scale
     is_causal = contract.rules.static_bool("is_causal", is_causal)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in call.arrays)
     attend = cast(
         Attend,
         partial(
             tsmla_jax.mla_prefill,
-            *(x.reshape(-1, *x.shape[2:]) for x in call.arrays),
+            k=k,
+            v=v,
             softmax_scale=scale,
             deterministic=deterministic,
             implementation=implementation,
@@ -202,7 +204,7 @@ def dot_product_attention(
             if given is not None:
                 raise ValueError(f"{name}: got an array beside segment_ids, which say the same; legal: None")
         segments = _segments(segment_ids, max_segments, call)
-        results = attend_within(segments, partial(attend, causal=is_causal))
+        results = attend_within(segments, q, partial(attend, causal=is_causal))
     else:
         batch, num_queries, num_keys = *call.query.shape[:2], call.key.shape[1]
         lengths = _Lengths(
@@ -210,7 +212,7 @@ def dot_product_attention(
             _checked("key_value_seq_lengths", key_value_seq_lengths, batch, num_keys),
             same=query_seq_lengths is not None and query_seq_lengths is key_value_seq_lengths,
         )
-        results = _over_rows(call, partial(attend, selection=call.selection), lengths, is_causal)
+        results = _over_rows(call, partial(attend, q, selection=call.selection), lengths, is_causal)
     out, lse, *max_logits = (x[0] if one_row else x for x in results)
     found = (out, *[lse] * return_residual, *max_logits)
     return found if len(found) > 1 else out

@@ -8,10 +8,10 @@ Every leaf of `Segments` leads with B, so `shard_map` and vmap split a batch and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,16 @@ from tsmla_jax.ops.inputs import Scale
 from tsmla_jax.ops.operation import Preference
 from tsmla_kernels.contract import values
 
-# Padding attends to itself like a segment, because the kernels allow no rows between requests that belong to no
-# request. It is cut into pieces, so that its cost is linear in its length.
+# In `cu_seqlens` padding attends to itself like a segment, because mla_prefill allows no rows between requests that
+# belong to no request. It is cut into pieces, so that its cost is linear in its length.
 _PADDING_PIECES, _LEAST_PIECE = 16, 128
+
+
+class Offsets(NamedTuple):
+    """The requests of a call of `mla_prefill`: where their queries and where their keys begin, [requests + 1] i32."""
+
+    queries: jax.Array
+    keys: jax.Array
 
 
 @exportable
@@ -36,7 +43,7 @@ class Segments:
     """The segments of tokens in rows [B, S], as a pytree. Make it once for all layers, by `from_ids`.
 
     Attributes:
-        starts: [B, N] i32, the token at which each segment or piece of padding starts, in order; S in unused columns.
+        starts: [B, N] i32, the token at which each segment or run of padding starts, in order; S in unused columns.
         valid: [B, S] bool, the tokens that have a result: False in padding, and in rows of too many segments.
         overflow: [B] bool, the rows that have more than max_segments segments. Their results are NaN.
         row_len: S.
@@ -75,24 +82,47 @@ class Segments:
         ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
         ids = checks.behind(partial(values.segment_ids, max_segments), ids)
         row_len = ids.shape[1]
-        piece = max(_LEAST_PIECE, -(-row_len // _PADDING_PIECES))
         changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]
         used = ids != 0
-        cuts = ~used & (jnp.arange(row_len) % piece == 0)
-        size = min(row_len, 2 * max_segments + _PADDING_PIECES)
-        find = partial(jnp.flatnonzero, size=size, fill_value=row_len)
         overflow = (changes & used).sum(axis=1) > max_segments
-        return cls(jax.vmap(find)(changes | cuts).astype(jnp.int32), used & ~overflow[:, None], overflow, row_len)
+        # A run starts behind the tokens of all runs before it. XLA makes one kernel of this, of a search it makes four.
+        run = jnp.cumsum(changes, axis=1, dtype=jnp.int32)[:, None]
+        runs = jnp.arange(min(row_len, 2 * max_segments + 1), dtype=jnp.int32)[:, None]
+        starts = (run <= runs).sum(axis=2, dtype=jnp.int32)
+        return cls(starts, used & ~overflow[:, None], overflow, row_len)
 
     @property
     def cu_seqlens(self) -> jax.Array:
-        """[B N + 1] i32: the requests of the B S tokens, row after row, for `mla_prefill` or `nn.functional.prefill`.
+        """[requests + 1] i32: the requests of the B S tokens, row after row, for `mla_prefill` or
+        `nn.functional.prefill`.
 
-        A row's padding makes requests, too; requests that `starts` does not use have length 0.
+        A row's padding makes requests, too, in pieces; requests that a row does not use have length 0.
         """
-        rows = self.starts.shape[0]
-        firsts = self.starts + self.row_len * jnp.arange(rows, dtype=jnp.int32)[:, None]
-        return jnp.append(firsts.reshape(-1), jnp.int32(rows * self.row_len))
+        piece = max(_LEAST_PIECE, -(-self.row_len // _PADDING_PIECES))
+        cuts = jnp.arange(0, self.row_len, piece, dtype=jnp.int32)
+        padding = ~(self.valid[:, ::piece] | self.overflow[:, None])
+        starts = jnp.append(self.starts, jnp.where(padding, cuts, self.row_len), axis=1).sort(axis=1)
+        return jnp.append(self._bounds(starts), jnp.int32(self.valid.size))
+
+    @property
+    def offsets(self) -> Offsets:
+        """The requests of `mla_prefill` that give each token of a segment its segment, and padding nothing.
+
+        A segment or run of padding is two requests: its queries, which in padding have no keys; and the keys that its
+        queries don't see, which are padding's. In rows of too many segments every token sees keys.
+        """
+        ends = jnp.append(self.starts[:, 1:], jnp.full_like(self.starts[:, :1], self.row_len), axis=1)
+        sees = jnp.take_along_axis(self.valid | self.overflow[:, None], self.starts, axis=1, mode="clip")
+        last = jnp.int32(self.valid.size)
+        queries, keys = (
+            jnp.append(self._bounds(jnp.stack([self.starts, behind], axis=2).reshape(len(ends), -1)), last)
+            for behind in (ends, jnp.where(sees, ends, self.starts))
+        )
+        return Offsets(queries, keys)
+
+    def _bounds(self, tokens: jax.Array) -> jax.Array:
+        """Places in rows [B, N] as places in the B S tokens [B N]."""
+        return (tokens + self.row_len * jnp.arange(len(tokens), dtype=jnp.int32)[:, None]).reshape(-1)
 
 
 @overload
@@ -153,17 +183,19 @@ def segment_attention(
 
     Returns:
         out [B, S, H, V] in q's dtype, bfloat16 when q is fp8; with return_max_logits also max_logits [B, S, H], -inf
-        for padding. Padding gives 0, and no derivative passes through it (its q, k and v must be finite for that). Rows
-        with more segments than promised are NaN.
+        for padding. Padding gives 0, costs nothing, and no derivative passes through it (with
+        implementation="reference" its q, k and v must be finite for that). Rows with more segments than promised are
+        NaN.
 
     Raises:
         TypeError, ValueError: an argument is not legal.
         NotImplementedError: the named implementation can't run this call; the message gives every reason.
     """
-    operands = _packed(segments, q=q, k=k, v=v)
-    attend = partial(tsmla_jax.mla_prefill, *operands, softmax_scale=softmax_scale, causal=causal)
+    q, k, v = _packed(segments, q=q, k=k, v=v)
+    attend = partial(tsmla_jax.mla_prefill, k=k, v=v, softmax_scale=softmax_scale, causal=causal)
     attend = partial(attend, deterministic=deterministic, sinks=sinks, implementation=implementation)
-    return _within(segments, attend, return_max_logits)
+    attend = partial(attend, return_max_logits=return_max_logits)
+    return _results(attend_within(segments, q, attend))
 
 
 @overload
@@ -227,10 +259,11 @@ def segment_attention_kv(
     Raises:
         TypeError, ValueError, NotImplementedError: as `segment_attention`.
     """
-    operands = _packed(segments, q=q, kv=kv, k_rope=k_rope)
-    attend = partial(tsmla_jax.mla_prefill_kv, *operands, softmax_scale=softmax_scale, causal=causal)
+    q, kv, k_rope = _packed(segments, q=q, kv=kv, k_rope=k_rope)
+    attend = partial(tsmla_jax.mla_prefill_kv, kv=kv, k_rope=k_rope, softmax_scale=softmax_scale, causal=causal)
     attend = partial(attend, deterministic=deterministic, sinks=sinks, implementation=implementation)
-    return _within(segments, attend, return_max_logits)
+    attend = partial(attend, return_max_logits=return_max_logits)
+    return _results(attend_within(segments, q, attend))
 
 
 def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
@@ -245,30 +278,18 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
 
 
-def _within(
-    segments: Segments, attend: Callable[..., Any], return_max_logits: bool
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The results of `attend` for the tokens of segments, in rows [B, S]."""
-
-    def results(**offsets: Any) -> tuple[jax.Array, ...]:
-        found = attend(**offsets, return_max_logits=return_max_logits)
-        return found if isinstance(found, tuple) else (found,)
-
-    out, *max_logits = attend_within(segments, results)
-    return (out, *max_logits) if max_logits else out  # type: ignore[return-value]
+def _results(found: tuple[jax.Array, ...]) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """One result by itself, two as a tuple."""
+    return found if len(found) == 2 else found[0]
 
 
-def attend_within(segments: Segments, attend: Callable[..., Sequence[jax.Array]]) -> tuple[jax.Array, ...]:
-    """The results of `attend`, a call of mla_prefill without its offsets, for the tokens of segments: for padding out
-    is 0, and results without columns are -inf. All are NaN in rows of too many segments.
+def attend_within(segments: Segments, q: jax.Array, attend: Callable[..., Any]) -> tuple[jax.Array, ...]:
+    """The results of `attend`, a call of mla_prefill on q [B S, ...] without its offsets, in rows [B, S]. For padding
+    out is 0, and results without columns are -inf. All are NaN in rows of too many segments.
     """
-    (rows, row_len), offsets = segments.valid.shape, segments.cu_seqlens
-    found = attend(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_q_len=row_len, max_kv_len=row_len)
-
-    def of_tokens(x: jax.Array) -> jax.Array:
-        x = x.reshape(rows, row_len, *x.shape[1:])
-        instead = jnp.where(segments.overflow, jnp.nan, 0 if x.ndim == 4 else -jnp.inf).astype(x.dtype)
-        axes = (1,) * (x.ndim - 2)
-        return jnp.where(segments.valid.reshape(rows, row_len, *axes), x, instead.reshape(rows, 1, *axes))
-
-    return tuple(map(of_tokens, found))
+    (rows, row_len), offsets = segments.valid.shape, segments.offsets
+    # A NaN in a query reaches the query's results alone. Where an operation makes the queries, it also writes the NaN.
+    crowded = jnp.repeat(segments.overflow, row_len, total_repeat_length=len(q))
+    q = jnp.where(crowded.reshape(-1, *(1,) * (q.ndim - 1)), jnp.asarray(jnp.nan, q.dtype), q)
+    found = attend(q, cu_seqlens_q=offsets.queries, cu_seqlens_kv=offsets.keys, max_q_len=row_len, max_kv_len=row_len)
+    return tuple(x.reshape(rows, row_len, *x.shape[1:]) for x in (found if isinstance(found, tuple) else (found,)))

@@ -98,22 +98,36 @@ def test_a_row_of_too_many_segments_is_nan() -> None:
 
 
 def test_long_padding_is_cut_into_pieces() -> None:
-    """So that its cost is linear in its length; the pieces start with nothing in use."""
+    """So that its cost is linear in its length, where it attends to itself."""
     mask = np.arange(4096)[None] < np.array([[700], [4096], [0]])
     segments = SEGMENTS(mask, max_segments=1)
-    assert segments.starts.shape == (3, 2 + 16)
-    for starts, expected in zip(
-        segments.starts.tolist(), ([0, 700, *range(768, 4096, 256)], [0], [*range(0, 4096, 256)]), strict=True
-    ):
-        assert starts == expected + [4096] * (18 - len(expected))
-    lens = np.diff(segments.cu_seqlens)
-    assert lens.shape == (3 * 18,) and lens.min() == 0 and lens.sum() == 3 * 4096
+    assert segments.starts.tolist() == [[0, 700, 4096], [0, 4096, 4096], [0, 4096, 4096]]
+    bounds = np.asarray(segments.cu_seqlens)
+    assert bounds.shape == (3 * 19 + 1,) and bounds[-1] == 3 * 4096
+    for row, expected in enumerate(([0, 700, *range(768, 4096, 256)], [0], [*range(0, 4096, 256)])):
+        assert sorted(set(bounds[19 * row : 19 * row + 19] - 4096 * row)) == sorted({*expected, 4096})
 
 
-def test_padding_may_hold_nan_where_no_gradient_is_taken() -> None:
+def test_padding_has_no_keys() -> None:
+    segments = SEGMENTS(IDS, max_segments=MAX_SEGMENTS)
+    queries, keys = (np.diff(offsets) for offsets in segments.offsets)
+    assert queries.sum() == keys.sum() == IDS.size
+    assert (queries[queries > 0] == np.where(keys > 0, keys, queries)[queries > 0]).all()
+    assert queries[(queries > 0) & (keys == 0)].sum() == (IDS == 0).sum() == keys[queries == 0].sum()
+
+
+def test_padding_may_hold_nan() -> None:
+    """And has no gradient."""
     arrays = [jnp.where((IDS == 0).reshape(*IDS.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in operands()]
-    got = jax.jit(partial(packed_kv, True))(IDS, *arrays)
-    np.testing.assert_allclose(got, dense(IDS, True, *operands()), rtol=2e-5, atol=2e-5)
+
+    @jax.jit
+    def run(*arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(partial(packed_kv, True, IDS), *arrays)
+        return out, pull(jnp.where(jnp.asarray(IDS == 0)[..., None, None], jnp.nan, jnp.ones_like(out)))
+
+    out, gradients = run(*arrays)
+    np.testing.assert_allclose(out, dense(IDS, True, *operands()), rtol=2e-5, atol=2e-5)
+    assert not any(np.asarray(x)[IDS == 0].any() or np.isnan(x).any() for x in gradients)
 
 
 def test_bad_input() -> None:
