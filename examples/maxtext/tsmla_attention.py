@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from tsmla_jax.nn import Segments, dot_product_attention, segment_attention
+from tsmla_jax.nn import Segments, dot_product_attention, segment_attention, segment_attention_kv
 
 ATTENTION_TYPES = ("global", "mla")
 # Arguments of apply_attention that ask for another attention.
@@ -33,6 +33,7 @@ def attend(
     max_segments: int,
     mesh: Mesh,
     spec: PartitionSpec,
+    rope_dim: int = 0,
     sinks: jax.Array | None = None,
     indexer_mask: jax.Array | None = None,
     implementation: str | None = None,
@@ -46,6 +47,9 @@ def attend(
         decoder_segment_ids: [batch, length] i32, 0 for padding; None is one segment a row.
         max_segments: static, the most segments of a row (max_segments_per_seq); a row with more becomes NaN.
         mesh, spec: how [batch, length, heads, columns] is split over devices: rows and heads may be.
+        rope_dim: static, how many of key's last columns all heads share, as MaxText's MLA makes them. These are then
+            read once, and key's other columns beside value, as MLA's wkv_b writes them: XLA sees through MLA's split
+            and concatenation and mine, and leaves out both.
         sinks: [heads], of `tsmla_jax.mla_prefill`.
         indexer_mask: [batch, length, length], 0 for the keys that V3.2's indexer chose for a token, negative for the
             others. It becomes bits, and takes the place of the ragged offsets.
@@ -76,9 +80,13 @@ def attend(
             )
         else:
             segments = Segments.from_ids(ids, max_segments=max_segments)
-            out, max_logits = segment_attention(
-                query, key, value, segments, softmax_scale=1.0, return_max_logits=True, **options
-            )
+            options |= {"softmax_scale": 1.0, "return_max_logits": True}
+            if rope_dim:
+                nope, rope = jnp.split(key, [key.shape[-1] - rope_dim], axis=-1)
+                kv = jnp.concatenate([nope, value], axis=-1)
+                out, max_logits = segment_attention_kv(query, kv, rope[:, :, 0], segments, **options)
+            else:
+                out, max_logits = segment_attention(query, key, value, segments, **options)
         return out, max_logits.max(axis=1)
 
     split, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(rows)
@@ -140,6 +148,7 @@ def attend_in(
         max_segments=config.max_segments_per_seq if packed else 1,
         mesh=op.mesh,
         spec=PartitionSpec(rows, length, heads, columns),
+        rope_dim=config.qk_rope_head_dim if attention_type == "mla" else 0,
         sinks=sinks,
         indexer_mask=indexer_mask,
     )

@@ -31,7 +31,7 @@ class AttentionOp:
     }
 
     def __init__(self, **config: Any) -> None:
-        fields = {"packing": True, "dataset_type": "hf", "max_segments_per_seq": 2, **config}
+        fields = {"packing": True, "dataset_type": "hf", "max_segments_per_seq": 2, "qk_rope_head_dim": 4, **config}
         self.config = SimpleNamespace(**fields)
         self.mesh = jax.make_mesh((1, 2, 2, 1), ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
 
@@ -95,8 +95,16 @@ def call(op: AttentionOp, *arrays: Any, ids: Any = IDS, model_mode: str = "train
 
 
 def operands() -> list[jax.Array]:
+    """query, key and value as MLA makes them: all heads of a key have its rope columns."""
     keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(key, (2, 12, 2, d)) for key, d in zip(keys, (12, 12, 8), strict=True)]
+    query, key, value = (jax.random.normal(key, (2, 12, 2, d)) for key, d in zip(keys, (12, 12, 8), strict=True))
+    return [query, shared_columns(key), value]
+
+
+def shared_columns(key: jax.Array) -> jax.Array:
+    """The key with the last four columns of its first head in both heads."""
+    nope, rope = jnp.split(key, [8], axis=-1)
+    return jnp.concatenate([nope, jnp.broadcast_to(rope[:, :, :1], rope.shape)], axis=-1)
 
 
 def dense(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -122,7 +130,10 @@ def test_it_trains_over_a_mesh(example: Any) -> None:
         return out
 
     def run(attend: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2)))(*operands())
+        def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return (attend(query, shared_columns(key), value) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands())
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(installed), run(dense))
     assert Path(example.__file__).name == "tsmla_attention.py"
