@@ -19,8 +19,8 @@ from jax import lax
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.mesh import CONTEXT, EXPERT, EXPERT_SHARDS, MeshShape
 from tsmla_jax.generate.moe import choose_experts, gated_mlp, mix_experts, takes_scaled_rows, without_zero
-from tsmla_jax.generate.router import project
 from tsmla_jax.nn import context_parallel
+from tsmla_jax.nn.products.router import project
 
 
 def gather_tokens(tokens: jax.Array, valid: jax.Array, mesh: MeshShape) -> jax.Array:

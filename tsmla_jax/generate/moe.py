@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
-from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
-from tsmla_jax.generate.router import project, router_logits
+from tsmla_jax.nn.products import expert_choice
+from tsmla_jax.nn.products import grouped_matmul as grouped
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
-from tsmla_jax.nn.products.grouped_matmul import grouped_matmul, why_not_kernel
+from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.products.linear import by_scaled_products, linear, scaled_product
 from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_experts, why_not_mxfp4
+from tsmla_jax.nn.products.router import project, router_logits
 from tsmla_jax.nn.products.row_blocks import make_blocks, sort_rows
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
 from tsmla_jax.nn.products.tiles import COPIED_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
@@ -130,16 +131,22 @@ def _route(
         weights, experts = lax.top_k(_without_sign(scores), config.top_k)
     else:
         if experts is None:
-            choice, best = scores, 1
-            if config.routing == "noaux_tc":
-                if correction_bias is None:
-                    raise ValueError(NO_BIAS)
-                choice, best = scores + correction_bias.astype(jnp.float32), 2
+            bias = _bias_of(correction_bias, config)
+            choice, best = (scores, 1) if bias is None else (scores + bias, 2)
             _, experts = lax.top_k(_without_sign(_limit_to_groups(choice, config, best)), config.top_k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return experts.astype(jnp.int32), weights * config.routed_scaling_factor
+
+
+def _bias_of(correction_bias: jax.Array | None, config: MoEConfig) -> jax.Array | None:
+    """The bias of the scores that choose, f32 [E]; None if the routing has none. ValueError if it should be there."""
+    if config.routing != "noaux_tc":
+        return None
+    if correction_bias is None:
+        raise ValueError("correction_bias = None; legal with routing 'noaux_tc': an array [E]")
+    return correction_bias.astype(jnp.float32)
 
 
 def _without_sign(choice: jax.Array) -> jax.Array:
@@ -268,7 +275,7 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
       narrow: whether the weights are block-scaled.
     """
     products = ((2 * width, hidden), (hidden, width))
-    reasons = [reason for shape in products for reason in why_not_kernel(dtype, *shape, narrow)]
+    reasons = [reason for shape in products for reason in grouped.why_not(dtype, *shape, narrow)]
     # What holds for both is said once.
     return list(dict.fromkeys(reasons))
 
@@ -470,8 +477,8 @@ def choose_experts(
     """
     bias = params.get("correction_bias")
     logits = project(x, params["router"], with_rows=False)[0] if logits is None else logits
-    if "expert_table" not in params and not why_not_by_kernel(config):
-        return choose_by_kernel(logits, bias, valid, config)
+    if "expert_table" not in params and not expert_choice.why_not(config.num_experts):
+        return expert_choice.choose(logits, _bias_of(bias, config), valid, choice_of(config))
     chosen = params["expert_table"][tokens] if "expert_table" in params else None
     experts, weights = _route(logits.sum(axis=0), bias, config, chosen)
     if config.num_shared:
@@ -482,3 +489,11 @@ def choose_experts(
     if valid is not None:
         experts = jnp.where(valid[:, None], experts, config.num_experts + config.num_shared)
     return experts, weights
+
+
+def choice_of(config: MoEConfig) -> expert_choice.Choice:
+    """The routing as the kernel of the choice takes it."""
+    return expert_choice.Choice(
+        config.top_k, config.num_shared, cast(str, config.scoring), 1 if config.routing == "greedy" else config.n_group,
+        config.topk_group, config.norm_topk_prob, config.routed_scaling_factor,
+    )  # fmt: skip

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.generate.config import StreamsConfig
-from tsmla_jax.generate.stream_kernels import read_by_kernel, why_not_by_kernel
 from tsmla_jax.nn.norms import Norm, rms_norm_fixed_order
+from tsmla_jax.nn.products import streams as kernels
 
 Params = Mapping[str, jax.Array]
 
@@ -38,8 +38,9 @@ def read_streams(
     Returns:
       the block's input [T, C] in the streams' dtype; the f32 weights of the writing [T, N] and the mixing [T, N, N].
     """
-    if not why_not_by_kernel(streams):
-        return read_by_kernel(params, streams, norm, config)
+    if not kernels.why_not(streams):
+        rounds, eps = config.sinkhorn_iterations, config.eps
+        return kernels.read_by_kernel(params, streams, norm, rounds=rounds, eps=eps, norm_eps=config.norm_eps)
     count = config.count
     weights = _project(params["fn"], streams, config)
     base, scale = params["base"].astype(jnp.float32), params["scale"].astype(jnp.float32)

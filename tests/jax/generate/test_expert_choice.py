@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.generate import expert_choice, moe
+from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.nn.products import expert_choice
 
 ROUTINGS: dict[str, dict[str, Any]] = {
     "V2-Lite": {"num_experts": 64, "top_k": 6, "num_shared": 2},
@@ -48,7 +49,7 @@ def by_xla(
     """`moe.choose_experts` of these logits by XLA."""
     params = {"router": jnp.eye(config.num_experts), "correction_bias": bias}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "why_not_by_kernel", lambda config: ["it is compared with XLA"])
+        patch.setattr(expert_choice, "why_not", lambda num_experts: ["it is compared with XLA"])
         return moe.choose_experts(params, logits, config, jnp.zeros(len(logits), jnp.int32), valid, logits[None])
 
 
@@ -71,7 +72,7 @@ def test_the_kernel_chooses_as_xla_does(name: str, kind: str, backend: str) -> N
     given = jnp.asarray(bias) if config.routing == "noaux_tc" else None
     valid = jnp.asarray(rng.random(tokens) < 0.7) if kind == "random" else None
     arrays = jnp.asarray(logits), given, valid
-    experts, weights = jax.jit(expert_choice.choose_by_kernel, static_argnums=3)(*arrays, config)
+    experts, weights = jax.jit(expert_choice.choose, static_argnums=3)(*arrays, moe.choice_of(config))
     wanted, wanted_weights = by_xla(*arrays, config)
     # Scores that differ by less than their rounding may change places; their weights are alike then.
     same = np.asarray(experts == wanted).mean()
@@ -88,14 +89,14 @@ def test_what_is_no_number_is_chosen_and_shows(backend: str) -> None:
     config = config_of("V3")
     logits = jnp.zeros((2, 256)).at[1, 100].set(jnp.nan)
     bias = jnp.zeros(256).at[9].set(1.0)
-    experts, weights = expert_choice.choose_by_kernel(logits, bias, None, config)
+    experts, weights = expert_choice.choose(logits, bias, None, moe.choice_of(config))
     assert np.isfinite(weights[0]).all() and experts[0, 0] == 9
     assert experts[1, 0] == 100 and np.isnan(weights[1, :8]).all()
     logits = jnp.zeros((1, 64)).at[0, 3].set(jnp.nan)
-    _, weights = expert_choice.choose_by_kernel(logits, None, None, config_of("V2-Lite"))
+    _, weights = expert_choice.choose(logits, None, None, moe.choice_of(config_of("V2-Lite")))
     assert np.isnan(weights[0, :6]).all() and (weights[0, 6:] == 1).all()
     with pytest.raises(ValueError, match="correction_bias = None; legal with routing 'noaux_tc'"):
-        expert_choice.choose_by_kernel(logits, None, None, config)
+        moe.choose_experts({"router": jnp.eye(256)}, jnp.zeros((1, 256)), config, jnp.zeros(1, jnp.int32))
 
 
 @pytest.mark.parametrize("name", ["V2-Lite", "V2", "V3", "V4", "groups that are no power of two", "all experts"])
@@ -126,7 +127,7 @@ def test_experts_differ_however_few_choices_are_finite(name: str, backend: str) 
     mixed[few[0]], mixed[few[-1]] = np.inf, -np.inf
     for bias in [*biases, mixed] if config.routing == "noaux_tc" else [None]:
         arrays = jnp.asarray(logits), None if bias is None else jnp.asarray(bias), None
-        experts, weights = jax.jit(expert_choice.choose_by_kernel, static_argnums=3)(*arrays, config)
+        experts, weights = jax.jit(expert_choice.choose, static_argnums=3)(*arrays, moe.choice_of(config))
         wanted, wanted_weights = by_xla(*arrays, config)
         np.testing.assert_array_equal(experts, wanted)
         np.testing.assert_allclose(weights, wanted_weights, rtol=2e-5, atol=1e-7)
@@ -143,8 +144,8 @@ def test_logits_may_come_as_parts_of_their_sums(backend: str) -> None:
     parts = jnp.asarray(np.round(8 * rng.standard_normal((3, 5, 256))) / 8, jnp.float32)
     bias = jnp.zeros(256)
     for got, wanted in zip(
-        expert_choice.choose_by_kernel(parts, bias, None, config),
-        expert_choice.choose_by_kernel(parts.sum(axis=0), bias, None, config),
+        expert_choice.choose(parts, bias, None, moe.choice_of(config)),
+        expert_choice.choose(parts.sum(axis=0), bias, None, moe.choice_of(config)),
         strict=True,
     ):
         np.testing.assert_array_equal(got, wanted)
@@ -159,9 +160,8 @@ def test_a_router_uses_the_kernel_where_it_can_run(monkeypatch: pytest.MonkeyPat
         return str(jax.make_jaxpr(lambda x, w: moe.choose_experts({"router": w}, x, config, ids))(*shapes))
 
     assert "choose_experts" not in traced()
-    assert expert_choice.why_not_by_kernel(config) and "a cpu" in expert_choice.why_not_by_kernel(config)[0]
+    assert expert_choice.why_not(config.num_experts) and "a cpu" in expert_choice.why_not(config.num_experts)[0]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert expert_choice.why_not_by_kernel(config) == []
+    assert expert_choice.why_not(config.num_experts) == []
     assert "choose_experts" in traced() and " top_k[" not in traced()
-    many = MoEConfig(1025, 2, 8, 0, "greedy", 1, 1, False, 1.0)
-    assert "1025 experts; the kernel holds at most 1024" in expert_choice.why_not_by_kernel(many)[0]
+    assert "1025 experts; the kernel holds at most 1024" in expert_choice.why_not(1025)[0]

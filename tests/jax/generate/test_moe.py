@@ -11,7 +11,7 @@ from tsmla_jax.generate import ModelConfig, explaining, model, moe
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.explaining import Choice, explain_experts
 from tsmla_jax.generate.model_types import Routing
-from tsmla_jax.nn.products import row_blocks
+from tsmla_jax.nn.products import row_blocks, triton
 from tsmla_jax.nn.products.block_scaled import BlockScaled, with_products
 from tsmla_jax.ops import device
 
@@ -213,7 +213,7 @@ def test_grouped_experts_by_every_form_of_their_tiles(
     """The grouped products, by the kernels' interpreter, equal the experts in turn, with blocks made by XLA and by a
     kernel; the last tokens' tiles are those of a prompt."""
     monkeypatch.setattr(row_blocks, "BLOCKS_BY_KERNEL", 1000 if chosen else 0)
-    monkeypatch.setattr(row_blocks, "why_no_triton", list)
+    monkeypatch.setattr(triton, "why_no_triton", list)
     rng = np.random.default_rng(0)
     top_k, count, width = 2, 8, 128
 

@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 
 from tests.jax.generate.tiny import write_tiny
-from tsmla_jax.generate import ModelConfig, load_model, model, moe, router, stream_kernels, streams
+from tsmla_jax.generate import ModelConfig, load_model, model, moe, streams
 from tsmla_jax.generate.caches import CacheLayout, default_page_size, init_cache, window_rows
 from tsmla_jax.generate.config import StreamsConfig
-from tsmla_jax.generate.expert_choice import choose_by_kernel
 from tsmla_jax.generate.model import Batch, Scales, StepOptions
 from tsmla_jax.nn import Step, context_parallel
 from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
-from tsmla_jax.nn.products import grouped_matmul, row_blocks, tiles
+from tsmla_jax.nn.products import expert_choice, grouped_matmul, norm_rope, row_blocks, tiles, triton
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.products.linear import contract, linear, linear_by_kernel
 from tsmla_jax.nn.products.scaled_rows import scaled_rows
-from tsmla_jax.nn.v4 import norm_rope
 
 
 def narrow(*shape: int) -> BlockScaled:
@@ -31,9 +29,7 @@ def narrow(*shape: int) -> BlockScaled:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How products and choices are made; kernels by their interpreter."""
     if request.param == "by kernels":
-        for module in (grouped_matmul, row_blocks, norm_rope, router, stream_kernels):
-            monkeypatch.setattr(module, "why_no_triton", list)
-        monkeypatch.setattr(moe, "why_not_by_kernel", lambda config: [])
+        monkeypatch.setattr(triton, "why_no_triton", list)
     name: str = request.param
     return name
 
@@ -75,7 +71,7 @@ def test_routers(form: str) -> None:
     for valid in (None, ids > 0):
         experts, scores = moe.choose_experts(params, x, config, ids, valid)
         assert experts.shape == scores.shape == (0, 3) and experts.dtype == jnp.int32
-    assert choose_by_kernel(jnp.zeros((0, 8)), bias, None, config)[0].shape == (0, 3)
+    assert expert_choice.choose(jnp.zeros((0, 8)), bias, None, moe.choice_of(config))[0].shape == (0, 3)
     assert moe.route(x, weights, bias, config)[1].shape == (0, 2)
 
 

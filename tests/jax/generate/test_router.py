@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.generate import moe, router
+from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.nn.products import router
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled_rows
 
@@ -39,7 +40,7 @@ def test_logits_are_those_of_f32(tokens: int, dtype: str, router_dtype: str, bac
     # XLA's own sums of f32, in whatever order.
     assert error(jax.jit(router.router_logits)(x, weights), x, weights) <= 4e-6
     parts, _ = jax.jit(lambda *arrays: router.project(*arrays, with_rows=False))(x, weights)
-    by_kernel = not router.why_not_by_kernel(x, weights)
+    by_kernel = not router.why_not(x, weights)
     assert error(parts.sum(axis=0), x, weights) <= (1e-6 if by_kernel else 4e-6)
     assert by_kernel == (backend == "gpu" and dtype == "bfloat16")
 
@@ -74,7 +75,7 @@ def test_f32_products_of_a_router_say_their_precision() -> None:
 def test_which_logits_are_made_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(tokens: int, width: int, dtype: str, router_dtype: str = "float32") -> str:
         shapes = jax.ShapeDtypeStruct((tokens, width), dtype), jax.ShapeDtypeStruct((8, width), router_dtype)
-        return "; ".join(router.why_not_by_kernel(*shapes))  # type: ignore[arg-type]
+        return "; ".join(router.why_not(*shapes))  # type: ignore[arg-type]
 
     assert "a cpu" in reason(2, 128, "bfloat16")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.v4 import norm_rope as module
-from tsmla_jax.nn.v4.norm_rope import Columns, Rope, norm_rope
+from tsmla_jax.nn.products import norm_rope as module
+from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.ops.selected import v4
 
 TABLE = v4.rope_table(jnp.asarray(10.0 ** -(np.arange(32) / 8), jnp.float32), 100)
@@ -76,5 +76,5 @@ def test_the_kernel_is_taken_where_it_can_run_and_is_wanted(monkeypatch: pytest.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert norm_rope(rows()[:0], Columns(0, 2, 512), 1e-6, by_kernel=True).shape == (0, 2, 512)
     assert "pallas_call" in traced(True) and "pallas_call" not in traced(False)
-    assert "dtype is float32; legal: bfloat16, float16" in module.why_not_by_kernel(jnp.float32, 512)[0]
-    assert "rows are 9000 wide; the kernel holds at most 8192" in module.why_not_by_kernel(jnp.bfloat16, 9000)[0]
+    assert "dtype is float32; legal: bfloat16, float16" in module.why_not(jnp.float32, 512)[0]
+    assert "rows are 9000 wide; the kernel holds at most 8192" in module.why_not(jnp.bfloat16, 9000)[0]

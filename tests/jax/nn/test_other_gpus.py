@@ -38,13 +38,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_what_a_gpu_can_do(gpu: None, capability: tuple[int, int], kib: int) -> None:
     assert triton.compute_capability() == capability
     assert triton.shared_memory() == 1024 * kib
-    assert triton.why_no_triton() == []
-    assert grouped_matmul.why_not_kernel(jnp.bfloat16, 128, 128, narrow=True) == []
+    assert triton.why_not() == []
+    assert grouped_matmul.why_not(jnp.bfloat16, 128, 128, narrow=True) == []
 
 
 @pytest.mark.parametrize("gpu", ["sm_75a", "sm_70a"], indirect=True)
 def test_older_gpus_take_another_path_and_explain_says_so(gpu: None) -> None:
-    (reason,) = triton.why_no_triton()
+    (reason,) = triton.why_not()
     assert "compute capability 8.0 or more" in reason and "this one has 7." in reason
     x = jax.ShapeDtypeStruct((20, 128), jnp.bfloat16)
     weight = BlockScaled(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import tsmla_jax
 from tests.jax.nn import hf_layers
 from tsmla_jax.nn import Step, V4Attention, V32Attention, v4, v32
-from tsmla_jax.nn.v4 import norm_rope
+from tsmla_jax.nn.products import norm_rope, triton
 
 LENGTH = 40
 ARGUMENTS = (jnp.arange(5, dtype=jnp.int32)[None], jnp.asarray([LENGTH]), jnp.asarray([0, LENGTH]), LENGTH)
@@ -122,7 +122,7 @@ def test_norms_and_ropes_by_their_kernel(name: str, monkeypatch: pytest.MonkeyPa
     wanted, _ = attended(case, params, "bfloat16")
     calls: list[Any] = []
     by_kernel = norm_rope.norm_rope_by_kernel
-    monkeypatch.setattr(norm_rope, "why_no_triton", list)
+    monkeypatch.setattr(triton, "why_no_triton", list)
     monkeypatch.setattr(norm_rope, "norm_rope_by_kernel", lambda *given: calls.append(given) or by_kernel(*given))
     y, _ = attended(case, params, "bfloat16", fold=True)
     assert len(calls) == 4  # low, q, kv, and the result turned back

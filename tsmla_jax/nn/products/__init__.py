@@ -1,1 +1,1 @@
-"""Products with weights that may be narrow: the weights' types, and kernels in Pallas."""
+"""Products with weights that may be narrow, and all kernels in Pallas, of these products and others."""

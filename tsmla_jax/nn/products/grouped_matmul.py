@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from tsmla_jax.nn.products import triton
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.products.row_blocks import Blocks
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled
 from tsmla_jax.nn.products.tiles import Tile, fitting_stages
-from tsmla_jax.nn.products.triton import compute_capability, plgpu, shared_memory, why_no_triton
+from tsmla_jax.nn.products.triton import compute_capability, plgpu, shared_memory
 
 
 def _moved(right: int, kept: str, multiply: str) -> str:
@@ -69,7 +70,7 @@ mul.rn.f16x2 $1, d, a;""",
 _KNOWS_E4M3 = 8, 9
 
 
-def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
+def why_not(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
     """Why `grouped_matmul` can't run a product on jax's default device; empty if it can.
 
     Args:
@@ -77,14 +78,12 @@ def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[s
       columns, depth: N and K.
       narrow: whether the weights are block-scaled.
     """
-    if reasons := why_no_triton():
-        return reasons
-    legal = (jnp.bfloat16,) if narrow else (jnp.bfloat16, jnp.float16)
-    if dtype not in legal:
-        return [f"dtype is {jnp.dtype(dtype).name}; legal: {', '.join(jnp.dtype(one).name for one in legal)}"]
-    if columns % 64 or depth % (BLOCK if narrow else 64):
-        return [f"the weights are {columns} x {depth}; legal: multiples of 64 and of {BLOCK if narrow else 64}"]
-    return []
+    name, legal = jnp.dtype(dtype).name, ("bfloat16",) if narrow else ("bfloat16", "float16")
+    multiple = BLOCK if narrow else 64
+    sizes = f"the weights are {columns} x {depth}; legal: multiples of 64 and of {multiple}"
+    return triton.why_not(
+        (name not in legal, f"dtype is {name}; legal: {', '.join(legal)}"), (columns % 64 or depth % multiple, sizes)
+    )
 
 
 def grouped_matmul(

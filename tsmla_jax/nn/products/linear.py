@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tsmla_jax.nn.products import grouped_matmul as grouped
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
-from tsmla_jax.nn.products.grouped_matmul import grouped_matmul, why_not_kernel
+from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.products.row_blocks import Blocks
 from tsmla_jax.nn.products.scaled_rows import scaled_rows
 from tsmla_jax.nn.products.tiles import MANY_ROWS, MANY_WIDENED_ROWS, linear_tile
@@ -61,7 +62,7 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
         values, scales = quantized(x.reshape(rows, depth), weight)
         out = scaled_product(values, scales, weight, out_dtype=x.dtype.name)
         return cast(jax.Array, out).reshape(*x.shape[:-1], -1)
-    if _by_xla(rows, weight) or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
+    if _by_xla(rows, weight) or rows > MANY_ROWS or grouped.why_not(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
     out = linear_by_kernel(x.reshape(rows, depth), weight)
     return out.reshape(*x.shape[:-1], columns)

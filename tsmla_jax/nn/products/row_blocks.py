@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from tsmla_jax.nn.products import triton
 from tsmla_jax.nn.products.tiles import BLOCKS_BY_KERNEL
-from tsmla_jax.nn.products.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.triton import plgpu
 
 _AT_ONCE = 128  # pairs that one program places, and that are counted together
 _OWN, _OTHERS = 64, 256  # pairs of one of several programs, and those that it compares them with at once
@@ -51,7 +52,7 @@ def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
         # No two pairs of one row share a group.
         places = jnp.arange(most, dtype=jnp.int32)[None] * block
         return Blocks(jnp.zeros(pairs * block, jnp.int32), groups[0], places, num_groups)
-    if pairs <= BLOCKS_BY_KERNEL and not why_no_triton():
+    if pairs <= BLOCKS_BY_KERNEL and not triton.why_not():
         return blocks_by_kernel(groups, num_groups, block)
     count, flat = _most_blocks(pairs, num_groups, block), groups.reshape(pairs)
     order = jnp.arange(pairs, dtype=jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 
@@ -33,8 +34,16 @@ def shared_memory() -> int:
     return 1024 * _SHARED.get(compute_capability(), _LEAST_SHARED)
 
 
+def why_not(*faults: tuple[Any, str]) -> list[str]:
+    """Why a kernel in Pallas for Triton can't serve a call on jax's default device; empty if it can.
+
+    faults: what a call must not have, each with the words for it; the first one that is there is the reason.
+    """
+    return why_no_triton() or [words for there, words in faults if there][:1]
+
+
 def why_no_triton() -> list[str]:
-    """Why a kernel in Pallas for Triton can't run on jax's default device; empty if it can."""
+    """Why no kernel in Pallas for Triton can run on jax's default device; empty if they can."""
     if plgpu is None:
         return [f"jax {jax.__version__} has no Pallas for Triton"]
     if jax.default_backend() != "gpu":

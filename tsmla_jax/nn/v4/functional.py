@@ -24,9 +24,9 @@ from tsmla_jax.nn import context_parallel, few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import joined_rows, linear, product, rows_of
+from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.step import check_axis, check_pages, check_step
 from tsmla_jax.nn.v4.config import V4Config
-from tsmla_jax.nn.v4.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.operation import Preference

@@ -20,10 +20,10 @@ from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import product
+from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.functional import compressor_rows, project_in, project_out
-from tsmla_jax.nn.v4.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.operation import Preference

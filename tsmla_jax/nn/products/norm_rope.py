@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.products.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products import triton
+from tsmla_jax.nn.products.triton import plgpu
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected import v4 as sparse_v4
 
@@ -73,7 +74,7 @@ def norm_rope(
       [T, H, D] in `dtype`.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if by_kernel and x.shape[0] and not why_not_by_kernel(x.dtype, columns.width):
+    if by_kernel and x.shape[0] and not why_not(x.dtype, columns.width):
         return norm_rope_by_kernel(x, columns, norm, rope, dtype)
     rows = x[:, columns.start : columns.start + columns.heads * columns.width]
     rows = rows.reshape(x.shape[0], columns.heads, columns.width)
@@ -87,15 +88,13 @@ def _weight_and_eps(norm: Norm | float) -> tuple[jax.Array | None, float]:
     return norm if isinstance(norm, Norm) else (None, norm)
 
 
-def why_not_by_kernel(dtype: Any, width: int) -> list[str]:
+def why_not(dtype: Any, width: int) -> list[str]:
     """Why `norm_rope_by_kernel` can't serve rows of this dtype and width on jax's default device; empty if it can."""
-    if reasons := why_no_triton():
-        return reasons
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return [f"dtype is {jnp.dtype(dtype).name}; legal: bfloat16, float16"]
-    if width > 8192:
-        return [f"rows are {width} wide; the kernel holds at most 8192 columns in registers"]
-    return []
+    name = jnp.dtype(dtype).name
+    return triton.why_not(
+        (name not in ("bfloat16", "float16"), f"dtype is {name}; legal: bfloat16, float16"),
+        (width > 8192, f"rows are {width} wide; the kernel holds at most 8192 columns in registers"),
+    )
 
 
 @dataclass(frozen=True)

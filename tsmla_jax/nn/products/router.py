@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from tsmla_jax.nn.products import triton
 from tsmla_jax.nn.products.block_scaled import BLOCK
 from tsmla_jax.nn.products.exact_dot import add_products
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled
 from tsmla_jax.nn.products.tiles import MULTIPROCESSORS, split_count
-from tsmla_jax.nn.products.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.triton import plgpu
 
 _HALF = BLOCK // 2
 _LEAST_STEPS = 2  # of a program
@@ -36,22 +37,19 @@ def project(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Ar
     """Partial sums of `router_logits`: f32 [S, T, E], each over some columns of x; their sum over S is the logits. And
     x as `scaled_rows` makes it, if `with_rows` is set and this costs no further kernel, else None.
     """
-    if why_not_by_kernel(x, router):
+    if why_not(x, router):
         return router_logits(x, router)[None], None
     return project_by_kernel(x, router, with_rows=with_rows)
 
 
-def why_not_by_kernel(x: jax.Array, router: jax.Array) -> list[str]:
+def why_not(x: jax.Array, router: jax.Array) -> list[str]:
     """Why `project_by_kernel` can't serve x [T, C] and router [E, C] on jax's default device; empty if it can."""
-    if reasons := why_no_triton():
-        return reasons
-    if not x.shape[0]:
-        return ["there are no tokens"]
-    if x.dtype != jnp.bfloat16 or router.dtype not in (jnp.bfloat16, jnp.float32):
-        return [f"x is {x.dtype} and the router {router.dtype}; legal: bfloat16, and bfloat16 or float32"]
-    if x.shape[1] % BLOCK:
-        return [f"x is {x.shape[1]} wide; legal: a multiple of {BLOCK}"]
-    return []
+    known = x.dtype == jnp.bfloat16 and router.dtype in (jnp.bfloat16, jnp.float32)
+    return triton.why_not(
+        (not x.shape[0], "there are no tokens"),
+        (not known, f"x is {x.dtype} and the router {router.dtype}; legal: bfloat16, and bfloat16 or float32"),
+        (x.shape[1] % BLOCK, f"x is {x.shape[1]} wide; legal: a multiple of {BLOCK}"),
+    )
 
 
 def project_by_kernel(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Array, ScaledRows | None]:

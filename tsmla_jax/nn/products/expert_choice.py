@@ -7,65 +7,77 @@ Written in Pallas for GPUs (Triton): a program holds one token's scores in regis
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tsmla_jax.generate.config import MoEConfig
-from tsmla_jax.nn.products.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products import triton
+from tsmla_jax.nn.products.triton import plgpu
 
-NO_BIAS = "correction_bias = None; legal with routing 'noaux_tc': an array [E]"
 _LEAST = -jnp.inf
 _NEVER = -(2**31)
 
 
-def why_not_by_kernel(config: MoEConfig) -> list[str]:
-    """Why `choose_by_kernel` can't serve this routing on jax's default device; empty if it can."""
-    if reasons := why_no_triton():
-        return reasons
-    if config.num_experts > 1024:
-        return [f"a token has {config.num_experts} experts; the kernel holds at most 1024 scores in registers"]
-    return []
+class Choice(NamedTuple):
+    """How a token's experts are chosen and weighed; static.
+
+    top_k        experts K of a token
+    num_shared   shared experts S behind them
+    scoring      from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"
+    groups       how many groups of equal size the experts have; 1 is no groups
+    topk_groups  how many of the groups a token may use
+    normalizes   whether the weights of a token are divided by their sum
+    factor       multiplies them then
+    """
+
+    top_k: int
+    num_shared: int
+    scoring: str
+    groups: int
+    topk_groups: int
+    normalizes: bool
+    factor: float
 
 
-def choose_by_kernel(
-    logits: jax.Array, correction_bias: jax.Array | None, valid: jax.Array | None, config: MoEConfig
+def why_not(num_experts: int) -> list[str]:
+    """Why `choose` can't serve so many experts on jax's default device; empty if it can."""
+    words = f"a token has {num_experts} experts; the kernel holds at most 1024 scores in registers"
+    return triton.why_not((num_experts > 1024, words))
+
+
+def choose(
+    logits: jax.Array, correction_bias: jax.Array | None, valid: jax.Array | None, choice: Choice
 ) -> tuple[jax.Array, jax.Array]:
-    """`moe.choose_experts` from the router's logits on, where the scores choose.
+    """The experts of each token and their weights, from the router's logits.
 
     Args:
       logits: [T, E] f32, or [S, T, E], whose sum over S they are.
-      correction_bias: [E], with noaux_tc alone; others ignore it.
+      correction_bias: [E], added to the scores that choose, not to the weights; None if there is none. With it a group
+        counts as the sum of its best two, without it as its best.
       valid: [T] bool, False for padding; None if there is none.
-      config: the routing, and how many shared experts there are.
 
     Returns:
       experts [T, K + S] i32 and their weights [T, K + S] f32: the routed ones, the greatest choice first, ties by the
       expert's index; a choice that is no number comes before all others, and one of -inf behind them, as in
       `jax.lax.top_k`: K different experts, however many choices are finite. Then the shared ones, E to E + S - 1, with
       weight 1. All experts of padding are E + S.
-
-    Raises:
-      ValueError: noaux_tc without a correction_bias.
     """
     operands = [logits]
-    if config.routing == "noaux_tc":
-        if correction_bias is None:
-            raise ValueError(NO_BIAS)
+    if correction_bias is not None:
         operands.append(correction_bias.astype(jnp.float32))
     if valid is not None:
         operands.append(valid.astype(jnp.int32))
     if logits.ndim == 2:
         operands[0] = logits[None]
     num_tokens, num_experts = logits.shape[-2:]
-    shape = (num_tokens, config.top_k + config.num_shared)
+    shape = (num_tokens, choice.top_k + choice.num_shared)
     if not num_tokens:
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     experts, weights = pl.pallas_call(
-        functools.partial(_choose, config, valid is not None),
+        functools.partial(_choose, choice, correction_bias is not None, valid is not None),
         grid=(num_tokens,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)],
         compiler_params=plgpu.CompilerParams(num_warps=1 if num_experts <= 256 else 4, num_stages=1),
@@ -75,24 +87,24 @@ def choose_by_kernel(
     return experts, weights
 
 
-def _choose(config: MoEConfig, has_padding: bool, logits_ref: Any, *others: Any) -> None:
-    """One token. others: the bias with noaux_tc, whether the token is valid if some are not, and the two results."""
+def _choose(form: Choice, has_bias: bool, has_padding: bool, logits_ref: Any, *others: Any) -> None:
+    """One token. others: the bias if there is one, whether the token is valid if some are not, and the two results."""
     *inputs, experts_ref, weights_ref = others
-    token, num_experts = pl.program_id(0), config.num_experts
+    token, num_experts = pl.program_id(0), logits_ref.shape[2]
     lanes = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)
     exists = lanes < num_experts
     parts = [
         plgpu.load(logits_ref.at[part, token, lanes], mask=exists, other=_LEAST) for part in range(logits_ref.shape[0])
     ]
-    scores = _scores(sum(parts[1:], parts[0]), config)
+    scores = _scores(sum(parts[1:], parts[0]), form.scoring)
     choice = scores
-    if config.routing == "noaux_tc":
+    if has_bias:
         choice = choice + plgpu.load(inputs[0].at[lanes], mask=exists, other=0.0)
     choice = jnp.where(exists, choice, _LEAST)
-    if config.routing != "greedy" and config.n_group > 1:
-        choice = _limit_to_groups(choice, lanes, config)
+    if form.groups > 1:
+        choice = _limit_to_groups(choice, lanes, num_experts // form.groups, form, best=2 if has_bias else 1)
     order = jnp.where(exists, _order(choice), _NEVER)
-    count = config.top_k + config.num_shared
+    count = form.top_k + form.num_shared
     places = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
 
     def choose_next(place: Any, chosen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -106,24 +118,24 @@ def _choose(config: MoEConfig, has_padding: bool, logits_ref: Any, *others: Any)
             jnp.where(here, weight, weights),
         )
 
-    shared = num_experts - config.top_k + places  # of the places behind the routed ones
+    shared = num_experts - form.top_k + places  # of the places behind the routed ones
     begin = order, shared, jnp.zeros(places.shape, jnp.float32)
-    _, experts, weights = lax.fori_loop(0, config.top_k, choose_next, begin)
-    if config.norm_topk_prob:
+    _, experts, weights = lax.fori_loop(0, form.top_k, choose_next, begin)
+    if form.normalizes:
         weights = weights / (weights.sum() + 1e-20)
-    weights = jnp.where(places < config.top_k, weights * config.routed_scaling_factor, 1.0)
+    weights = jnp.where(places < form.top_k, weights * form.factor, 1.0)
     if has_padding:
-        experts = jnp.where(inputs[-1][token] != 0, experts, num_experts + config.num_shared)
+        experts = jnp.where(inputs[-1][token] != 0, experts, num_experts + form.num_shared)
     plgpu.store(experts_ref.at[token, places], experts, mask=places < count)
     plgpu.store(weights_ref.at[token, places], weights, mask=places < count)
 
 
-def _scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
+def _scores(logits: jax.Array, scoring: str) -> jax.Array:
     """The router's scores; lanes without an expert have logits of -inf."""
-    if config.scoring == "softmax":
+    if scoring == "softmax":
         powers = jnp.exp(logits - logits.max())
         return powers / powers.sum()
-    if config.scoring == "sigmoid":
+    if scoring == "sigmoid":
         return 1 / (1 + jnp.exp(-logits))
     return jnp.sqrt(jnp.maximum(logits, 0) + jnp.log1p(jnp.exp(-jnp.abs(logits))))
 
@@ -140,23 +152,23 @@ def _first_greatest(order: jax.Array, lanes: jax.Array) -> jax.Array:
     return jnp.where(order == order.max(), lanes, lanes.shape[0]).min()
 
 
-def _limit_to_groups(choice: jax.Array, lanes: jax.Array, config: MoEConfig) -> jax.Array:
-    """-inf outside the topk_group best groups; a group counts its best, or with a bias the sum of its best two, and as
-    infinite where that is no number."""
-    groups = jnp.arange(pl.next_power_of_2(config.n_group), dtype=jnp.int32)
-    owner = lanes // (config.num_experts // config.n_group)
+def _limit_to_groups(choice: jax.Array, lanes: jax.Array, size: int, form: Choice, best: int) -> jax.Array:
+    """-inf outside the best groups, which have `size` experts each. A group counts as its best expert, or as the sum of
+    its `best` two, and as infinite where that is no number."""
+    groups = jnp.arange(pl.next_power_of_2(form.groups), dtype=jnp.int32)
+    owner = lanes // size
     belongs = owner[None, :] == groups[:, None]
     counted = jnp.where(jnp.isnan(choice), jnp.inf, choice)
     members = jnp.where(belongs, counted[None, :], _LEAST)
-    best = members.max(axis=1)
-    if config.routing == "noaux_tc":
+    value = members.max(axis=1)
+    if best == 2:
         past = lanes.shape[0]
-        first = jnp.where(members == best[:, None], lanes[None, :], past).min(axis=1)
-        best = best + jnp.where(lanes[None, :] == first[:, None], _LEAST, members).max(axis=1)
-        best = jnp.where(jnp.isnan(best), jnp.inf, best)
-    best = jnp.where(groups < config.n_group, best, _LEAST)
-    # A group is among the best if fewer than topk_group are better, or equal and before it.
-    one, other = best[:, None], best[None, :]
+        first = jnp.where(members == value[:, None], lanes[None, :], past).min(axis=1)
+        value = value + jnp.where(lanes[None, :] == first[:, None], _LEAST, members).max(axis=1)
+        value = jnp.where(jnp.isnan(value), jnp.inf, value)
+    value = jnp.where(groups < form.groups, value, _LEAST)
+    # A group is among the best if fewer than topk_groups are better, or equal and before it.
+    one, other = value[:, None], value[None, :]
     better = (other > one) | ((other == one) & (groups[None, :] < groups[:, None]))
-    allowed = better.astype(jnp.int32).sum(axis=1) < config.topk_group
+    allowed = better.astype(jnp.int32).sum(axis=1) < form.topk_groups
     return jnp.where((belongs & allowed[:, None]).astype(jnp.int32).max(axis=0) > 0, choice, _LEAST)

@@ -15,34 +15,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tsmla_jax.generate.config import StreamsConfig
 from tsmla_jax.nn.norms import Norm
+from tsmla_jax.nn.products import triton
 from tsmla_jax.nn.products.exact_dot import add_products
 from tsmla_jax.nn.products.tiles import split_count
-from tsmla_jax.nn.products.triton import plgpu, why_no_triton
+from tsmla_jax.nn.products.triton import plgpu
 
 _DEPTH = 128  # terms of a sum that are loaded at once
 _PROGRAMS = 512  # about four on each multiprocessor, which wait for memory most of the time
 
 
-def why_not_by_kernel(streams: jax.Array) -> list[str]:
-    """Why `read_by_kernel` can't serve these streams [T, N, C] on jax's default device; empty if it can."""
-    if reasons := why_no_triton():
-        return reasons
+def why_not(streams: jax.Array) -> list[str]:
+    """Why `read_by_kernel` can't serve streams [T, N, C] on jax's default device; empty if it can."""
     num_tokens, count, width = streams.shape
-    if not num_tokens:
-        return ["there are no tokens"]
-    if streams.dtype != jnp.bfloat16:
-        return [f"dtype is {streams.dtype.name}; legal: bfloat16"]
-    if width % _DEPTH or width > 8192 or count > 8:
-        return [f"there are {count} streams of {width}; legal: at most 8, of a multiple of {_DEPTH} up to 8192"]
-    return []
+    legal = f"at most 8, of a multiple of {_DEPTH} up to 8192"
+    return triton.why_not(
+        (not num_tokens, "there are no tokens"),
+        (streams.dtype != jnp.bfloat16, f"dtype is {streams.dtype.name}; legal: bfloat16"),
+        (width % _DEPTH or width > 8192 or count > 8, f"there are {count} streams of {width}; legal: {legal}"),
+    )
 
 
 def read_by_kernel(
-    params: Mapping[str, jax.Array], streams: jax.Array, norm: Norm, config: StreamsConfig
+    params: Mapping[str, jax.Array], streams: jax.Array, norm: Norm, *, rounds: int, eps: float, norm_eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`streams.read_streams` by the kernels; its arguments and results are the same."""
+    """`tsmla_jax.generate.streams.read_streams` by the kernels; its arguments and results are the same.
+
+    rounds: of Sinkhorn's; eps: added to its divisors; norm_eps: of the streams' norm before the projection.
+    """
     num_tokens, count, width = streams.shape
     sums = _project(params["fn"], streams)
     shapes = [
@@ -52,7 +52,7 @@ def read_by_kernel(
     ]
     vectors = (params["base"], params["scale"], norm.weight)
     read, write, mix = pl.pallas_call(
-        functools.partial(_read, config, norm.eps),
+        functools.partial(_read, rounds, eps, norm_eps, norm.eps),
         grid=(num_tokens, 2),
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
@@ -109,18 +109,20 @@ def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> N
     plgpu.store(sums_ref.at[pl.program_id(1), tokens, columns], sums, mask=mask)
 
 
-def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *others: Any) -> None:
+def _read(
+    rounds: int, eps: float, norm_eps: float, input_eps: float, sums_ref: Any, streams_ref: Any, *others: Any
+) -> None:
     """Half of one token's mix: the token's first program reads the streams, its second makes the weights of the
     writing. others: the mix's base and scale, the norm's weight, and the results.
     """
     base_ref, scale_ref, norm_ref, read_ref, write_ref, mix_ref = others
-    token, count, width = pl.program_id(0), config.count, streams_ref.shape[2]
+    token, (_, count, width) = pl.program_id(0), streams_ref.shape
     parts = jnp.arange(pl.next_power_of_2(sums_ref.shape[0]), dtype=jnp.int32)
     lanes = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
     exists = parts < sums_ref.shape[0]
 
     squares = plgpu.load(sums_ref.at[parts, token, (2 + count) * count], mask=exists, other=0.0).sum()
-    factor = lax.rsqrt(squares / (count * width) + config.norm_eps)
+    factor = lax.rsqrt(squares / (count * width) + norm_eps)
 
     def weights(rows: jax.Array, valid: jax.Array, scale: int) -> jax.Array:
         """The projected streams at these rows of `fn`, scaled."""
@@ -134,7 +136,7 @@ def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *o
 
     @pl.when(pl.program_id(1) == 0)
     def read() -> None:
-        shares = sigmoid(weights(lanes, lanes < count, 0)) + config.eps
+        shares = sigmoid(weights(lanes, lanes < count, 0)) + eps
         columns = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
         inside = columns < width
         x = jnp.zeros(columns.shape, jnp.float32)
@@ -143,7 +145,7 @@ def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *o
             one = plgpu.load(streams_ref.at[token, stream, columns], mask=inside, other=0.0)
             x = x + share * one.astype(jnp.float32)
         x = x.astype(read_ref.dtype).astype(jnp.float32)
-        x = x * lax.rsqrt((x * x).sum() / width + eps) * plgpu.load(norm_ref.at[columns], mask=inside, other=0.0)
+        x = x * lax.rsqrt((x * x).sum() / width + input_eps) * plgpu.load(norm_ref.at[columns], mask=inside, other=0.0)
         plgpu.store(read_ref.at[token, columns], x.astype(read_ref.dtype), mask=inside)
 
     @pl.when(pl.program_id(1) == 1)
@@ -155,14 +157,14 @@ def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *o
         logits = weights((2 + rows) * count + columns, inside, 2)
         powers = jnp.where(columns < count, logits, -jnp.inf)
         powers = jnp.exp(powers - powers.max(axis=1, keepdims=True))
-        mixing = jnp.where(inside, powers / powers.sum(axis=1, keepdims=True) + config.eps, 0.0)
+        mixing = jnp.where(inside, powers / powers.sum(axis=1, keepdims=True) + eps, 0.0)
 
         def divided(mixing: jax.Array, axis: int) -> jax.Array:
             # Values outside stay 0, even if eps is 0.
-            return jnp.where(inside, mixing / (mixing.sum(axis=axis, keepdims=True) + config.eps), 0.0)
+            return jnp.where(inside, mixing / (mixing.sum(axis=axis, keepdims=True) + eps), 0.0)
 
         def one_round(_: Any, mixing: jax.Array) -> jax.Array:
             return divided(divided(mixing, 1), 0)
 
-        mixing = lax.fori_loop(0, config.sinkhorn_iterations - 1, one_round, divided(mixing, 0))
+        mixing = lax.fori_loop(0, rounds - 1, one_round, divided(mixing, 0))
         plgpu.store(mix_ref.at[token, rows, columns], mixing, mask=inside)
