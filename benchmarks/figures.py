@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: Sequence[str] | None = None, records: Sequence[Record] = RECORDS) -> int:
-    """Draw and write what the records are shown as. Return 0, or 2 after a line on the first record that can't be
-    read."""
+    """Draw the records' plots, and write their pages and tables. Return 0, or 2 after a line on the first record that
+    can't be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose records, pages and figures are meant")
     root = parser.parse_args(argv).root.resolve()

@@ -41,7 +41,8 @@ PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--comp
 """Flags whose values are paths, and the word that a recorded command has in the place of each path."""
 
 Run = Callable[[], Any]
-Object = tuple[str, Mapping[str, Any]]  # an operation and the options of `tsmla compile --config`, of what a call loads
+# an operation, and the options of `tsmla compile --config` for what a call loads
+Object = tuple[str, Mapping[str, Any]]
 
 
 class Case:
@@ -262,7 +263,7 @@ def in_processes(
         heard_from, said = spawn.Pipe(duplex=False)
         process = spawn.Process(target=measure, args=(left, skipped, said, sys.argv), daemon=True)
         process.start()
-        said.close()  # the child's is then the only one, and its end is seen here
+        said.close()  # the child's is then the only open one, so that its end is seen here
         at, heard, wait = None, time.monotonic(), max(FIRST_PATIENCE, patience)
         while left and time.monotonic() < end:
             if not heard_from.poll(1):

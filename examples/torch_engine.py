@@ -132,7 +132,7 @@ class Engine:
 
 
 def captured(engine: Engine) -> torch.cuda.CUDAGraph:
-    """A graph of one step. A step is made before, for what must not happen in a capture, and undone."""
+    """A graph of one step. A step runs before, for what must not happen in a capture, and is undone."""
     state = [tensor.clone() for tensor in (engine.x, engine.seq_lens, engine.kv_cache)]
     engine.step()
     graph = torch.cuda.CUDAGraph()

@@ -132,7 +132,7 @@ def errors_of(name: str, point: str) -> list[float]:
     case, (d_q, d_k, d_v) = _checked(point, selects=name == SELECTION)
     ours = case.ours()
     got = list((ours[name] if name in ours else case.of_peer(name))())[:3]
-    if name == "tsmla_kv":  # whose gradient of the shared rope columns is a sum over heads
+    if name == "tsmla_kv":  # its gradient of the shared rope columns is a sum over heads
         d_kv, rope = got[1], got[2]
         got = [got[0], torch.cat([d_kv[..., : case.nope].flatten(), rope.flatten()]), d_kv[..., case.nope :]]
         d_k = torch.cat([d_k[..., : case.nope].flatten(), d_k[..., case.nope :].sum(1).flatten()])

@@ -70,7 +70,7 @@ def packed_layout(ids: np.ndarray, max_segments: int) -> tuple[np.ndarray, np.nd
 
 
 def ours(function: Attend, shape: Shape, implementation: str) -> Attend:
-    """A function of the operands, segments made anew in each call."""
+    """Attention as a function of the operands; each call makes the segments anew."""
     ids = jnp.asarray(shape.ids())
 
     def attend(*arrays: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ def errors(shape: Shape, name: str, implementation: str = "cute") -> list[float]
 
     expected = flat(functions(shape, "reference", jnp.float32)["tsmla"]().both())
     got = flat(functions(shape, implementation)[name]().both())
-    if name == "tsmla_kv":  # whose k_rope's gradient is a sum over heads
+    if name == "tsmla_kv":  # its gradient of k_rope is a sum over heads
         got = [*got[:2], got[2][..., :NOPE_DIM], got[2][..., NOPE_DIM:]]
         expected[2] = expected[2][..., :NOPE_DIM]
     got[3] = got[3][..., :V_DIM]

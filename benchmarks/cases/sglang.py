@@ -39,7 +39,7 @@ class Point(NamedTuple):
     mode: str
     b: int
     h: int
-    keys: int  # dense: of a request; else as many as are selected
+    keys: int  # of a request if dense; else how many are selected
 
 
 def v4_mode(model: str, layer: str) -> str:
@@ -56,7 +56,7 @@ BATCHES = (1, 8, 32, 64, 128)
 
 
 def heads_of(mode: str) -> tuple[int, int]:
-    """The heads of an eighth of a sparse model, and all."""
+    """An eighth of a sparse model's heads, and all of them."""
     heads = 64 if mode.startswith("v4-flash") else 128
     return heads // 8, heads
 
@@ -130,7 +130,7 @@ class Sparse(packed.PackedCase):
 
 
 class Dense:
-    """A dense point, of the inputs of the cases decode_bf16 and decode_fp8."""
+    """A dense point, with the inputs of the cases decode_bf16 and decode_fp8."""
 
     def __init__(self, point: Point) -> None:
         kind = DecodeFp8 if point.mode == DENSE_FP8 else DecodeBf16

@@ -64,7 +64,8 @@ class Point(NamedTuple):
 
 
 def draw(mode: str, tokens: int, count: int, within: int) -> Any:
-    """Different slots below `within` for each token, int32 [tokens, count], ascending; -1 behind a prompt's token."""
+    """Different slots below `within` for each token, int32 [tokens, count], ascending; in prompts -1 behind a token
+    that has fewer."""
     if mode in PROMPTS:
         return draw_prompt(tokens, count, SHARED.get(mode, 0.0))
     rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED.get(mode, 0.0))

@@ -118,7 +118,7 @@ def selection() -> tb.Record:
 
 # ---- caches
 
-MANY_TOKENS = 4096  # from here on a sentence speaks of copies: fewer are bound by the launch
+MANY_TOKENS = 4096  # the caption compares with copies from here on: with fewer the launch takes most of the time
 
 
 def copies(name: str, title: str, what: str) -> tb.Record:

@@ -59,9 +59,7 @@ def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, tor
     return request, entry, entry < (lens // compress.ratio)[request]
 
 
-def _pooled(
-    spec: CompressWriteSpec, arrays: Arrays, request: torch.Tensor, entry: torch.Tensor
-) -> torch.Tensor:
+def _pooled(spec: CompressWriteSpec, arrays: Arrays, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
     """[E, C]: the softmax-weighted sums of each entry's window."""
     compress = spec.compress
     ratio, window, channels, series = compress.ratio, compress.window, compress.channels, compress.overlap
@@ -109,7 +107,8 @@ def _write_rows(
     if spec.cache == "v4":
         groups = rows[:, : V4_PACKED.nope_dim].reshape(len(rows), V4_PACKED.num_scales, V4_PACKED.group)
         values, scales = quantize_pow2(groups, V4_PACKED.floor)
-        exponents = scales.view(torch.int32) >> 23  # of powers of two: with the bias, as UE8M0 has it
+        # the exponents of powers of two with their bias, as UE8M0 stores them
+        exponents = scales.view(torch.int32) >> 23
         unused = V4_PACKED.scale_row_bytes - V4_PACKED.num_scales
         parts = [values.reshape(len(rows), -1), rows[:, V4_PACKED.nope_dim :].to(torch.bfloat16)]
         data = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)

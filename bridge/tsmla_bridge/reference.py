@@ -233,9 +233,9 @@ def put_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor
 
 
 def targets(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(slot, token written there, whether there is any) for each token. A token to skip repeats the write of one that
-    isn't: nothing is left out, so no count is needed on the host. If there is none, all name slot 0, to write back what
-    it holds."""
+    """For each token: the slot to write, the token whose row goes there, and whether any token is written at all. A
+    token to skip repeats the write of another one, so the host needs no count. If all are to be skipped, they write
+    back what slot 0 holds."""
     slots = slot_mapping.long()
     legal = (slots >= 0) & (slots < num_slots)
     source = torch.where(legal, torch.arange(len(slots), device=slots.device), legal.int().argmax())

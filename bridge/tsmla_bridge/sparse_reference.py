@@ -282,7 +282,8 @@ def sparse_mla_backward(
     factors: Factors,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of q, kv_cache, compressed_kv_cache and sinks (None without them) over plain caches, from the
-    results and their cotangents, by chunks of tokens: beside the gradients memory for BACKWARD_SCORES scores is made.
+    results and their cotangents, by chunks of tokens, which take memory for BACKWARD_SCORES scores beside the
+    gradients.
     """
     dtype = accumulation_dtype(spec.q_dtype)
     caches = [cache for cache in (kv_cache, compressed_kv_cache) if cache is not None]

@@ -127,7 +127,7 @@ def cache_of(kv: str) -> str:
 
 
 def title_of(backend: Backend) -> str:
-    """For a column; the backend of prefill if it is not the usual one."""
+    """A backend's name as a column's title, with the backend of prefill if it is not the usual one."""
     name, prefill, kv = backend
     said = "**tsmla**" if name == CUSTOM else name
     return said + (f", prefill {prefill}" if prefill != (CUSTOM if name == CUSTOM else "auto") else "") + cache_of(kv)
@@ -475,7 +475,7 @@ def generate_mesh(folder: str) -> tb.Record:
         return f", {row['context']:,} tokens" if row["mode"].endswith("decode") and row["context"] != 512 else ""
 
     def mesh(row: tb.Row) -> str:
-        """The axes of a row's mesh that are split, and where collectives run if not as XLA has them; empty on one."""
+        """The axes of a row's mesh that are split, and where collectives run if a flag says so; empty on one device."""
         axes = [f"{axis.partition('_')[0]} {row[axis]}" for axis in MESH if row.get(axis, 1) > 1]
         return ", ".join([*axes, *([f"collectives {row['collectives']}"] if "collectives" in row else [])])
 

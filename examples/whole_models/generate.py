@@ -188,7 +188,8 @@ def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> 
 def time_decode(engine: Engine, config: ModelConfig, batch: int, *, prefilled: bool) -> tuple[float, list[list[int]]]:
     """Median microseconds of a step of `batch` texts, and the first tokens of each text.
 
-    The host reads tokens as ever. prefilled: the texts' prompts are, and not the caches of noise."""
+    The host reads tokens as usual. prefilled: whether the texts' prompts are prefilled; otherwise the caches hold
+    noise."""
     (admit_texts if prefilled else place_texts)(engine, config, batch, STEPS + 12)
     texts: dict[int, list[int]] = defaultdict(list)
 
@@ -223,7 +224,7 @@ def time_prefill(engine: Engine, config: ModelConfig, count: int, length: int) -
 
 
 def options(config: ModelConfig, batch: int, length: int) -> EngineOptions:
-    """For texts of `length` tokens and some more."""
+    """The options of an engine for texts of `length` tokens and some more."""
     mesh, page_size = mesh_shape(), default_page_size(config)
     pages = -(-batch // mesh.replicas) * ((length + STEPS) // (page_size * mesh.context) + 2)
     return EngineOptions(

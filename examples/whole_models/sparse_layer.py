@@ -89,7 +89,7 @@ def jax_us(run: Callable[[], Any]) -> float:
 
 
 def torch_us(run: Callable[[], Any]) -> float:
-    """The same of what runs on torch's current stream."""
+    """As `jax_us`, of what runs on torch's current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(BUSY_PRODUCTS):
         _matrix(False) @ _matrix(False)

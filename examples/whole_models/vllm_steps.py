@@ -38,7 +38,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before vllm is imported: the engine in this process, and nothing that asks the network or compiles other kernels.
+# Set before vllm is imported, so that the engine runs in this process, and nothing asks the network or compiles other
+# kernels.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0",
@@ -80,7 +81,7 @@ ATTENTION = re.compile(
 )
 """Kernels of decode attention by their names: of all backends, and what runs for them alone."""
 FIRST_SERVED = 20  # requests after which the memory is measured first
-PROMPT_TOKENS = 4096  # of a prefill row, as generate.py's chunk
+PROMPT_TOKENS = 4096  # of a prefill row, as many as a chunk of generate.py has
 MOST_RATED_TOKENS = 131072  # of the prompts of a batch whose rate is measured
 
 

@@ -1,7 +1,5 @@
 """Whole models with this attention on top of the operations: load a checkpoint, generate. DeepSeek's V2 to V4, and the
-others that model_types.py names.
-
-The library is the attention; this is its main job end to end. `tsmla generate` is `command.py`.
+others that model_types.py names. `tsmla generate` is `command.py`.
 """
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig

@@ -352,7 +352,8 @@ def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _
         _integers(tokens),
         softmax_scale=config.head_dim**-0.5,
         latent_dim=config.head_dim,
-        sinks=None if shared else _floats(config.num_attention_heads),  # the merge of the devices' results has them
+        # if devices share the keys, the merge of their results adds the sinks
+        sinks=None if shared else _floats(config.num_attention_heads),
         return_lse=shared,
         compressed_kv_cache=cache.compressed,
         window=window if compressed else None,

@@ -141,7 +141,8 @@ def _route(
 
 
 def _bias_of(correction_bias: jax.Array | None, config: MoEConfig) -> jax.Array | None:
-    """The bias of the scores that choose, f32 [E]; None if the routing has none. ValueError if it should be there."""
+    """The bias of the scores that choose, f32 [E]; None if the routing has none. ValueError if it has one that is
+    None."""
     if config.routing != "noaux_tc":
         return None
     if correction_bias is None:

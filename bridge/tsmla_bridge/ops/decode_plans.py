@@ -233,7 +233,7 @@ class KernelPlan(Plan):
         sms, rows = devices.num_sms(index), spec.total_q_len * spec.num_heads
         rope_step = 0 if rope is None else tensors.row_step(rope)
         launcher = loaded_kernels.launcher(MLA_DECODE, config, index)
-        row_bytes = {  # of a request's rows, by operand; a ragged call's rows lie where its offsets say
+        row_bytes = {  # bytes of a request's rows, by operand; a ragged call's rows lie where its offsets say
             "visible_lens": spec.max_q_len * ITEMSIZE["int32"],
             "q": spec.max_q_len * spec.num_heads * config.q_dim * ITEMSIZE[spec.q_dtype],
             "q_rope": spec.max_q_len * spec.num_heads * rope_step * ITEMSIZE[spec.q_dtype],

@@ -39,7 +39,7 @@ class Plan(Generic[Spec]):
         self.is_like: Callable[..., bool] = lambda *tensors: False
 
 
-_plans: dict[Any, Any] = {}  # of all operations: options of two of them are never equal
+_plans: dict[Any, Any] = {}  # the plans of all operations: no two operations have equal options
 
 latest_plans: dict[tuple[Any, ...], Any] = {}
 """The latest plan of each key: options, or the latest_key that `find` was given."""

@@ -166,8 +166,8 @@ def sparse_workspace_size(
     if not (sms := _num_sms(device)):
         return 0
     whole = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
-    # Tiles of fewer rows are more, and a call of fewer columns, or without greatest logits, may put more tokens into a
-    # launch: each may need more.
+    # Smaller tiles are more tiles, and a call with fewer columns or without greatest logits may put more tokens into a
+    # launch: each of these may need more memory.
     configs = [
         dataclasses.replace(whole, tile_rows=rows, max_logits=max_logits)
         for rows, max_logits in itertools.product((whole.tile_rows, sm90_sparse.FEW_HEADS), (False, True))

@@ -115,8 +115,8 @@ def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
 
 
 def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each pair of flat [pairs] has its place, and cu_rows. Chunks of _AT_ONCE pairs count theirs of each group,
-    and for each pair those of its group that come before it."""
+    """The place of each pair of flat [pairs], and cu_rows. Each chunk of _AT_ONCE pairs counts its pairs of each group,
+    and for each pair the earlier pairs of its group."""
     pairs, count = flat.shape[0], -(-flat.shape[0] // _AT_ONCE)
     chunks = jnp.pad(flat, (0, count * _AT_ONCE - pairs), constant_values=group.shape[0] - 1).reshape(count, _AT_ONCE)
     one, chunk = jnp.arange(_AT_ONCE), jnp.arange(count)
@@ -167,7 +167,8 @@ class _Sizes(NamedTuple):
 
 
 def _load(ref: Any, begin: Any, size: int) -> tuple[jax.Array, jax.Array]:
-    """`size` pairs' indices from `begin` on and what `ref` [pairs] has of them, -1 for those that don't exist."""
+    """The indices of `size` pairs from `begin` on, and the values of `ref` [pairs] there; -1 for pairs that don't
+    exist."""
     at = begin + jnp.arange(size, dtype=jnp.int32)
     return at, plgpu.load(ref.at[at], mask=at < ref.shape[0], other=-1)
 
@@ -196,7 +197,8 @@ def _place(sizes: _Sizes, groups_ref: Any, *refs: Any) -> None:
     own, group = _load(groups_ref, pl.program_id(0) * size, size)
 
     def begun(others: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """1 where one of the others begins a block: of a group before an own pair's [own, others], and of any."""
+        """Which of the others begin a block, as 1 and 0: a block of a group before an own pair's [own, others], and any
+        block."""
         first = (others >= 0) & (others < num_groups) & (ranks % block == 0)
         return (first[None, :] & (others[None, :] < group[:, None])).astype(jnp.int32), first.astype(jnp.int32)
 

@@ -183,7 +183,7 @@ def _backward(call: _Call, saved: Any, d_loss: jax.Array) -> tuple[_Arrays]:
         "the gradient of indexer_loss",
         "implementation='reference' can be differentiated several times",
     )
-    # None is the cotangent of what gets none: the attention's side.
+    # The attention's side gets no gradient: its cotangents are None.
     rest = dict.fromkeys(("q", "kv_cache", "total", "scale", "tables"))
     return (_Arrays(index_q=d_q, index_weights=d_weights, index_cache=d_keys, rows=(None, None), **rest),)  # type: ignore[arg-type]
 

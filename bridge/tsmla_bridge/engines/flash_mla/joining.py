@@ -42,7 +42,7 @@ def per_token(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _join_by_torch(near: Columns, far: Columns, out: torch.Tensor, lengths: torch.Tensor | None) -> None:
-    """joined's result in `out` and `lengths`, by torch's operations: several kernels."""
+    """Write what `joined` returns to `out` and `lengths`, by torch's operations: several kernels."""
     (tokens, window), count = near.slots.shape, far.slots.shape[1]
     out[:, :window] = near.slots
     if near.lengths is not None:
@@ -56,7 +56,7 @@ def _join_by_torch(near: Columns, far: Columns, out: torch.Tensor, lengths: torc
 
 @functools.cache
 def _kernel() -> Any:
-    """joined's kernel; None without Triton, which torch for CUDA brings along."""
+    """The kernel of `joined`; None without Triton, which torch for CUDA brings along."""
     if importlib.util.find_spec("triton") is None:
         return None
     triton = importlib.import_module("triton")

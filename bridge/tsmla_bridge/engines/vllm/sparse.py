@@ -59,7 +59,7 @@ def describe(
     batch_invariant: bool = False,
     tokens_per_request: int | None = None,
 ) -> SparseMLASpec:
-    """The spec of a call with vLLM's names for its properties. The size of pages is none: slots are row numbers."""
+    """The spec of a call with vLLM's names for its properties. Pages have no size here: slots are row numbers."""
     if kv_cache_dtype == PACKED_CACHE:
         cache = Array((1, 1, V32_PACKED.row_bytes), "uint8")
     else:
