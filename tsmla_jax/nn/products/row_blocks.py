@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from tsmla_jax.nn.products import triton
@@ -111,7 +112,8 @@ def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
     else:
         places, cu_rows = _places_by_chunks(flat, group)
         rows = jnp.zeros(pairs, jnp.int32).at[places].set(row, unique_indices=True)
-    return SortedRows(rows, cu_rows, places.reshape(num_rows, most))
+    # Without a barrier XLA may compute places again for every element that the caller gathers by them.
+    return SortedRows(rows, cu_rows, lax.optimization_barrier(places.reshape(num_rows, most)))
 
 
 def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
