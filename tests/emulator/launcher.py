@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -202,26 +201,14 @@ class StandInLauncher(launch.Launcher):
         spec, given, selected = self._prefill_call(operands)
         saved = (operands[name] for name in ("out", "lse", "dout", "dlse"))
         gradients = reference.mla_prefill_backward(spec, *saved, *given, **selected)
-        found = dict(zip(("dq", "dk", "dv"), gradients, strict=False))
-        self._write_terms(operands)
+        found = dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=True))
         if self.config.rope_dim:
             dk, nope = found.pop("dk"), found["dq"].shape[2] - self.config.rope_dim
             found["dkv"] = torch.cat((dk[..., :nope], found.pop("dv")), -1)
             found["dk_rope"] = dk[..., nope:].float().sum(1)
         for name, result in found.items():
-            operands[name].copy_(result)
-
-    def _write_terms(self, operands: Operands) -> None:
-        """The terms of rows, one row after the other; the kernel leaves gaps between requests."""
-        terms, lse = operands["row_terms"], operands["lse"]
-        heads, tiles, _, rows = terms.shape
-        delta = operands["dlse"] - (operands["out"].float() * operands["dout"].float()).sum(-1)
-        seen = lse != -torch.inf
-        flat = torch.zeros(2, heads, tiles * rows)
-        flat[0] = -torch.inf
-        flat[0, :, : len(lse)] = torch.where(seen, -lse * math.log2(math.e), -torch.inf).T
-        flat[1, :, : len(lse)] = torch.where(seen, delta, 0).T
-        terms.copy_(flat.view(2, heads, tiles, rows).permute(1, 2, 0, 3))
+            if result is not None:
+                operands[name].copy_(result)
 
     def _sparse_mla(self, operands: Operands) -> None:
         for operand in self.operands:

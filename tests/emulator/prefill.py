@@ -37,7 +37,7 @@ def emulate(
     names = ("q", "kv", "k_rope") if config.rope_dim else ("q", "k", "v")
     cu_seqlens_q, cu_seqlens_kv, scales = (given[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "scales"))
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> Results:
         if config.rope_dim:
             q, k, v = expanded(q, k, v)
         spec = contract.PrefillSpec(
@@ -58,14 +58,14 @@ def emulate(
         )
         selected = [given[name] for name in ("selection", "selection_rows") if name in given]
         factors = Scales(scales[0], v=scales[1])
-        sinks = given.get("sinks")
         return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, factors, *selected, spec=spec, sinks=sinks)
 
     inputs = [given[name] for name in names]
     if isinstance(config, BackwardConfig):
-        results = _gradients(attend, inputs, *(given[name] for name in ("out", "lse", "dout", "dlse")))
+        given_sinks = [given["sinks"]] if config.sinks else []
+        results = _gradients(attend, [*inputs, *given_sinks], *(given[name] for name in ("out", "lse", "dout", "dlse")))
     else:
-        results = attend(*inputs)
+        results = attend(*inputs, given.get("sinks"))
     outputs = [operand for operand in operands if operand.output]
     workspaces: list[Any] = [
         jnp.full(shape, 123, operand.dtype)
@@ -82,19 +82,8 @@ def _gradients(
     d_out: jax.Array,
     d_lse: jax.Array,
 ) -> list[jax.Array]:
-    """The gradients of the inputs, by the reference in float32. They are NaN if `out` and `lse` are not its results:
-    those of the keys alone, or with a sink whose weight `lse` has."""
-
-    def with_sinks(*inputs: jax.Array) -> Results:
-        alone, keys = attend(*inputs)
-        seen = keys != -jnp.inf
-        keys = jnp.where(seen, keys, 0)
-        excess = jnp.expm1(jnp.where(seen, lse - keys, 0))
-        sinks = jax.lax.stop_gradient(jnp.where(excess > 1e-5, jnp.log(jnp.maximum(excess, 1e-30)) + keys, -jnp.inf))
-        whole = jnp.logaddexp(keys, sinks)
-        return alone * jnp.exp(keys - whole)[..., None], jnp.where(seen, whole, -jnp.inf)
-
-    results, derivative = jax.vjp(with_sinks, *(x.astype(jnp.float32) for x in inputs))
+    """The gradients of the inputs, by the reference in float32. They are NaN if `out` and `lse` are not its results."""
+    results, derivative = jax.vjp(attend, *(x.astype(jnp.float32) for x in inputs))
     seen = lse != -jnp.inf  # rows that see no key have no gradient, whatever the cotangents are there
     d_inputs = derivative((jnp.where(seen[..., None], d_out, 0).astype(jnp.float32), jnp.where(seen, d_lse, 0)))
     differs = jnp.abs(jnp.where(seen, lse - results[1], 0)).max() > 1e-3

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge.prefill_sinks import Absorbed
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import ResultLayout
 from tsmla_bridge.runtime.scales import Pair
@@ -16,7 +15,6 @@ from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD, MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
-from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 from tsmla_kernels.sm100 import config as sm100
@@ -196,60 +194,16 @@ def launch(
 
 def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int = 0) -> Gradients:
     """The gradients; rope_dim as in PrefillConfig says which inputs these are."""
-    if inputs.sinks is not None:
-        return _backward_of_sinks(spec, inputs, pair, saved, rope_dim)
     gradients = new_gradients(inputs)
-    _launch_backward(spec, inputs, pair, saved.dense(), gradients, rope_dim)
-    return gradients
-
-
-def _backward_of_sinks(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int) -> Gradients:
-    """The gradients of a call with sinks: the kernel's, given the log-sum-exp of the keys and the sink together. The
-    kernel's terms of rows give that of the sinks, so that out is not read again. Few torch kernels, because each costs
-    some 2 us."""
-    assert inputs.sinks is not None
-    sinks, absorbed = inputs.sinks.float(), None
-    if saved.dlse is None:
-        # A row that sees no key gets the sink as its lse: no key then has a weight, and its out is 0.
-        whole = saved._replace(lse=torch.logaddexp(saved.lse, sinks)).dense()
-    else:
-        absorbed = Absorbed.of(saved.lse, saved.dlse, sinks)
-        whole = saved._replace(lse=absorbed.lse, dlse=absorbed.dlse)
-    without = inputs._replace(sinks=None)
-    gradients = new_gradients(without)
-    terms = _launch_backward(spec, without, pair, whole, gradients, rope_dim, keep_terms=True)
-    # [H, tiles, 2, rows]: -lse in base 2, and dlse minus the sum of out * dout; -inf and 0 where there is no row.
-    negative_lse, delta = terms.unbind(2)
-    weights = torch.add(negative_lse, sinks[:, None, None], alpha=LOG2_E).exp2_()
-    d_sinks = weights.mul_(delta).sum((1, 2))
-    if absorbed is not None:
-        d_sinks -= (absorbed.weights(sinks) * absorbed.dlse).sum(0)
-    return gradients._replace(sinks=d_sinks.to(inputs.sinks.dtype))
-
-
-def _launch_backward(
-    spec: PrefillSpec,
-    inputs: Inputs,
-    pair: Pair,
-    saved: Saved,
-    gradients: Gradients,
-    rope_dim: int,
-    *,
-    keep_terms: bool = False,
-) -> torch.Tensor:
-    """Write the gradients of the first three inputs. Returns the kernel's terms of rows, or nothing of use unless
-    keep_terms."""
     config, num_sms = sm90_backward.backward_config(spec, rope_dim), devices.num_sms(inputs.q.get_device())
     workspaces = sm90_backward.backward_workspaces(
         config, spec.batch, spec.total_q_len, spec.total_kv_len, spec.num_heads, num_sms
     )
-    terms = torch.empty(0, device=inputs.q.device)
-    kept: dict[str, TensorOrShape] = {}
-    if keep_terms:
-        kept["row_terms"] = terms = torch.empty(workspaces["row_terms"][0], device=inputs.q.device)
     named = {f"d{name}": gradient for name, gradient in zip(inputs._fields, gradients[:3], strict=False)}
-    _run_kernel(MLA_PREFILL_BACKWARD, config, inputs, pair, {**saved._asdict(), **named, **workspaces, **kept})
-    return terms
+    if inputs.sinks is not None:
+        named["dsinks"] = torch.empty_like(inputs.sinks, dtype=torch.float32, memory_format=torch.contiguous_format)
+    _run_kernel(MLA_PREFILL_BACKWARD, config, inputs, pair, {**saved.dense()._asdict(), **named, **workspaces})
+    return gradients if inputs.sinks is None else gradients._replace(sinks=named["dsinks"].to(inputs.sinks.dtype))
 
 
 def new_gradients(inputs: Inputs) -> Gradients:

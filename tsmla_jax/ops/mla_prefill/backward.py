@@ -14,13 +14,12 @@ from tsmla_jax.ops import transforms
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import xla
 from tsmla_jax.ops.mla_prefill.call import Cotangents, Planned, Results, Saved, refuse_second_derivative
-from tsmla_jax.ops.mla_prefill.sinks import Absorbed
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 Gradients = tuple[jax.Array, ...]
-"""The gradients of q, k and v, or of q, kv and k_rope."""
+"""The gradients of q, k and v, or of q, kv and k_rope; and of the sinks if there are any."""
 
 
 class Operands(NamedTuple):
@@ -46,7 +45,8 @@ class Operands(NamedTuple):
 
 
 HEADED = 7
-"""How many operands, from the first on, vmap may batch; its calls have the others in common."""
+"""How many operands, from the first on, vmap may batch, beside the sinks behind them; its calls have the others in
+common."""
 
 
 def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:
@@ -82,14 +82,10 @@ def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
     d_out, d_lse, *_ = cotangents
     sinks, (scales, *offsets), selection = call.split(others)
     shared = (*offsets, *selection)
-    of_sinks: tuple[jax.Array, ...] = ()
-    if sinks:
-        absorbed = Absorbed.of(lse, d_lse, sinks[0])
-        of_sinks, (lse, d_lse) = (absorbed.d_sinks(out, d_out, sinks[0]),), absorbed
-    d_q, *d_keys = _transformable(call, v.ndim == 2)(q, k, v, out, lse, d_out, d_lse, scales, *shared)
+    d_q, *found = _transformable(call, v.ndim == 2)(q, k, v, out, lse, d_out, d_lse, *sinks, scales, *shared)
     # q is a factor of the logits as their scale is, and out is proportional to its own scale.
     d_scales = jnp.stack([_dot(d_q, q), _dot(out, d_out)]) / scales
-    return d_q, *d_keys, *of_sinks, d_scales, *(None for _ in shared)
+    return d_q, *found, d_scales, *(None for _ in shared)
 
 
 @jax.jit
@@ -104,12 +100,13 @@ def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]
     columns.
     """
     keys, columns = ("s h w, s r", ("w", "r")) if shared_rope else ("s h k, s h v", ())
+    sinks, selection = ", h" * call.spec.sinks, ", n m, t" * call.spec.selection
     return transforms.transformable(
         functools.partial(_on_device, call),
-        rule=f"t h k, {keys}, t h v, t h, t h v, t h, c, b, b{', n m, t' * call.spec.selection} -> t h k, {keys}",
+        rule=f"t h k, {keys}, t h v, t h, t h v, t h{sinks}, c, b, b{selection} -> t h k, {keys}{sinks}",
         fixed=("t", "k", "s", *columns, "v", "c", "b", *("n", "m") * call.spec.selection),
-        partition=functools.partial(_partition, shared_rope),
-        fold=None if shared_rope else _fold,
+        partition=functools.partial(_partition, call, shared_rope),
+        fold=None if shared_rope else functools.partial(_fold, call),
         shared=5 if call.spec.selection else 3,
         derivative=refuse_second_derivative,
         summed=transforms.Summed((2,), (1,)) if shared_rope else None,
@@ -118,7 +115,8 @@ def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]
 
 def _on_device(call: Planned, *arrays: jax.Array) -> Gradients:
     """The kernel on the arrays of one device, which may have only a part of the heads."""
-    x = Operands(*arrays)
+    sinks = arrays[HEADED : HEADED + call.spec.sinks]
+    x = Operands(*arrays[:HEADED], *arrays[HEADED + len(sinks) :])
     spec = call.spec_of(x.q, x.k, x.cu_seqlens_q)
     config = sm90_backward.backward_config(spec, x.v.shape[1] if x.v.ndim == 2 else 0)
     workspaces = sm90_backward.backward_workspaces(
@@ -127,24 +125,29 @@ def _on_device(call: Planned, *arrays: jax.Array) -> Gradients:
     gradients = kernel_call(
         MLA_PREFILL_BACKWARD,
         config,
-        (x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, *x.selected, x.scales, x.out, x.lse, x.d_out, x.d_lse),
-        (x.q.shape, x.k.shape, x.v.shape, *(shape for shape, _ in workspaces.values())),
+        (
+            *(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, *x.selected, *sinks),
+            *(x.scales, x.out, x.lse, x.d_out, x.d_lse),
+        ),
+        (x.q.shape, x.k.shape, x.v.shape, *(s.shape for s in sinks), *(shape for shape, _ in workspaces.values())),
         arch=call.arch,
     )
-    return tuple(gradients[:3])
+    return tuple(gradients[: 3 + len(sinks)])
 
 
-def _fold(run: Callable[..., Gradients], axis_size: int, *arrays: jax.Array) -> Gradients:
+def _fold(call: Planned, run: Callable[..., Gradients], axis_size: int, *arrays: jax.Array) -> Gradients:
     """vmap's axis V, leading in all arrays but the shared ones, becomes V * H heads of one call."""
+    shared = HEADED + call.spec.sinks
     folded = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in arrays[:HEADED])
-    gradients = run(*folded, *arrays[HEADED:])
-    return tuple(x.reshape(x.shape[0], axis_size, -1, x.shape[2]).swapaxes(0, 1) for x in gradients)
+    found = run(*folded, *(x.reshape(-1) for x in arrays[HEADED:shared]), *arrays[shared:])
+    of_rows = (x.reshape(x.shape[0], axis_size, -1, x.shape[2]).swapaxes(0, 1) for x in found[:3])
+    return *of_rows, *(x.reshape(axis_size, -1) for x in found[3:])
 
 
-def _partition(shared_rope: bool, shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: Planned, shared_rope: bool, shapes: Sequence[Any]) -> transforms.Partition:
     """The sharding of q along heads; arrays without heads are whole."""
     heads = transforms.named_axes(shapes[0])[1]
-    rows, terms = P(None, heads, None), P(None, heads)
+    rows, terms, sinks = P(None, heads, None), P(None, heads), (P(heads),) * call.spec.sinks
     gradients = (rows, rows, P(None, None) if shared_rope else rows)
-    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[HEADED:])
-    return (*gradients, rows, terms, rows, terms, *shared), gradients
+    shared = tuple(P(*(None,) * len(shape.shape)) for shape in shapes[HEADED + len(sinks) :])
+    return (*gradients, rows, terms, rows, terms, *sinks, *shared), (*gradients, *sinks)

@@ -74,10 +74,14 @@ MLA_PREFILL = Kernel(
 
 def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
     """The operands of mla_prefill or, if config.rope_dim > 0, of mla_prefill_kv; then its results, their cotangents,
-    the gradients, and the workspaces."""
+    the gradients, and the workspaces. lse is without the sinks, as the forward pass returns it."""
     # The leading sizes of workspaces; a size of None is read at the launch. The workspaces that are not named here have
     # (None, None).
     dynamic = {"dq_sum": (None, 2, None), "plan": (None,), "progress": (None,)}
+    sinks, sink_gradient = (
+        (Operand(name, "float32", (None,), output=output, align=4),) if config.sinks else ()
+        for name, output in (("sinks", False), ("dsinks", True))
+    )
     leading = {
         name: (dynamic.get(name, (None, None)), shape, dtype)
         for name, (shape, dtype) in sm90_backward.backward_workspaces(config, 1, 1, 1, 1, 1).items()
@@ -92,6 +96,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
         *(SELECTION if config.selection else ()),
+        *sinks,
         Operand("scales", "float32", (2,), align=4),
         Operand("out", config.dtype, (None, None, v_dim)),
         Operand("lse", "float32", (None, None), align=4),
@@ -99,6 +104,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         Operand("dlse", "float32", (None, None), align=4),
         Operand("dq", config.dtype, (None, None, k_dim), output=True),
         *(Operand(f"d{name}", config.dtype, shape, output=True) for name, shape in keys),
+        *sink_gradient,
         *(Operand(name, dtype, (*first, *size[len(first) :]), True) for name, (first, size, dtype) in leading.items()),
     )
 

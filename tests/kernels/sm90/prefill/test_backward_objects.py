@@ -36,6 +36,8 @@ CONFIGS = {
     },
     "shared rope columns": {"shared_rope": "true"},
     "shared rope columns, deterministic": {"shared_rope": "true", "deterministic": "true"},
+    "sinks, shared rope columns": {"sinks": "true", "shared_rope": "true"},
+    "sinks, selected keys": {"sinks": "true", "selection": "true"},
 }
 FAST = ("causal",)
 
@@ -51,7 +53,7 @@ def test_operands_take_the_workspaces(options: dict[str, str]) -> None:
     config = MLA_PREFILL_BACKWARD.from_options(options)
     operands = MLA_PREFILL_BACKWARD.operands(config)
     workspaces = backward_workspaces(config, 3, 1000, 2000, 16)
-    first = 15 if config.selection else 13
+    first = 13 + 2 * config.selection + 2 * config.sinks
     assert [operand.name for operand in operands[first:]] == list(workspaces)
     for operand in operands[first:]:
         operand.check(*workspaces[operand.name])
@@ -69,6 +71,8 @@ def test_workspaces_are_dq_in_float32_and_some_numbers_a_row(options: dict[str, 
         assert sizes[heads].pop("row_terms") <= 8 * heads * (tokens + 64 * batch)
         turns = 8 * heads * (tokens // 64 + batch) if config.deterministic else 8
         assert sizes[heads].pop("turns") == turns
+        of_sinks = 16 * heads * (tokens // 64 + batch) if config.sinks else 0
+        assert sizes[heads].pop("sink_terms", 0) == of_sinks
         partials = 16 if config.deterministic else 1
         assert sizes[heads].pop("rope_sum", 0) == (4 * 64 * keys * partials if config.rope_dim else 0)
         assert sizes[heads].pop("rope_turns", 0) <= partials * 8 * (keys // config.key_rows + batch)

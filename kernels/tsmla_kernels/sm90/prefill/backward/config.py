@@ -19,6 +19,7 @@ Q_ROWS = 64  # query rows of one step
 STAGES = 2  # pipeline stages of Q and of dS; if wide, also of dO
 ROPE_PARTIALS = 16  # deterministic: partial sums of the shared rope columns' gradient; head h adds to sum h % 16
 BLOCK_ROWS = 8  # query rows of a block of dq's sums
+SINK_TERMS = 4  # partial sums of a sink's gradient that a tile of queries makes
 PLAN_WORDS = 8  # int32 words of one row of the plan
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = ((192, 128), (256, 256))
@@ -36,6 +37,7 @@ class BackwardConfig:
       causal: whether query i of n sees, of m keys, only keys j <= i + m - n.
       deterministic: whether sums over key tiles are added in a fixed order, so that repeated calls give equal bits.
       selection: whether a query row sees, of those keys, only the ones that its words of bits select.
+      sinks: whether heads have sinks, whose gradient is then a result, too.
     """
 
     dtype: str
@@ -45,6 +47,7 @@ class BackwardConfig:
     causal: bool = True
     deterministic: bool = False
     selection: bool = False
+    sinks: bool = False
 
     @property
     def wide(self) -> bool:
@@ -81,6 +84,7 @@ def backward_config(spec: PrefillSpec, rope_dim: int = 0) -> BackwardConfig:
         causal=spec.causal,
         deterministic=spec.deterministic,
         selection=spec.selection,
+        sinks=spec.sinks,
     )
 
 
@@ -92,11 +96,13 @@ def backward_workspaces(
     dq_sum: float32 sums of dq. A block has BLOCK_ROWS rows of one request and half of the columns, in the order of
       `sum_position` or, if the config is wide, of `wide_sum_position`.
     row_terms: for each head and tile of Q_ROWS queries of one request, -lse in base 2, then the cotangent of lse minus
-      rowsum(dout * out).
+      rowsum(dout * out). With sinks, of the lse of the keys and the sink together.
     turns: if deterministic, how many key tiles (if wide: warps of key tiles) have been added to each half of the
       columns of a tile of dq.
     plan: a row for each request, and two for the keys that belong to no request.
     progress: one word per CTA, because the launch takes the grid's size from its length.
+    sink_terms: only with sinks. For each head and tile of Q_ROWS queries, SINK_TERMS numbers whose sum is the tile's
+      part of the sink's gradient.
     rope_sum, rope_turns: only if rope_dim > 0. Float32 sums of the gradient of k's shared columns; and, if
       deterministic, how many heads have been added to each half of a key tile's rows. If wide, the first of a tile's
       two counters says how many warps have added to all its rows.
@@ -111,6 +117,8 @@ def backward_workspaces(
         "plan": ((batch + 2, PLAN_WORDS), "int32"),
         "progress": ((max(num_sms, PROGRESS_WORDS),), "int32"),
     }
+    if config.sinks:
+        shapes["sink_terms"] = ((num_heads, tiles, SINK_TERMS), "float32")
     if config.rope_dim:
         partials = ROPE_PARTIALS if deterministic else 1
         key_tiles = total_kv_len // config.key_rows + batch if deterministic else 1

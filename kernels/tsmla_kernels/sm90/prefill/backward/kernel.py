@@ -25,10 +25,11 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Copies,
     KeyGradients,
     Mma,
-    Operands,
     Saved,
+    SinkGradient,
     Sums,
     Traits,
+    backward_operands,
     init_mbarriers,
     make_storage,
     shared_memory,
@@ -38,7 +39,7 @@ from tsmla_kernels.sm90.prefill.backward.products import Consumer
 from tsmla_kernels.sm90.prefill.backward.rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
 from tsmla_kernels.sm90.prefill.backward.sums import Reducer
 from tsmla_kernels.sm90.prefill.backward.wide import WideConsumer
-from tsmla_kernels.sm90.prefill.memory import Scale, Schedule, Selection, named_operands
+from tsmla_kernels.sm90.prefill.memory import Scale, Schedule, Selection
 from tsmla_kernels.sm90.prefill.plan import Requests
 
 
@@ -58,8 +59,8 @@ class MlaPrefillBackward:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
         """Launch the kernels on `stream`. `tensors` are those of `mla_prefill_backward_operands`, in order."""
-        operands = named_operands(Operands, tensors, self.traits.selection)
         traits = self.traits
+        operands = backward_operands(tensors, traits.config)
         sums = Sums(operands.dq_sum, operands.row_terms, operands.turns, operands.dq_sum, operands.turns)
         gradients = KeyGradients(operands.dk, operands.dv)
         if const_expr(traits.rope_columns > 0):
@@ -74,7 +75,7 @@ class MlaPrefillBackward:
         saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
         tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
         # The grid has one index more than there are tiles: the first CTA of this last index makes the plan.
-        self.prepare(requests, saved, sums, schedule).launch(
+        self.prepare(requests, saved, sums, schedule, operands.sinks).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
         copies, mmas = self.producer.make_copies(operands), self.consumer.parts.make_mmas()
@@ -84,13 +85,16 @@ class MlaPrefillBackward:
             grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
-        # The grid has one index more than there are tiles: the CTAs of this last index zero dq of rows of no request.
-        self.finish(requests, sums, operands.scales, operands.dq, operands.dv).launch(
+        # The grid has one index more than there are tiles: the CTAs of this last index zero dq of rows of no request,
+        # and add up the sinks' gradient.
+        self.finish(requests, sums, operands.scales, operands.dq, operands.dv, operands.sinks).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def prepare(self, requests: Requests, saved: Saved, sums: Sums, schedule: Schedule):
+    def prepare(
+        self, requests: Requests, saved: Saved, sums: Sums, schedule: Schedule, sinks: SinkGradient | None
+    ):  # fmt: skip
         """Run before the main kernel: write the plan and the rows' terms, and zero the sums and counters."""
         cute.arch.griddepcontrol_launch_dependents()
         tile, section, _ = cute.arch.block_idx()
@@ -99,7 +103,7 @@ class MlaPrefillBackward:
             if section == 0:
                 self.planner.make_plan(requests, schedule, Int32(saved.lse.shape[1]))
         else:
-            self.rows.prepare_rows(requests, saved, sums, tile, section * CTA_HEADS)
+            self.rows.prepare_rows(requests, saved, sums, sinks, tile, section * CTA_HEADS)
             self.rows.zero_sums(sums, tile * sections + section, (tiles - 1) * sections)
 
     @cute.kernel
@@ -148,8 +152,16 @@ class MlaPrefillBackward:
                 self.consumer.compute(gradients, factors(scales), shared, mma, selection, group)
 
     @cute.kernel
-    def finish(self, requests: Requests, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):
-        """Run after the main kernel: write dq, and the gradient of shared rope columns."""
+    def finish(
+        self,
+        requests: Requests,
+        sums: Sums,
+        scales: cute.Tensor,
+        dq: cute.Tensor,
+        dk_rope: cute.Tensor,
+        sinks: SinkGradient | None,
+    ):
+        """Run after the main kernel: write dq, and the gradients of shared rope columns and of sinks."""
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
@@ -158,5 +170,7 @@ class MlaPrefillBackward:
             self.rows.store_rope(sums, scales[Scale.LOGITS], dk_rope, cta, ctas)
         if tile == tiles - 1:
             self.rows.zero_dq(requests, dq, section, sections)
+            if const_expr(sinks is not None):
+                self.rows.store_sinks(sinks, section * CTA_HEADS)
         else:
             self.rows.store_dq(requests, sums, scales[Scale.LOGITS], dq, tile, section * CTA_HEADS)

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from tsmla_kernels.sm90.operands import Block, TmaCopy
-from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS, STAGES, BackwardConfig
-from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, Stage
+from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS, STAGES, BackwardConfig, backward_workspaces
+from tsmla_kernels.sm90.prefill.memory import SELECTION_OPERANDS, Buffers, Selection, Stage, named_operands
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
@@ -53,9 +53,9 @@ class Operands(NamedTuple):
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32; scales
     [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log), the forward pass's results; their
     cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last two only
-    with a `rope_dim`. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V], whose rows have the key without its rope
-    columns, then the value; `v` is k_rope [Tk, R], which all heads share; `dk` and `dv` are the gradients of kv and
-    k_rope.
+    with a `rope_dim`. `sinks` is there if the config has sinks. With a `rope_dim` R > 0, `k` is kv [Tk, H, K - R + V],
+    whose rows have the key without its rope columns, then the value; `v` is k_rope [Tk, R], which all heads share; `dk`
+    and `dv` are the gradients of kv and k_rope.
     """
 
     q: cute.Tensor
@@ -79,6 +79,27 @@ class Operands(NamedTuple):
     rope_sum: cute.Tensor | None = None
     rope_turns: cute.Tensor | None = None
     selection: Selection | None = None
+    sinks: SinkGradient | None = None
+
+
+class SinkGradient(NamedTuple):
+    """The sinks [H], their gradient, and its partial sums [H, tiles, SINK_TERMS]."""
+
+    sinks: cute.Tensor
+    gradient: cute.Tensor
+    terms: cute.Tensor
+
+
+def backward_operands(tensors: tuple[cute.Tensor, ...], config: BackwardConfig) -> Operands:
+    """The arrays of a launch of the gradient by name. Sinks follow the offsets and the selection; their gradient
+    follows that of the values."""
+    rest, sinks = list(tensors), None
+    if config.sinks:
+        given = rest.pop(SELECTION_OPERANDS.stop if config.selection else SELECTION_OPERANDS.start)
+        workspaces = list(backward_workspaces(config, 1, 1, 1, 1))
+        gradient = rest.pop(-len(workspaces) - 1)
+        sinks = SinkGradient(given, gradient, rest.pop(workspaces.index("sink_terms") - len(workspaces)))
+    return named_operands(Operands, tuple(rest), config.selection)._replace(sinks=sinks)
 
 
 class Copies(NamedTuple):

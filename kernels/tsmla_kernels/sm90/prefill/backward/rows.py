@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward.memory import Factors, Saved, Sums, Term, Traits
+from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, Q_ROWS, SINK_TERMS
+from tsmla_kernels.sm90.prefill.backward.memory import Factors, Saved, SinkGradient, Sums, Term, Traits
 from tsmla_kernels.sm90.prefill.backward.plan import first_index
 from tsmla_kernels.sm90.prefill.backward.sums import sum_position
 from tsmla_kernels.sm90.prefill.memory import Scale
@@ -43,7 +43,15 @@ class RowKernels:
     # ---- before the main kernel
 
     @cute.jit
-    def prepare_rows(self, requests: Requests, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
+    def prepare_rows(
+        self,
+        requests: Requests,
+        saved: Saved,
+        sums: Sums,
+        sinks: SinkGradient | None,
+        tile: Int32,
+        first_head: Int32,
+    ):
         """Compute, in one CTA, the terms of one tile of queries for CTA_HEADS heads. Rows of the tile past the
         request's end get the terms of a row that sees no key."""
         tidx = cute.arch.thread_idx()[0]
@@ -53,6 +61,9 @@ class RowKernels:
         row_begin = first_row + (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
         row_end = self.clamped(requests, e + 1)
         lane = tidx % LANES
+        sink, of_sink = Float32(0.0), Float32(0.0)  # all rows of a thread have one head
+        if const_expr(sinks is not None):
+            sink = sinks.sinks[cutlass.min(first_head + tidx // LANES % CTA_HEADS, heads - 1)] * LOG2_E
         for first in cutlass.range(0, Q_ROWS * CTA_HEADS, UNROLL * ROW_THREADS // LANES, unroll=1):
             rows, products = [], []
             for u in cutlass.range_constexpr(UNROLL):
@@ -74,9 +85,17 @@ class RowKernels:
                         row_lse = saved.lse[row_begin + row, head]
                         if row_lse != -Float32.inf:
                             lse = -row_lse * LOG2_E
-                            delta = saved.dlse[row_begin + row, head] - total
+                            delta = saved.dlse[row_begin + row, head]
+                            if const_expr(sinks is not None):
+                                lse, delta, weight = beside_sink(lse, delta, sink)
+                                of_sink -= weight * total
+                            delta -= total
                     sums.row_terms[head, Int64(tile), Term.LSE, row] = lse
                     sums.row_terms[head, Int64(tile), Term.DELTA, row] = delta
+        if const_expr(sinks is not None):
+            own_head = first_head + tidx // LANES % CTA_HEADS
+            if lane == 0 and own_head < heads:
+                sinks.terms[own_head, Int64(tile), tidx // LANES // CTA_HEADS] = of_sink
 
     @cute.jit
     def owner(self, requests: Requests, tile: Int32, batch: Int32):
@@ -169,6 +188,21 @@ class RowKernels:
                 if exists:
                     cute.autovec_copy(rounded, global_tensor(dq, at, SUM_VECTOR))
 
+    @cute.jit
+    def store_sinks(self, sinks: SinkGradient, first_head: Int32) -> None:
+        """Store, in one CTA, the gradient of CTA_HEADS sinks: a warp adds the partial sums of one, in a fixed order."""
+        warp, lane = cute.arch.thread_idx()[0] // 32, cute.arch.lane_idx()
+        head = first_head + warp
+        if warp < CTA_HEADS and head < sinks.sinks.shape[0]:
+            count = sinks.terms.shape[1] * SINK_TERMS
+            total = Float32(0.0)
+            for i in cutlass.range(lane, count, 32, unroll=4):
+                total += sinks.terms[head, Int64(i // SINK_TERMS), i % SINK_TERMS]
+            for offset in (16, 8, 4, 2, 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+            if lane == 0:
+                sinks.gradient[head] = total
+
     def row_of_sums(self, vector: Int32, row_vectors: int) -> Int32:
         """The row, in a tile, of the vector of 16 sums with index `vector`. A row has `row_vectors` vectors."""
         if self.traits.wide:
@@ -219,6 +253,19 @@ class RowKernels:
             for i in cutlass.range(tidx, vectors, ROW_THREADS, unroll=1):
                 at = (Int64(at_row) * vectors + i) * VECTOR
                 cute.autovec_copy(zeros, global_tensor(dq, at, VECTOR))
+
+
+@cute.jit
+def beside_sink(lse: Float32, dlse: Float32, sink: Float32):
+    """A row's terms in base 2 if its head has a sink. `lse` is -lse of the keys alone. Returns -lse of the keys and the
+    sink together; the cotangent of lse that belongs to it; and the sink's part of the row's weight."""
+    keys = -lse
+    whole = cute.arch.fmax(keys, sink) + cute.math.log2(
+        1.0 + cute.math.exp2(-cute.arch.fmax(keys - sink, sink - keys), fastmath=True), fastmath=True
+    )
+    if dlse != 0.0:  # the factor is infinite where the sink has nearly all weight
+        dlse = dlse * cute.math.exp2(whole - keys, fastmath=True)
+    return -whole, dlse, cute.math.exp2(sink - whole, fastmath=True)
 
 
 def factors(scales: cute.Tensor) -> Factors:
