@@ -11,8 +11,9 @@ trainer computes the log-probabilities of these tokens again, from the texts as 
   replayed   V3.2 alone: the same, with the keys that the rollout chose
   exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)
 
-"exact" has the rollout's bits, because a row's products then have the rollout's shapes and its attention reads the same
-cache in the same order. The table below says what else differs where: each operation is given the rollout's own inputs.
+"exact" has the rollout's bits, because the rollout's own compiled programs compute it: a program computes a row in one
+way, whichever rows stand beside it, and its attention reads the same cache in the same order. The table below says what
+else differs where: each operation is given the rollout's own inputs.
 Weights are random and MLPs dense, of the width of a token's experts.
 """
 
@@ -198,24 +199,29 @@ def run_prompts(model: Model, texts: Texts, params: Params, tokens: jax.Array, d
     return caches, chosen
 
 
-def layer_of_step(
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def step_layer(
     model: Model, params: Params, x: jax.Array, cache: Any, tables: jax.Array, lens: jax.Array
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """A layer on the rows [R, E] of a step: what the rollout and "exact" both compute."""
+    """A layer on the rows [R, E] of a step."""
     y, cache, selected = attend(model, params["attention"], norm(x), cache, tables, lens)
     x = x + y
     return x + mlp(params, norm(x)), cache, selected
 
 
-step_layer = jax.jit(layer_of_step, static_argnums=0, donate_argnums=3)
+step_end = jax.jit(log_probs)
 
 
 @jax.jit
-def sample(params: Params, x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Step i's next tokens and their log-probabilities [B]."""
-    found = log_probs(params, x)
-    following = jax.random.categorical(jax.random.fold_in(jax.random.key(3), i), found)
-    return following, jnp.take_along_axis(found, following[:, None], axis=1)[:, 0]
+def sample(found: jax.Array, i: jax.Array) -> jax.Array:
+    """Step i's next tokens [B], from their log-probabilities."""
+    return jax.random.categorical(jax.random.fold_in(jax.random.key(3), i), found)
+
+
+@jax.jit
+def of_tokens(found: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The log-probabilities of these tokens [R], from those of all [R, vocabulary]."""
+    return jnp.take_along_axis(found, tokens[:, None], axis=1)[:, 0]
 
 
 def roll_out(model: Model, texts: Texts, params: Params, dtype: Any) -> Rollout:
@@ -223,18 +229,19 @@ def roll_out(model: Model, texts: Texts, params: Params, dtype: Any) -> Rollout:
     prompts = jax.random.randint(jax.random.key(1), (texts.count, texts.prompt), 0, model.vocabulary)
     caches, of_prompts = run_prompts(model, texts, params, prompts, dtype)
     token = jax.random.randint(jax.random.key(2), (texts.count,), 0, model.vocabulary)
-    ends = {name: params[name] for name in ("embedding", "head")}
+    end = {"head": params["head"]}
     tokens, each, inputs, chosen = [prompts, token[:, None]], [], [], []
     for i in range(texts.new - 1):
-        x, lens = ends["embedding"][token], jnp.full(texts.count, texts.prompt + 1 + i, jnp.int32)
+        x, lens = params["embedding"][token], jnp.full(texts.count, texts.prompt + 1 + i, jnp.int32)
         of_layers, choices = [], []
         for n, layer in enumerate(params["layers"]):
             of_layers.append(x)
             x, caches[n], selected = step_layer(model, layer, x, caches[n], texts.tables, lens)
             choices.append(selected)
-        token, found = sample(ends, x, jnp.int32(i))
+        found = step_end(end, x)
+        token = sample(found, jnp.int32(i))
         tokens.append(token[:, None])
-        each.append(found)
+        each.append(of_tokens(found, token))
         inputs.append(jnp.stack(of_layers))
         chosen.append(choices)
 
@@ -274,8 +281,7 @@ def whole_end(texts: Texts, params: Params, x: jax.Array, tokens: jax.Array) -> 
     """The log-probabilities [B, N - 1] of the tokens that follow the new ones."""
     new = x.reshape(texts.count, texts.length, -1)[:, texts.prompt : -1]
     following = tokens[:, texts.prompt + 1 :].reshape(-1)
-    found = log_probs(params, new.reshape(-1, new.shape[2]))
-    return jnp.take_along_axis(found, following[:, None], axis=1)[:, 0].reshape(texts.count, -1)
+    return of_tokens(log_probs(params, new.reshape(-1, new.shape[2])), following).reshape(texts.count, -1)
 
 
 def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Array, selected: list[Any]) -> jax.Array:
@@ -286,57 +292,26 @@ def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Arra
     return whole_end(texts, {"head": params["head"]}, x, tokens)
 
 
-class Rows(NamedTuple):
-    """The new tokens of all texts but each text's last, text after text, in batches of as many rows as a step has.
-
-    text: [steps, B], a row's text. place: [steps, B], a row's index in its text. lens: [steps, B], how many tokens a
-    row sees."""
-
-    text: jax.Array
-    place: jax.Array
-    lens: jax.Array
-
-    @classmethod
-    def of(cls, texts: Texts) -> Rows:
-        each = texts.new - 1
-        text, i = jnp.divmod(jnp.arange(texts.count * each, dtype=jnp.int32), each)
-        return cls(*(x.reshape(each, texts.count) for x in (text, texts.prompt + i, texts.prompt + 1 + i)))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def exact_layer(model: Model, texts: Texts, params: Params, x: jax.Array, cache: Any) -> jax.Array:
-    """A layer on all rows [steps, B, E], a batch after the other."""
-    rows, tables = Rows.of(texts), texts.tables
-
-    def step(cache: Any, batch: tuple[jax.Array, Rows]) -> tuple[Any, jax.Array]:
-        x, (text, _, lens) = batch
-        x, cache, _ = layer_of_step(model, params, x, cache, tables[text], lens)
-        return cache, x
-
-    return lax.scan(step, cache, (x, rows))[1]
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def exact_end(texts: Texts, params: Params, x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The log-probabilities [B, N - 1] of the tokens that follow the rows."""
-    rows = Rows.of(texts)
-
-    def step(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x, following = batch
-        return jnp.take_along_axis(log_probs(params, x), following[:, None], axis=1)[:, 0]
-
-    return lax.map(step, (x, tokens[rows.text, rows.place + 1])).reshape(texts.count, -1)
+def batch_of_rows(texts: Texts, params: Params, tokens: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
+    """Batch `step` of the new tokens of all texts but each text's last, text after text, as many rows as a step of the
+    rollout has: the rows [B, E], their tables and lengths, and the tokens that follow them."""
+    text, i = jnp.divmod(step * texts.count + jnp.arange(texts.count), texts.new - 1)
+    place = texts.prompt + i
+    return params["embedding"][tokens[text, place]], texts.tables[text], place + 1, tokens[text, place + 1]
 
 
 def recompute_exact(model: Model, texts: Texts, params: Params, tokens: jax.Array) -> jax.Array:
-    """The log-probabilities [B, N - 1] by the rollout's step, on as many rows at a time as it has texts: rows of one
-    text stand together, so a batch has other rows than any of the rollout's."""
+    """The log-probabilities [B, N - 1] by the rollout's programs, on as many rows at a time as it has texts. Rows of
+    one text stand together, so a batch has other rows than any of the rollout's."""
     caches, _ = run_prompts(model, texts, params, tokens[:, : texts.prompt], params["head"].dtype)
-    rows = Rows.of(texts)
-    x = params["embedding"][tokens[rows.text, rows.place]]
-    for layer, cache in zip(params["layers"], caches, strict=True):
-        x = exact_layer(model, texts, layer, x, cache)
-    return exact_end(texts, {"head": params["head"]}, x, tokens)
+    end, first, found = {"head": params["head"]}, {"embedding": params["embedding"]}, []
+    for step in range(texts.new - 1):
+        x, tables, lens, following = batch_of_rows(texts, first, tokens, jnp.int32(step))
+        for n, layer in enumerate(params["layers"]):
+            x, caches[n], _ = step_layer(model, layer, x, caches[n], tables, lens)
+        found.append(of_tokens(step_end(end, x), following))
+    return jnp.stack(found).reshape(texts.count, -1)
 
 
 # ---- counting
