@@ -150,7 +150,10 @@ class Step:
         return jnp.arange(total_tokens, dtype=jnp.int32) < self.cu_seqlens_q[-1]
 
     def ragged_tokens(self, total_tokens: int) -> tuple[jax.Array, jax.Array]:
-        """The request and the position of each packed token, as `ragged_positions` returns them."""
+        """The request and the position of each packed token, as `ragged_positions` returns them. Raises a ValueError if
+        the step was made for another number of tokens.
+        """
+        self._check_tokens("total_tokens", total_tokens)
         return ragged_positions(needed_when_ragged(self.cu_seqlens_q), self.context_lens, total_tokens)
 
     def check_axis(self, context_axis: str | None) -> None:
@@ -172,13 +175,22 @@ class Step:
 
     def positions(self, shape: tuple[int, ...]) -> jax.Array:
         """The position of each new token of x [*shape, E], i32; -1 for padding. Raises a ValueError for dense x in a
-        ragged step, and the reverse.
+        ragged step, the reverse, and a step that was made for other tokens.
         """
         if len(shape) == 1:
             needed_when_ragged(self.max_q_len)
             return self.ragged_tokens(*shape)[1]
         refuse_ragged_arguments(self.cu_seqlens_q, self.max_q_len)
+        self._check_tokens("new_tokens", *shape)
         return dense_positions(self.seq_lens, shape[1])
+
+    def _check_tokens(self, argument: str, *shape: int) -> None:
+        """Raises a ValueError unless the step's new tokens have x's shape. argument: that of `dense` or `ragged`."""
+        if (made := tuple(self.slot_mapping.shape)) != shape:
+            raise ValueError(
+                f"step: got one made for new tokens {list(made)}, but x has {list(shape)}; legal: a step made with"
+                f" {argument}={shape[-1]}"
+            )
 
 
 def check_step(step: object, kind: type, made_by: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -151,3 +152,15 @@ def test_packed_pages_of_every_size_differ() -> None:
     """So that the bytes of a packed page tell its size."""
     widths = [init_v4_cache(1, layout="packed", cache_dtype="fp8", page_size=size).shape[1] for size in range(1, 130)]
     assert len(set(widths)) == len(widths)
+
+
+def test_a_step_for_other_tokens_is_refused_by_name() -> None:
+    def call(x: tuple[int, ...], step: Step) -> None:
+        jax.eval_shape(lambda params, cache: functional.decode(params, CONFIG, jnp.ones(x), cache, step), PARAMS, CACHE)
+
+    made, legal = "step: got one made for new tokens", "; legal: a step made with"
+    for x, given in (((2, 2, 16), "[2, 2]"), ((3, 1, 16), "[3, 1]")):
+        with pytest.raises(ValueError, match=re.escape(f"{made} [2, 1], but x has {given}{legal} new_tokens={x[1]}")):
+            call(x, dense(64))
+    with pytest.raises(ValueError, match=re.escape(f"{made} [2], but x has [4]{legal} total_tokens=4")):
+        call((4, 16), ragged(64))
