@@ -98,7 +98,7 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
     reasons = []
     if spec.q_dtype not in (_FP8, "bfloat16", "float16"):
         reasons.append(f"q.dtype is {spec.q_dtype}; TokenSpeed's decode takes {_FP8}, bfloat16 or float16")
-    if spec.kv_dtype != spec.q_dtype:
+    elif spec.kv_dtype != spec.q_dtype:
         reasons.append(f"kv_cache.dtype is {spec.kv_dtype}; TokenSpeed's decode takes q's dtype, {spec.q_dtype}")
     if spec.page_size not in PAGE_SIZES:
         why = " (rows of single-token pages are no legal TMA box)" if spec.page_size == 1 else ""

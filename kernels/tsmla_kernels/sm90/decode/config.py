@@ -176,7 +176,7 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
     reasons = []
     if spec.q_dtype not in ("bfloat16", "float16", FP8):
         reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 decode kernel takes bfloat16, float16 or {FP8}")
-    if spec.kv_dtype not in (spec.q_dtype, FP8):
+    elif spec.kv_dtype not in (spec.q_dtype, FP8):
         reasons.append(
             f"kv_cache.dtype is {spec.kv_dtype}; the sm_90 decode kernel takes q's dtype, {spec.q_dtype}, or {FP8}"
         )
