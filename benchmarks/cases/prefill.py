@@ -21,7 +21,8 @@ from benchmarks.peers import dense
 
 QK_DIM, V_DIM = 192, 128
 WIDE = "-256"  # the end of a point's name whose head dims are both 256
-RAGGED = {16: (1, 200, 4000), 32: (0, 64, 4096)}  # by the number of requests: a seed, and the bounds of their tokens
+# a seed and the bounds of a request's tokens, by the number of requests
+RAGGED = {16: (1, 200, 4000), 32: (0, 64, 4096)}
 
 
 def head_dims(name: str) -> tuple[int, int]:

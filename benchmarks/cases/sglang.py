@@ -39,7 +39,7 @@ class Point(NamedTuple):
     mode: str
     b: int
     h: int
-    keys: int  # of a request if dense; else how many are selected
+    keys: int  # keys of a request in dense modes, else how many keys a token selects
 
 
 def v4_mode(model: str, layer: str) -> str:

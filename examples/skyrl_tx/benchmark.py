@@ -74,7 +74,7 @@ class Config:
     """tx's ModelConfig of a shape."""
 
     rms_norm_eps, rope_theta, rope_scaling, attention_bias = 1e-6, 10000.0, None, False
-    rope_parameters, mhc_expansion_rate = {"rope_theta": 10000.0}, 1  # what the package skyrl reads in place of rope_*
+    rope_parameters, mhc_expansion_rate = {"rope_theta": 10000.0}, 1  # the package skyrl reads these in place of rope_*
     routed_scaling_factor, norm_topk_prob, tie_word_embeddings, output_hidden_states = 1.0, True, False, False
     max_lora_adapters, max_lora_rank, shard_attention_heads = 1, RANK, True
     loss_chunk_size, gradient_checkpointing = 0, False

@@ -146,7 +146,7 @@ class Reading:
 
     @classmethod
     def of(cls, measured: Sequence[tuple[Step, float]], wires: Wires) -> Reading:
-        """From steps and their times: those of one GPU and of two, of the same texts."""
+        """Fit a reading to steps and their times: on one GPU and on two, with the same texts."""
         return cls(*fit([(step.floor, us - step.exchanges(wires)) for step, us in measured]))
 
     def step(self, step: Step, wires: Wires) -> float:
@@ -170,7 +170,7 @@ class Prompt:
 
     @classmethod
     def of(cls, one: float, two: float, exchanges: float) -> Prompt:
-        """From the times on one GPU and on two, and the exchanges of two."""
+        """The prompt that takes these times on one GPU and on two, where the exchanges of two take `exchanges`."""
         shared = 2 * (one - two + exchanges)
         return cls(shared, one - shared)
 

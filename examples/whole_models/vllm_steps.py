@@ -81,8 +81,8 @@ ATTENTION = re.compile(
 )
 """Kernels of decode attention by their names: of all backends, and what runs for them alone."""
 FIRST_SERVED = 20  # requests after which the memory is measured first
-PROMPT_TOKENS = 4096  # of a prefill row, as many as a chunk of generate.py has
-MOST_RATED_TOKENS = 131072  # of the prompts of a batch whose rate is measured
+PROMPT_TOKENS = 4096  # tokens of a prefill row, as many as a chunk of generate.py has
+MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate is measured
 
 
 def model() -> tuple[str, str]:
@@ -209,7 +209,7 @@ class Engine:
 
 
 def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float | None]:
-    """The decode row of a point, and its prompt tokens a second, for a batch that is not too large."""
+    """The decode row of a point; and its prompt tokens a second, None if the batch is too large to measure them."""
     vocabulary = MODELS[model()]["vocab_size"]
     rate = None
     if batch * context <= MOST_RATED_TOKENS:

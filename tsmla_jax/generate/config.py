@@ -107,7 +107,7 @@ class MoEConfig:
 
     @property
     def choice(self) -> MoEConfig:
-        """The same routing among all that a token can choose, experts without weights included."""
+        """This routing among all experts that a token can choose, those without weights included."""
         return replace(self, num_experts=self.num_experts + self.num_zero, num_zero=0) if self.num_zero else self
 
 

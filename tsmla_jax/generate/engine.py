@@ -374,7 +374,7 @@ class Engine:
             step += f" after {most}cached ones"
         replicas = self.plan.mesh.replicas
         step += f", up to {replicas * kind.rows} texts" + (f" on {replicas} replicas" if replicas > 1 else "")
-        if session.started:  # else the compiler's seconds would hide those of a step under way
+        if session.started:  # so that a step under way does not run while the compiler is timed
             jax.block_until_ready(session.started[-1].tokens)
         if self._on_compile:
             self._on_compile(step, None)

@@ -37,7 +37,7 @@ class DecodeInputs(NamedTuple):
     q_rope: torch.Tensor | None = None
 
     def joined(self) -> DecodeInputs:
-        """The same tensors with q as one tensor, which is a copy if there is q_rope."""
+        """These tensors with q as one tensor, which is a copy if there is q_rope."""
         return self if self.q_rope is None else self._replace(q=torch.cat((self.q, self.q_rope), -1), q_rope=None)
 
 

@@ -93,7 +93,7 @@ class Saved(NamedTuple):
     dlse: torch.Tensor | None
 
     def dense(self) -> Saved:
-        """The same with zeros in place of no dlse."""
+        """These tensors, with a dlse of zeros if there is none."""
         return self if self.dlse is not None else self._replace(dlse=torch.zeros_like(self.lse))
 
     def checked(self, spec: PrefillSpec, q: torch.Tensor) -> Saved:

@@ -100,8 +100,8 @@ class Checkpoint:
         """One tensor's values.
 
         An fp8 tensor with its scales beside it (one per block, of 128 x 128 unless config.json says otherwise, with
-        smaller blocks at the edges; or one for a whole matrix, also of a stack) comes dequantised: `<name>_scale_inv`
-        in f32 (DeepSeek-V3's format), or `<module>.scale` for `<module>.weight` in powers of two (V4's). So does an fp4
+        smaller blocks at the edges; or one for each whole matrix) comes dequantised: `<name>_scale_inv` in f32
+        (DeepSeek-V3's format), or `<module>.scale` for `<module>.weight` in powers of two (V4's). So does an fp4
         tensor: bytes of two e2m1 values each, the lower four bits first, with one such scale per 32 values of a row
         (V4's experts). And an int4 tensor, which is stored in three under other names (`is_int4`).
 

@@ -55,7 +55,7 @@ _CHOICE: Legal = {
     "indexer_rope_interleave": (False,),
 }
 _CHOICE_LAYERS: Legal = {"index_topk_pattern": _FULL, "indexer_types": _FULL}
-# The same fields in configs of GLM-5. transformers rotates interleaved pairs whatever rope_interleave says.
+# The fields of _CHOICE in configs of GLM-5. transformers rotates interleaved pairs whatever rope_interleave says.
 _SHARED_CHOICE: Legal = {
     "cli_factor": (1,),
     "index_k_norm_type": ("layer",),

@@ -159,8 +159,8 @@ def grouped_matmul(
 
 @dataclass(frozen=True)
 class _Kind:
-    """The static part of a kernel: groups, places of a block, arguments of `grouped_matmul`, whether the weights are
-    block-scaled, and of how many columns a product is summed before scales multiply it."""
+    """The static part of a kernel: how many groups there are, places of a block, arguments of `grouped_matmul`, whether
+    the weights are block-scaled (`narrow`), and how many columns of x are multiplied at a time (`width`)."""
 
     num_groups: int
     block: int

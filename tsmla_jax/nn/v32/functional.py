@@ -224,9 +224,8 @@ def attend_projected(
     options: Options,
     project: Callable[[Params, V32Config, jax.Array, Angles, bool | None], Projected],
 ) -> Attended:
-    """`attend`, given the products of `project`. keep: whether the caller wants positions, if slots alone would do for
-    attention.
-    """
+    """`attend`, given the products of `project`. keep: whether the caller wants positions, also where attention itself
+    needs slots alone."""
     kv_scale, q_scale, context_axis, form, implementation = options
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")

@@ -40,8 +40,8 @@ def write_kv_cache(
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8
-      cache saturates at +-448 (infinities too), so only a NaN input gives a NaN.
+      [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 (float64 rows in float64) and
+      rounded to nearest even; an fp8 cache saturates at +-448 (infinities too), so only a NaN input gives a NaN.
 
     Raises:
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this

@@ -50,7 +50,7 @@ def _install(value: str) -> bool:
         return False
     try:
         importlib.import_module("tsmla_bridge.engines.install").install_as_flash_mla()
-        # SGLang's calls with indices keep the output alone.
+        # SGLang reads no lse of calls with indices.
         importlib.import_module("tsmla_bridge.engines.flash_mla.selected").read_no_lse()
         versions.say_active(versions.SGLANG, "FlashMLA's backends run on these kernels")
         return True

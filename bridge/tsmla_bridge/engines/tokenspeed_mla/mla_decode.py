@@ -17,7 +17,7 @@ from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_kernels.contract.rules import show
 
 LOG2_E = math.log2(math.e)
-# Behind latent_dim, max_q_len and causal: this surface leaves them at their defaults.
+# The options after latent_dim, max_q_len and causal: this surface leaves them at their defaults.
 _OTHER_OPTIONS = DecodeOptions(latent_dim=0, max_q_len=None)[3:]
 
 

@@ -224,7 +224,8 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
 
 
 class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]):
-    """The sparse attention of one layer. Short prompts, which see all their keys, take vLLM's dense prefill."""
+    """The sparse attention of one layer. Short prompts, which see all their keys, take vLLM's dense prefill, unless
+    batches are to be invariant."""
 
     kind = "sparse"
 
