@@ -96,7 +96,8 @@ class Blocks:
 
 
 def token_blocks(num_tokens: int, num_columns: int, *widths: int) -> Iterator[slice]:
-    """Slices of tokens of which each has a row of these widths for every column."""
+    """Blocks of tokens, as slices: as many tokens as fit BLOCK_BYTES if each has a row of these widths for every
+    column."""
     width = 4 * max(1, min(num_columns, BLOCK_COLUMNS)) * max(widths)
     count = max(1, BLOCK_BYTES // width)
     for first in range(0, num_tokens, count):

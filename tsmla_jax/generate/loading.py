@@ -382,7 +382,7 @@ def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int, keep: bool) -
 
 
 def _read_parts(reader: Callable[..., Any], prefix: str, hidden: int, width: int) -> tuple[Any, Any]:
-    """`_read_mlp` by a function of a name and a shape."""
+    """What `_read_mlp` returns, read by `reader`, a function of a tensor's name and shape."""
     shapes = [(width, hidden), (width, hidden), (hidden, width)]
     gate, up, down = (reader(name, shape) for name, shape in zip(mlp_names(prefix), shapes, strict=True))
     return jax.tree.map(lambda *parts: np.concatenate(parts), gate, up), down

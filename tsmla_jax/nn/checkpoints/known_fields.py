@@ -206,7 +206,8 @@ def check_aliases(fields: Mapping[str, Any], where: str, names: Mapping[str, str
 
 
 def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], known: Collection[str]) -> None:
-    """ValueError for a field that isn't known, has one of the parts in its name and is not null, false, 0, 1 or empty.
+    """ValueError for a field that isn't known, has one of `parts` in its name and none of _OTHER_PARTS, and is not
+    null, false, 0, 1 or empty.
 
     A factor of 1 is no factor; true is refused.
     """

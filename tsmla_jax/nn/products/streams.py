@@ -39,9 +39,11 @@ def why_not(streams: jax.Array) -> list[str]:
 def read_by_kernel(
     params: Mapping[str, jax.Array], streams: jax.Array, norm: Norm, *, rounds: int, eps: float, norm_eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`tsmla_jax.generate.streams.read_streams` by the kernels; its arguments and results are the same.
+    """`tsmla_jax.generate.streams.read_streams` by the kernels, with the same results; the numbers of its config are
+    arguments.
 
-    rounds: of Sinkhorn's; eps: added to its divisors; norm_eps: of the streams' norm before the projection.
+    rounds: how many of Sinkhorn's rounds; eps: added to its divisors; norm_eps: of the streams' norm before the
+      projection.
     """
     num_tokens, count, width = streams.shape
     sums = _project(params["fn"], streams)

@@ -332,7 +332,7 @@ class TsmlaBackend(AttentionBackend):
         self.graph_visible = self.graph_lens.new_ones((max_bs, max(self.num_draft_tokens, 1)))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """A step before a graph's capture or replay."""
+        """Prepare a step before a graph's capture or replay."""
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
         if not (mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()):
             self.init_forward_metadata(forward_batch)
