@@ -285,7 +285,8 @@ def whole_end(texts: Texts, params: Params, x: jax.Array, tokens: jax.Array) -> 
 
 
 def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Array, selected: list[Any]) -> jax.Array:
-    """The log-probabilities [B, N - 1] from whole texts in the expanded form. selected: of each layer, or None."""
+    """The log-probabilities [B, N - 1] from whole texts in the expanded form. selected: the positions that each layer
+    attends to, or None."""
     x = params["embedding"][tokens.reshape(-1)]
     for layer, chosen in zip(params["layers"], selected, strict=True):
         x = whole_layer(model, texts, layer, x, chosen)
@@ -444,7 +445,7 @@ class Way(NamedTuple):
 
 
 def compare(model: Model, texts: Texts, params: Params, rollout: Rollout, *, repeats: int = 3) -> Iterator[Way]:
-    """Compute a rollout's log-probabilities again in each way, and count."""
+    """Compute a rollout's log-probabilities again in each way, and count the numbers that differ."""
     none = [None] * model.layers
     ways: dict[str, Callable[[], jax.Array]] = {
         "whole": lambda: recompute_whole(model, texts, params, rollout.tokens, none)

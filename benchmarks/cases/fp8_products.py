@@ -45,7 +45,7 @@ def experts_of(point: Point) -> tuple[int, int]:
 
 
 def weight(*shape: int) -> tuple[Any, Any]:
-    """Finite e4m3 of all magnitudes [..., N, K], and scales [..., N / 128, K / 128]."""
+    """Random e4m3 below 1 [..., N, K], and scales [..., N / 128, K / 128]."""
     bits = torch.empty(shape, dtype=torch.uint8, device=device())
     for part in bits.view(-1, shape[-1]).split(1 << 16):
         part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device()) & 0xB7)

@@ -1,8 +1,8 @@
 """Model types and fields of a Hugging Face config that describe other arithmetic than DeepSeek's, refused by name.
 
 Several models store their layers under DeepSeek's names and in DeepSeek's sizes, and multiply, rotate or choose keys in
-another way. A config is read only if its model type is one whose layer is computed here, and if each field that speaks
-of attention is known, or says that the thing it is named after is absent.
+another way. A config is read only if its model type, where it names one, is one whose layer is computed here, and if
+each field that speaks of attention is known, or says that the thing it is named after is absent.
 """
 
 import re

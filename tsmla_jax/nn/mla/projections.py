@@ -170,7 +170,7 @@ def project_latent_unrotated(params: Params, config: MLAConfig, x: jax.Array) ->
 
 def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
     """kv [T, H, N + V]: each head's keys without rope columns, and its values, side by side. `mla_prefill_kv` takes kv
-    in this form, and on Hopper reads it in place.
+    in this form, and Hopper's kernel reads it in place.
     """
     both = params["w_ukv"] if "w_ukv" in params else jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
     return jnp.einsum("tl,hcl->thc", latent, both)

@@ -153,8 +153,8 @@ def _first_greatest(order: jax.Array, lanes: jax.Array) -> jax.Array:
 
 
 def _limit_to_groups(choice: jax.Array, lanes: jax.Array, size: int, form: Choice, best: int) -> jax.Array:
-    """-inf outside the best groups, which have `size` experts each. A group counts as its best expert, or as the sum of
-    its `best` two, and as infinite where that is no number."""
+    """-inf outside the best groups, which have `size` experts each. A group counts as its best expert or, if `best` is
+    2, as the sum of its best two, and as infinite where that is no number."""
     groups = jnp.arange(pl.next_power_of_2(form.groups), dtype=jnp.int32)
     owner = lanes // size
     belongs = owner[None, :] == groups[:, None]

@@ -233,7 +233,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: An
 
 
 def _widen(values: jax.Array, dtype: Any) -> jax.Array:
-    """e4m3 to bf16 or f16. The compiler's own conversion goes through f32, one value at a time."""
+    """Widen e4m3 to bf16 or f16. The compiler's own conversion goes through f32, one value at a time."""
     if jax.default_backend() == "cpu":
         return values.astype(dtype)
     to_f16 = _WIDEN_TO_F16 if compute_capability() >= _KNOWS_E4M3 else _MOVE_TO_F16

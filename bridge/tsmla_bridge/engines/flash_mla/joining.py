@@ -1,4 +1,5 @@
-"""The selections from two caches as one: the indices and lengths that `sparse_mla` takes, by one kernel."""
+"""The selections from two caches as one: the indices and lengths that `sparse_mla` takes, by one kernel, or by several
+of torch without Triton."""
 
 from __future__ import annotations
 

@@ -218,7 +218,8 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         metadata: TsmlaMLASparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata.scales = self.scales
         if self.batch_invariant:
-            # vLLM expands a batch's prompts if none of them is long: one request would choose for another. So none is.
+            # vLLM expands a batch's prompts if none of them is long: one request would choose for another. So none is
+            # expanded here.
             metadata.prefill, metadata.prefill_max_seq_len = None, metadata.topk_tokens + 1
         return metadata
 
