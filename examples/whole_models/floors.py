@@ -75,7 +75,8 @@ def _products_with_keys(attention: LayerAttention, length: int) -> float:
 
 
 def prefill_products(config: ModelConfig, tokens: int, length: int) -> float:
-    """Operations of the products for so many tokens of prompts of `length` tokens; the head sees the last of each."""
+    """Operations of the products for so many tokens of prompts of `length` tokens, without the head's, which sees only
+    the last token of each."""
     moe = config.moe
     assert moe is not None
     weights = 0.0
