@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 FORMAT = "drawn"
 """vLLM's load_format of these weights."""
 GREATEST_E4M3 = 400.0  # of the values before their scales
-MOST_AT_ONCE = 1 << 28  # numbers that are drawn in 16 bits before they become e4m3
+MOST_AT_ONCE = 1 << 28  # the most numbers that are drawn at once, in 16 bits
 
 
 @register_model_loader(FORMAT)

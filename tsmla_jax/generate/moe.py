@@ -307,7 +307,7 @@ def _grouped_experts(
     load: int,
 ) -> jax.Array:
     """Results of each token's experts, [T, K, C]: two products of all experts in use, on an NVIDIA GPU. If each expert
-    has many rows (WIDENED_PAIRS), its weights are widened to x's dtype first.
+    has many rows (WIDENED_PAIRS) and the stack is not too large, its weights are widened to x's dtype first.
 
     x: `ScaledRows` only if `takes_scaled_rows` says so. load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape

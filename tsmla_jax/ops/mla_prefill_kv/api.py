@@ -132,8 +132,8 @@ def mla_prefill_kv(
 ) -> Float[Array, "Tq H V"] | tuple[Array, ...]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
-    On Hopper neither the slices nor the broadcast are made: in DeepSeek's shapes (K 192, R 64, V 128) and 16 bits that
-    saves reading and writing 640 bytes a token and head.
+    Where Hopper's kernel reads kv and k_rope in place, neither the slices nor the broadcast are made: in DeepSeek's
+    shapes (K 192, R 64, V 128) and 16 bits that saves reading and writing 640 bytes a token and head.
 
     Args:
       q: [Tq, H, K], rope columns last.

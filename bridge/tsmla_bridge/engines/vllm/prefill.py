@@ -116,7 +116,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         results: Any = op.mla_prefill(  # type: ignore[call-overload]  # mypy expands no bool
             q.contiguous(),
             k.contiguous(),
-            v,  # half of the tensor that has k's columns too; read where it lies
+            v,  # part of a tensor that has k's columns, too; read where it lies
             cu_seqlens_q=starts[0],
             cu_seqlens_kv=starts[1],
             max_q_len=most[0],
