@@ -143,7 +143,7 @@ def mla_prefill_kv(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
-    On Hopper neither the slices nor the broadcast are made, in either pass.
+    Where Hopper's kernels read kv and k_rope in place, neither the slices nor the broadcast are made, in either pass.
 
     Args:
       q: [Tq, H, K], rope columns last.

@@ -82,7 +82,8 @@ def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key:
             latest_plans.clear()
         _plans[key] = plan
     given = [tensor for tensor in inputs if tensor is not None]
-    if not any(tensor.requires_grad for tensor in given):  # whether such a call is traced depends on more
+    # one that requires a gradient may have to be traced, which the plan doesn't tell
+    if not any(tensor.requires_grad for tensor in given):
         if not plan.is_like(*given):
             plan.is_like = tensors.likeness(*given)
         latest_plans[options if latest_key is None else latest_key] = plan
