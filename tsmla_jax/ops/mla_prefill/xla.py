@@ -35,7 +35,7 @@ class _Tile(NamedTuple):
 
     row: jax.Array
     valid: jax.Array
-    last_visible: jax.Array  # per row: the last packed key row it sees
+    last_visible: jax.Array  # of each row: the packed row of the last key that it sees
     kv_start: jax.Array
     kv_end: jax.Array
     num_blocks: jax.Array

@@ -23,8 +23,8 @@ class Columns(NamedTuple):
 
 
 def joined(near: Columns, far: Columns, multiple: int) -> Columns:
-    """near's columns and behind them far's, with lengths a token, padded to a multiple of columns. Those of near that
-    don't count become -1: only the last columns of a row can be left out by its length."""
+    """The columns of near, followed by those of far, as one selection whose width is a multiple of `multiple`. It has a
+    length a token if far has lengths. Columns of near behind its lengths become -1."""
     tokens, window = near.slots.shape
     count = far.slots.shape[1]
     width = -(-(window + count) // multiple) * multiple

@@ -312,7 +312,7 @@ class TsmlaBackend(AttentionBackend):
 
     @property
     def _page_span(self) -> int:
-        """How many tokens of a request have their keys in one page or, over ranks, in the pages of one index on all."""
+        """How many of a request's tokens an entry of its block table stands for: a page on each rank."""
         return self.page_size * self.deal.world
 
     def _pages(self, num_tokens: int) -> int:
@@ -435,9 +435,11 @@ class TsmlaBackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
         **others: Any,
     ) -> Results:
-        """Absorbed attention of verified tokens, drafts and captured prompts, as forward_decode's; and expanded
-        attention of prompts, [T, H, K] over [Tk, H, K] and [Tk, H, V]: out [T, H, V], with lse [T, H] (natural
-        logarithm) where forward_batch.mha_return_lse asks for it."""
+        """Attention of more tokens a request than one.
+
+        Where the layer's widths are those of absorbed attention (verified tokens, drafts, captured prompts) this is
+        forward_decode. Other prompts are expanded: q [T, H, K], k [Tk, H, K] and v [Tk, H, V] make out [T, H, V], with
+        lse [T, H] (natural logarithm) if forward_batch.mha_return_lse is set."""
         if layer.head_dim == self.latent_dim + self.rope_dim and layer.v_head_dim == self.latent_dim:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, **others)
         self._check_call(layer, others)
