@@ -190,7 +190,7 @@ def prompt_layer(model: Model, texts: Texts, params: Params, x: jax.Array, cache
 
 
 def run_prompts(model: Model, texts: Texts, params: Params, tokens: jax.Array, dtype: Any) -> tuple[list[Any], list]:
-    """The caches of all layers behind the prompts [B, P], and what V3.2 chose."""
+    """The caches of all layers after the prompts [B, P], and the keys that V3.2 chose."""
     x, caches, chosen = params["embedding"][tokens.reshape(-1)], [], []
     for layer in params["layers"]:
         x, cache, selected = prompt_layer(model, texts, layer, x, new_cache(model, texts, dtype))

@@ -74,12 +74,12 @@ class Adapters(NamedTuple):
     scale: jax.Array
 
     def transposed(self, x: jax.Array, columns: slice) -> jax.Array:
-        """x [B, T, H, columns] times the transpose of those columns of each head: [B, T, H, L]."""
+        """x [B, T, H, columns] times the transpose of the weight's `columns` of each head: [B, T, H, L]."""
         low = jnp.einsum("bthn,brhn->bthr", x, self.b[..., columns])
         return jnp.einsum("bthr,blr->bthl", low * self.scale[:, None, None, None], self.a)
 
     def times(self, x: jax.Array, columns: slice) -> jax.Array:
-        """x [B, T, H, L] times those columns of each head: [B, T, H, columns]."""
+        """x [B, T, H, L] times the weight's `columns` of each head: [B, T, H, columns]."""
         low = jnp.einsum("bthl,blr->bthr", x, self.a)
         return jnp.einsum("bthr,brhv->bthv", low * self.scale[:, None, None, None], self.b[..., columns])
 

@@ -214,7 +214,7 @@ class TsmlaBackend(AttentionBackend):
         for is_so, said in (
             # forward_absorb_prepare gathers the queries of decode and target verify alone.
             (getattr(runner, "is_draft_worker", False), "a draft model, whose queries are not gathered over the ranks"),
-            # forward_absorb_core scales concatenated queries alone, and calls the layer of one rank with them.
+            # forward_absorb_core scales only concatenated queries, and merges no parts of ranks after those.
             (
                 _scales_queries(runner.model_config),
                 "a model with queries scaled by position (llama_4_scaling), whose parts are not merged",
@@ -248,7 +248,7 @@ class TsmlaBackend(AttentionBackend):
         )  # fmt: skip
 
     def _prompt_spec(self) -> DecodeSpec:
-        """A call of prompts that are attended absorbed: each rank with its own heads to all keys."""
+        """A call of absorbed attention of prompts, in which each rank attends with its own heads to all keys."""
         return dataclasses.replace(
             self._decode_spec(self.longest), num_heads=self.num_heads, ragged=True, visible_lens=False
         )
