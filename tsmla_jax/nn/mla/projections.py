@@ -21,8 +21,8 @@ def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
     The last axis of every matrix is the one that a product sums over, so that a single token's product is a sum along
     rows. The first product of the queries and kv_a_proj_with_mqa are one, in_proj [A + L + R, E], with A = rank or
     H (N + R); q_b_proj becomes [H (N + R), rank], o_proj [E, H V], w_uk [H, L, N]; w_uk and w_uv side by side are
-    w_ukv [H, N + V, L]. Functions recognise folded parameters by in_proj. Folded parameters can't be split over heads. Block-scaled weights stay
-    block-scaled.
+    w_ukv [H, N + V, L]. Functions recognise folded parameters by in_proj. Folded parameters can't be split over heads.
+    Block-scaled weights stay block-scaled.
     """
     first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
     folded = dict(params)
