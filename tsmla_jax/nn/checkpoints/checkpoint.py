@@ -47,7 +47,7 @@ class Checkpoint:
 
     Raises:
         CheckpointError: there is no such directory or no safetensors file in it, a shard or the index is missing, the
-          index isn't one, or config.json has an illegal weight_block_size.
+            index isn't one, or config.json has an illegal weight_block_size.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
 
