@@ -46,7 +46,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: the folder holds safetensors; a name comes twice; base lacks a tensor or has it in another shape; or
-          one is block-scaled here and not in base, or the other way round.
+            one is block-scaled here and not in base, or the other way round.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     directory = Path(checkpoint_dir)

@@ -42,7 +42,7 @@ class LayerWeights(Generic[_Config]):
         param_shapes: name and shape of every parameter.
         hf_name: the tensor behind a parameter, below `self_attn.`.
         stored_names: the names of a checkpoint's tensors by their names in transformers' modules; None where they are
-          equal.
+            equal.
         stored_name: the spelling of one of these names in a new checkpoint.
         unfold: parameters as `param_shapes` describes them from folded ones, where a model's can be folded.
     """

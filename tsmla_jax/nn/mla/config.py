@@ -80,10 +80,10 @@ class MLAConfig:
             DeepSeek's checkpoints have them) or "halves" (first members of all pairs, then the second). Attention is
             the same; caches written in one layout can't be read in the other.
         rope_interleave: whether the checkpoint's own rope columns are interleaved pairs (Hugging Face's field of that
-          name; true for DeepSeek's checkpoints).
+            name; true for DeepSeek's checkpoints).
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm. Most models have 1e-6 whatever their rms_norm_eps
-          is; Kimi-K3 takes its rms_norm_eps.
+            is; Kimi-K3 takes its rms_norm_eps.
         query_scale: the factor of queries by position, or None.
         scale_latents: whether queries are multiplied by sqrt(hidden_size / q_lora_rank), and the normed latent by
             sqrt(hidden_size / kv_lora_rank).

@@ -60,8 +60,9 @@ def block_scaled_matmul(
       the float32 result.
 
     Raises:
-      TypeError, ValueError: an argument is not legal. NotImplementedError: the named implementation can't run this
-      call, or, but for "reference", a derivative is asked for.
+      TypeError, ValueError: an argument is not legal.
+      NotImplementedError: the named implementation can't run this call, or, but for "reference", a derivative is
+        asked for.
     """
     spec = OPERATION.spec(
         x=x,

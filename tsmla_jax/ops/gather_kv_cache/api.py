@@ -44,8 +44,8 @@ def gather_kv_cache(
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
-        call.
+      TypeError, ValueError: an argument is not legal.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())
     kv_cache, block_tables, starts, lens = map(jnp.asarray, (kv_cache, block_tables, starts, lens))

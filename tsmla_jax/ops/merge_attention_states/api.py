@@ -39,8 +39,8 @@ def merge_attention_states(
       (float64 for float64). Differentiable in outs and lses.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
-        call.
+      TypeError, ValueError: an argument is not legal.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())
     # Parts are taken by index: iterating over a sharded array loses its sharding.

@@ -34,8 +34,8 @@ def quantize_blocks(
       taken to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
 
     Raises:
-      TypeError, ValueError: an argument is not legal. NotImplementedError: the named implementation can't run this
-      call.
+      TypeError, ValueError: an argument is not legal.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec = OPERATION.spec(x=x, power_of_two=power_of_two)
     chosen = OPERATION.select(spec, implementation)

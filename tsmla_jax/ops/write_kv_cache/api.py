@@ -44,8 +44,8 @@ def write_kv_cache(
       rounded to nearest even; an fp8 cache saturates at +-448 (infinities too), so only a NaN input gives a NaN.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
-        call.
+      TypeError, ValueError: an argument is not legal.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())
     kv_cache, latent, slot_mapping = map(jnp.asarray, (kv_cache, latent, slot_mapping))
