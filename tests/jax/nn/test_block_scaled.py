@@ -73,6 +73,8 @@ def test_blocks_hold_every_pair_once(rows: int, most: int, block: int, make: Any
     np.testing.assert_array_equal(of_blocks[places[inside] // block], groups[inside])
     empty = set(range(len(of_blocks))) - set((places[inside] // block).tolist())
     assert all(of_blocks[index] == count for index in empty)
+    if make is make_blocks and rows > 1:  # else what gathers by the places may compute them again for every element
+        assert "optimization_barrier" in str(jax.make_jaxpr(lambda x: make(x, count, block).places)(groups))
 
 
 def test_stacks_avoid_sizes_that_are_counted_in_too_few_bits() -> None:

@@ -6,7 +6,7 @@ For few pairs one or two kernels in Pallas do it, where XLA would run a handful 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,23 +57,20 @@ def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
         return blocks_by_kernel(groups, num_groups, block)
     count, flat = _most_blocks(pairs, num_groups, block), groups.reshape(pairs)
     order = jnp.arange(pairs, dtype=jnp.int32)
-    if pairs <= 2048:
-        # Comparing every pair with every other is one small kernel; a sort is many.
+    if pairs <= BLOCKS_BY_KERNEL:
+        # Comparing every pair with every other is one small kernel; counting by chunks is several.
         rank = ((flat[:, None] == flat) & (order[:, None] > order)).sum(axis=1, dtype=jnp.int32)
         sizes = (flat[:, None] == jnp.arange(num_groups)).sum(axis=0, dtype=jnp.int32)
     else:
-        sizes = jnp.zeros(num_groups + 1, jnp.int32).at[flat].add(1)
-        sorted_pairs = jnp.argsort(flat, stable=True)
-        begins = jnp.cumsum(sizes) - sizes
-        rank = jnp.zeros(pairs, jnp.int32).at[sorted_pairs].set(order - begins[flat[sorted_pairs]])
-        sizes = sizes[:num_groups]
+        sorted_places, cu_rows = _places_by_chunks(flat, jnp.arange(num_groups + 1, dtype=jnp.int32))
+        rank, sizes = sorted_places - cu_rows[flat], cu_rows[1:] - cu_rows[:-1]
     blocks = (sizes + block - 1) // block
     earlier = jnp.arange(num_groups)[:, None] > jnp.arange(num_groups)
     begins = (earlier * blocks).sum(axis=1, dtype=jnp.int32)
     places = jnp.where(flat < num_groups, begins[jnp.minimum(flat, num_groups - 1)] * block + rank, count * block)
     block_groups = (begins + blocks <= jnp.arange(count)[:, None]).sum(axis=1, dtype=jnp.int32)
     rows = jnp.zeros(count * block, jnp.int32).at[places].set(order // most, mode="drop")
-    return Blocks(rows, block_groups, places.reshape(num_rows, most), num_groups)
+    return Blocks(rows, block_groups, _computed_once(places.reshape(num_rows, most)), num_groups)
 
 
 def _no_blocks(groups: jax.Array, num_groups: int) -> Blocks:
@@ -112,8 +109,13 @@ def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
     else:
         places, cu_rows = _places_by_chunks(flat, group)
         rows = jnp.zeros(pairs, jnp.int32).at[places].set(row, unique_indices=True)
-    # Without a barrier XLA may compute places again for every element that the caller gathers by them.
-    return SortedRows(rows, cu_rows, lax.optimization_barrier(places.reshape(num_rows, most)))
+    return SortedRows(rows, cu_rows, _computed_once(places.reshape(num_rows, most)))
+
+
+def _computed_once(places: jax.Array) -> jax.Array:
+    """The places, behind a barrier: without it XLA may compute them again for every element that the caller gathers by
+    them."""
+    return cast(jax.Array, lax.optimization_barrier(places))
 
 
 def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
