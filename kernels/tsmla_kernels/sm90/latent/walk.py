@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.latent.memory import (
     Track,
 )
 from tsmla_kernels.sm90.latent.shape import OVERHEAD, ROWS, LatentShape
-from tsmla_kernels.sm90.latent.share import ALL_KEYS, STATE_WORDS, BatchShare
+from tsmla_kernels.sm90.latent.share import ALL_KEYS, BatchShare
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
@@ -59,9 +59,6 @@ class Walk(Protocol):
 
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> None:
         """Find this cluster's share of the batch. early: the result of early_numbers."""
-
-    def leave(self, schedule: Schedule) -> None:
-        """Take no part of the batch."""
 
     def next_piece(self, number: Int32, schedule: Schedule) -> None:
         """Describe this cluster's next piece as piece `number`, or the end of its work."""
@@ -129,18 +126,6 @@ class PieceWalk:
                 tiles_of_request = self.batch.request_at(i, schedule).tiles
                 for t in cutlass.range(tiles_of_request, self.max_tiles, unroll=1):
                     split_info[num_clusters + i * self.max_tiles + t, SplitEntry.PIECES] = 0
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def leave(self, schedule: Schedule):
-        """Take no part of the batch: next_piece then finds the end of this cluster's work."""
-        if cute.arch.lane_idx() == 0:
-            for word in cutlass.range_constexpr(STATE_WORDS):
-                schedule.state[word] = Int32(0)
-            schedule.state[ScheduleState.REQUEST] = schedule.seq_lens.shape[0]
-            for which in cutlass.range_constexpr(2):
-                slot = 2 * schedule.cluster_index + which
-                schedule.split_info[slot, SplitEntry.PIECES] = 0
         cute.arch.sync_warp()
 
     @cute.jit

@@ -47,14 +47,6 @@ class DealtWalk:
         self.of_rest.begin(rest, (length, first_token, end_token))
 
     @cute.jit
-    def leave(self, schedule: Schedule):
-        """Take no part of the batch."""
-        if cute.arch.lane_idx() == 0:
-            schedule.state[ROUNDS] = Int32(0)
-            schedule.state[ROUND] = Int32(0)
-        self.of_rest.leave(schedule)
-
-    @cute.jit
     def rounds(self, schedule: Schedule):
         """How many rounds are dealt out; 0 if there are fewer than MIN_ROUNDS tiles for each CTA, or if the rounds
         would leave CTAs too unequal."""
