@@ -88,7 +88,8 @@ class Sparse(packed.PackedCase):
         is_v4 = point.mode != V32
         for tokens in {point.b, *WARM_TOKENS}:
             name, options = packed.options_of(point.h, tokens, is_v4)
-            yield name, {**options, "form": "auto", "lengths": is_v4} | ({"window": ""} if point.keys == WINDOW else {})
+            options |= {"form": "auto", "lengths": is_v4, "num_selected": point.keys}
+            yield name, options | ({"window": ""} if point.keys == WINDOW else {})
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -121,6 +121,7 @@ _SPARSE = {
     **_TOPK,
     "layout": "v32",
     "head_dim": "576",
+    "num_selected": "2048",
     "page_span": "",
     "window": "",
     "compressed_page_size": "",
@@ -401,7 +402,8 @@ def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
     """The spec of sparse_mla: caches of one layout, "v32", "v4" or "plain"; `window` is given if there are two.
 
     tensor_parallel is the number of devices that share the heads. head_dim is the width of a plain cache's keys,
-    kv_dtype their dtype. A page_span that is not given is the page size.
+    kv_dtype their dtype. A page_span that is not given is the page size. num_selected is K: a call of few tokens with
+    few columns has a kernel of its own.
     """
     values = _filled_in(options, _SPARSE)
     if not values["num_heads"]:
@@ -409,11 +411,10 @@ def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
     if values["layout"] not in _ROWS:
         raise ValueError(f"--config: got layout={values['layout']}; legal: {', '.join(_ROWS)}")
     cache, compressed = _sparse_cache(values, ""), None
-    columns, window = 1, 1
+    window = 1
     if values["window"]:
         compressed, window = _sparse_cache(values, "compressed_"), _parsed(values, "window", int)
-        columns = window
-    widths = {"num_heads": _heads_of_a_device(values), "head_dim": cache.head_dim, "num_selected": columns}
+    widths = {"num_heads": _heads_of_a_device(values), "head_dim": cache.head_dim}
     return _spec(SparseMLASpec, values, cache=cache, compressed=compressed, window=window, **widths)
 
 

@@ -514,12 +514,14 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
     f16 has not the range for, and many tokens of few keys: short pieces, one after another."""
     del generator  # the inputs have a seed
     cases: list[dict[str, Any]] = [
-        {"layout": "v32", "heads": 16, "selected": 200, "tokens": 5},
+        {"layout": "v32", "heads": 16, "selected": 300, "tokens": 5},
         {"layout": "v32", "heads": 128, "selected": 70, "tokens": 3, "gap": 2, "sinks": True},
         {"layout": "v32", "heads": 5, "selected": 33, "lengths": False, "dtype": "float16"},
         {"layout": "v4", "heads": 16, "selected": 12, "gap": 1},
         {"layout": "v4", "heads": 64, "selected": 192, "window": 128, "sinks": True, "sizes": SIZES},
+        {"layout": "v4", "heads": 128, "selected": 320, "window": 128, "tokens": 3, "sinks": True},
         {"layout": "plain", "heads": 3, "selected": 129, "sizes": SIZES},
+        {"layout": "plain", "heads": 40, "selected": 260, "width": 512},
         {"layout": "plain", "heads": 16, "selected": 68, "window": 4, "width": 512, "sinks": True},
         {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "width": 512, "kv_dtype": "bfloat16"}
         | {"sizes": SIZES},

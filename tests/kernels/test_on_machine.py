@@ -38,7 +38,10 @@ FAST = {
     "plain_grouped_matmul": ("gated groups of [0, 3, 0, 65, 1] torch.float32", "groups of [250"),
     "select_topk": ("3001 bits from their starts",),
     "selection_bits": ("77 lengths starts",),
-    "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),
+    "sparse_mla": (
+        "{'layout': 'v32', 'heads': 16, 'selected': 300, 'tokens': 5}",
+        "{'layout': 'v4', 'heads': 64, 'selected': 192, 'window': 128",
+    ),
     "sparse_mla_gradient": ("bfloat16 {'heads': 5,",),
 }
 """Calls of every run of the tests, by the beginning of their names: compiling takes a second, or ten for attention."""

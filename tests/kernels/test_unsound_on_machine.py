@@ -45,7 +45,7 @@ CALLED = {
     "packed_caches": ("rows 33 torch.bfloat16", "keys 33 torch.bfloat16 rotated"),
     "compress_write_kv_cache": ("v4 4 overlapping", "indexer 128", "plain 128 overlapping"),
     "sparse_mla": (
-        "{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",
+        "{'layout': 'v32', 'heads': 16, 'selected': 300, 'tokens': 5}",
         "{'layout': 'v4', 'heads': 16, 'selected': 12, 'gap': 1}",
         "{'layout': 'plain', 'heads': 16, 'selected': 68, 'window': 4, 'width': 512, 'sinks': True}",
     ),

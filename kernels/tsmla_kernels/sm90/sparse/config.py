@@ -33,6 +33,8 @@ PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # row tiles of up to this many heads fit with any kind of cache rows
 FEW_TILES = {"v32": 4, "v4": 64, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
 MANY_TILES = 384  # from this many row tiles on, another compiled kernel deals them out in turn
+WHOLE_TILES = 132  # up to this many row tiles, of up to WHOLE_COLUMNS columns, each tile has a CTA of its own
+WHOLE_COLUMNS = 256
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
 
@@ -63,6 +65,7 @@ class SparseConfig:
       tokens: query tokens of a row tile. If there are several, the indices are the union of these tokens' slots, and
         the operand union_bits says which of the tokens select each slot: see union_config.py.
       skips: whether there may be negative lengths, each of which leaves the row tile to another launch.
+      whole: whether each row tile has a CTA of its own, which leaves no schedule and nothing to merge: see whole.py.
     """
 
     dtype: str
@@ -84,6 +87,7 @@ class SparseConfig:
     early_q: bool = False
     tokens: int = 1
     skips: bool = False
+    whole: bool = False
 
     @property
     def fp8_queries(self) -> bool:
@@ -287,6 +291,7 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
         batch_invariant=spec.batch_invariant,
         dealt=not spec.batch_invariant and _has_many_tiles(spec),
         # The scales of two plain caches and greatest logits leave no registers for it.
+        whole=_whole(spec),
         early_q=_has_many_tiles(spec) and not (spec.max_logits and spec.compressed and spec.cache.layout == "plain"),
     )
 
@@ -306,6 +311,14 @@ def _tile_rows(spec: SparseMLASpec) -> int:
     if spec.batch_invariant or not isinstance(spec.num_tokens, int):
         return ROWS
     return FEW_HEADS if _row_tiles(spec, ROWS) <= FEW_TILES[spec.cache.layout] else ROWS
+
+
+def _whole(spec: SparseMLASpec) -> bool:
+    """Whether each row tile of the call has a CTA of its own: there are few tiles, which have few keys."""
+    known = isinstance(spec.num_tokens, int) and isinstance(spec.num_selected, int)
+    if spec.batch_invariant or not known or spec.num_selected > WHOLE_COLUMNS:
+        return False
+    return _row_tiles(spec, _tile_rows(spec)) <= WHOLE_TILES
 
 
 def _has_16_bits(spec: SparseMLASpec) -> bool:

@@ -38,6 +38,7 @@ from tsmla_kernels.sm90.sparse.scores import SparseScores
 from tsmla_kernels.sm90.sparse.scores_fp8 import SparseScoresFp8
 from tsmla_kernels.sm90.sparse.stages import Stages, sparse_ring
 from tsmla_kernels.sm90.sparse.values import PlainValues, SparseValues, V4Values
+from tsmla_kernels.sm90.sparse.whole import WholeWalk
 from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import prefetch
 
@@ -58,6 +59,8 @@ class SparseMla:
         self.walk: Walk
         if config.dealt:
             self.walk = DealtWalk(config.shape, pieces_kept=PIECES_KEPT, equal_lengths=equal_lengths)
+        elif config.whole:
+            self.walk = WholeWalk(config.shape, pieces_kept=PIECES_KEPT, equal_lengths=equal_lengths)
         else:
             batch = BatchShare(config.shape, equal_lengths=equal_lengths)
             self.walk = PieceWalk(config.shape, batch=batch, pieces_kept=PIECES_KEPT)
@@ -98,7 +101,8 @@ class SparseMla:
     def launch(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
         """Launch the kernel that attends and the one that merges pieces."""
         self.launch_attend(stream, q, caches, arrays)
-        self.launch_merge(stream, arrays)
+        if const_expr(not self.config.whole):
+            self.launch_merge(stream, arrays)
 
     @cute.jit
     def launch_attend(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
@@ -146,6 +150,8 @@ class SparseMla:
 
     def num_ctas(self, arrays: Arrays) -> Int32:
         """How many CTAs share the work: see latent.shape.workspace_shapes."""
+        if const_expr(self.config.whole):
+            return Int32(arrays.lengths.shape[0] * self.config.shape.max_tiles)
         entries = arrays.split_info.shape[0]
         if const_expr(self.config.batch_invariant):
             return Int32(entries - arrays.lengths.shape[0] * self.config.shape.max_tiles)
@@ -191,7 +197,7 @@ class SparseMla:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         atom, tma = q_map
-        early = self.walk.batch.early_numbers(arrays.lengths, arrays.lengths)
+        early = self.early_numbers(cta, arrays.lengths)
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
         q_full = storage.q_full.data_ptr()
@@ -225,9 +231,7 @@ class SparseMla:
         if warp_idx == GATHER_WARP:
             self.walk.begin(schedule, early)
             self.walk.next_piece(Int32(0), schedule)
-        valid = storage.valid.get_tensor(
-            cute.make_layout((GATHER_WARPS, self.ring.stages), stride=(1, GATHER_WARPS))
-        )
+        valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, self.ring.stages), stride=(1, GATHER_WARPS)))
         of_tokens = self.bits_of_stages(storage) if const_expr(self.config.tokens > 1) else None
         cute.arch.sync_threads()
         if group == 3:
@@ -257,6 +261,12 @@ class SparseMla:
             # Gathering warps, which end first, must not call this: `combine` would launch and occupy the SM while it
             # waits.
             cute.arch.griddepcontrol_launch_dependents()
+
+    def early_numbers(self, cta: Int32, lengths: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+        """The lengths that the schedule needs first, loaded by all warps."""
+        if self.config.whole:
+            return self.walk.early_numbers(cta, lengths)
+        return self.walk.batch.early_numbers(lengths, lengths)
 
     def bits_of_stages(self, storage: cute.struct) -> cute.Tensor:
         """The bits of the keys' tokens: `of_tokens` of Gather."""

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -20,13 +21,14 @@ from tsmla_kernels.sm90.sparse.config import (
     sparse_reasons,
     workspace_shapes,
 )
+from tsmla_kernels.sm90.sparse.union_config import union_config
 
 
 def test_calls_of_any_size_share_an_object() -> None:
     config = sparse_config(V32_CALL)
     for other in (
         {"num_tokens": 300},
-        {"num_selected": 7, "window": 7},
+        {"num_selected": 700, "window": 700},
         {"cache": dataclasses.replace(V32, num_pages=1)},
         {"cache": dataclasses.replace(V32, page_size=16, span=16)},
     ):
@@ -61,6 +63,26 @@ def test_rows_of_16_bits_that_are_too_wide_for_64_heads(dtype: str, heads: int) 
     narrow = dataclasses.replace(most, head_dim=512, cache=dataclasses.replace(PLAIN, dtype=dtype))
     assert sparse_reasons(narrow) == [] and sparse_config(narrow).tile_rows == 64
     assert sparse_config(narrow).stages == MIN_STAGES
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({"num_tokens": 1, "num_selected": 256}, True),
+        ({"num_tokens": 1, "num_selected": 257}, False),
+        ({"num_tokens": 66, "num_heads": 128, "num_selected": 128}, True),
+        ({"num_tokens": 67, "num_heads": 128, "num_selected": 128}, False),
+        ({"num_tokens": 132, "num_heads": 16, "num_selected": 200}, True),
+        ({"num_tokens": "t", "num_selected": 128}, False),
+        ({"num_tokens": 1, "num_selected": "k"}, False),
+        ({"num_tokens": 1, "num_selected": 128, "batch_invariant": True}, False),
+    ],
+    ids=str,
+)
+def test_few_row_tiles_of_few_columns_have_a_cta_each(changes: dict[str, Any], whole: bool) -> None:
+    config = sparse_config(dataclasses.replace(V4_CALL, **changes))
+    assert config.whole is whole and not (config.whole and config.dealt)
+    assert not union_config(dataclasses.replace(V4_CALL, **(changes | {"num_heads": 16}))).alone.whole
 
 
 def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:

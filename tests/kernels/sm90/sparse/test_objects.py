@@ -5,6 +5,35 @@ import pytest
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SPARSE_MLA
 
+WHOLE = {
+    "V4, two caches, 128 heads, few tokens of few columns": {
+        "num_heads": "128",
+        "num_tokens": "1",
+        "num_selected": "256",
+        "layout": "v4",
+        "window": "128",
+        "lengths": "true",
+        "sinks": "true",
+    },
+    "V4, one cache, 64 heads, a hundred tokens of few columns": {
+        "num_heads": "64",
+        "num_tokens": "100",
+        "num_selected": "128",
+        "layout": "v4",
+        "lengths": "true",
+        "sinks": "true",
+    },
+    "16 heads, few tokens of few columns": {"num_heads": "16", "num_tokens": "8", "num_selected": "256"},
+    "bf16, D 576, 128 heads, few tokens of few columns": {
+        "num_heads": "128",
+        "num_tokens": "8",
+        "num_selected": "256",
+        "layout": "plain",
+        "lengths": "true",
+        "max_logits": "true",
+    },
+}
+"""Calls whose row tiles have a CTA each."""
 CONFIGS = {
     "16 heads": {"num_heads": "16"},
     "128 heads, lengths": {"num_heads": "128", "lengths": "true"},
@@ -59,6 +88,7 @@ CONFIGS = {
         "sinks": "true",
     },
     "V4, one cache, 16 heads": {"num_heads": "16", "layout": "v4"},
+    **WHOLE,
     "V4, two caches, 128 heads, batch invariant": {
         "num_heads": "128",
         "layout": "v4",
@@ -145,4 +175,6 @@ slow tests."""
 
 @pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
 def test_everything_stays_in_registers(name: str) -> None:
-    check_compiled(SPARSE_MLA, SPARSE_MLA.from_options(CONFIGS[name]), kernels=2)  # attention and combine
+    config = SPARSE_MLA.from_options(CONFIGS[name])
+    assert config.whole == (name in WHOLE)
+    check_compiled(SPARSE_MLA, config, kernels=1 if config.whole else 2)  # attention and combine
