@@ -130,7 +130,7 @@ class SparseMla:
         self.storage = checked_storage(Storage, config)
         ctas = self.num_ctas(arrays)
         self.attend(q, caches, (atom, tma), arrays, self.scores.mma(), self.values.mma(), ctas).launch(
-            grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=config.skips
+            grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.jit
@@ -172,7 +172,10 @@ class SparseMla:
         if const_expr(self.config.skips):
             # The next kernel's CTAs do not fit beside these, so they start as these end.
             cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+        # Before this wait the kernel before may still write the operands, and the last call's `combine` may still read
+        # the workspaces.
+        cute.arch.griddepcontrol_wait()
+        if const_expr(self.config.skips):
             if self.works(arrays.lengths):
                 self.run(q, caches, q_map, arrays, score_mma, value_mma, ctas)
             else:
