@@ -56,11 +56,18 @@ def _join_by_torch(near: Columns, far: Columns, out: torch.Tensor, lengths: torc
 
 
 @functools.cache
+def _may_signal(device: torch.device) -> bool:
+    """Whether kernels of this device may let the next one begin: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
 def _kernel() -> Any:
     """The kernel of `joined`; None without Triton, which torch for CUDA brings along."""
     if importlib.util.find_spec("triton") is None:
         return None
-    triton = importlib.import_module("triton")
+    triton, language = importlib.import_module("triton"), importlib.import_module("triton.language")
+    can_signal = hasattr(getattr(language.extra, "cuda", None), "gdc_launch_dependents")
     compiled = importlib.import_module("tsmla_bridge.engines.flash_mla.joining_kernel").join
 
     def run(near: Columns, far: Columns, out: torch.Tensor, lengths: torch.Tensor | None) -> None:
@@ -70,6 +77,7 @@ def _kernel() -> Any:
             near.slots, near.lengths, far.slots, far.lengths, out, lengths,
             near.slots.stride(0), far.slots.stride(0), tokens // (requests.pop() if requests else tokens),
             window, count, width, HAS_NEAR=near.lengths is not None, HAS_FAR=lengths is not None, BLOCK=_BLOCK,
+            SIGNALS=can_signal and _may_signal(near.slots.device),
         )  # fmt: skip
 
     return run
