@@ -7,8 +7,11 @@ The model is one of generate.py's, by default DeepSeek-V2-Lite's shape (27 layer
 runs in this process with full CUDA graphs for decode, without torch.compile unless --compile asks for vLLM's default,
 and points are (requests, tokens of context). A step is the time between two steps of the engine that gave every request
 a token: the median over all steps of a run, and over `--runs` runs, whose prompts are in the engine's prefix cache from
-a run before. A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that
-no run had before, as the time of 4,096 tokens.
+a run before. us_least is the shortest of these steps. Where the GPU waits for the host, the median moves with whatever
+else the host does, and the shortest step moves less.
+
+A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that no run had
+before, as the time of 4,096 tokens.
 
 With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. With --drawn
 they are drawn on the GPU (drawn_weights.py), the same for every backend, and their peer is "vllm, drawn weights".
@@ -229,6 +232,7 @@ def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], f
         "context": context,
         "us": round(us, 1),
         "us_of_runs": [round(each, 1) for each in medians],
+        "us_least": round(min(min(run.steps) for run in runs if run.steps) * 1e3, 1),
         "full_steps": len(runs[0].steps),
         "tokens_per_s": round(batch / us * 1e6),
         "tokens": [tokens[:KEPT_TOKENS] for tokens in first.tokens],
