@@ -30,6 +30,7 @@ from tsmla_kernels.contract.sparse import (
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceSpec,
     ExpertsSpec,
+    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
@@ -379,6 +380,13 @@ def few_token_queries_spec(options: Mapping[str, str]) -> QueriesSpec:
     without a kv_dtype, of the cache."""
     values = _filled_in(options, _FEW_TOKENS)
     return _spec(QueriesSpec, values, tokens=_parsed(values, "num_tokens", int), heads=1)
+
+
+def few_token_index_key_spec(options: Mapping[str, str]) -> IndexKeySpec:
+    """The spec of few_token_index_key: num_tokens keys, of which rope_dim columns are rotated. `dtype` is that of their
+    norm."""
+    values = _filled_in(options, _FEW_TOKENS)
+    return _spec(IndexKeySpec, values, tokens=_parsed(values, "num_tokens", int), norm_dtype=values["dtype"])
 
 
 def few_token_window_spec(options: Mapping[str, str]) -> WindowSpec:

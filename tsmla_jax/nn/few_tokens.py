@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax import sparse
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.products.block_scaled import BlockScaled, widened
 from tsmla_jax.nn.products.linear import linear
@@ -26,6 +27,7 @@ from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.rotation import rotate
 from tsmla_jax.ops.selected import layouts
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+from tsmla_kernels.contract.layouts import INDEXER
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens import record
@@ -33,6 +35,7 @@ from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceSpec,
     ExpertsSpec,
+    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
@@ -303,13 +306,14 @@ def queries(
     q_scale: float | jax.Array | None = None,
     kv_scale: float | jax.Array | None = None,
 ) -> Written:
-    """Absorbed queries, and the cache with the new tokens' latents and rotated k_rope.
+    """Absorbed queries, and the cache with the new tokens' latents and rotated k_rope. The cache may have V3.2's packed
+    rows.
 
     Args:
       q: [T, H (N + R)], a head's columns without rope first, or wider rows that begin with these.
       joint: [T, A + L + R], whose rows end with the latent before its norm and k_rope before its rotation.
       w_uk: [H, L, N].
-      kv_cache: [P, Z, L + R].
+      kv_cache: [P, Z, L + R], or uint8 [P, Z, 656] of packed rows.
       slot_mapping: [T] i32, as of `tsmla_jax.write_kv_cache`.
       norm: the latent's.
       rope: of the queries and of k_rope.
@@ -324,6 +328,10 @@ def queries(
         q_rope = rotate(own[..., nope:], rope.cos[:, None], rope.sin[:, None], **turned)
         absorbed = jnp.concatenate([jnp.einsum("thn,hln->thl", own[..., :nope], w_uk), q_rope], axis=-1)
         row, k_rope = joint[:, -width : -width + latent], joint[:, -width + latent :]
+        if kv_cache.dtype == jnp.uint8:
+            given = kv_cache, rms_norm(row, *norm), k_rope, slot_mapping, rope.cos, rope.sin
+            turn: dict[str, Any] = {"rope_interleave": rope.interleave, "rope_layout": rope.layout}
+            return Written(quantize_q(absorbed, q_scale), sparse.write_packed_kv_cache(*given, **turn))
         k_rope = rotate(k_rope, rope.cos, rope.sin, **turned)
         cache = write_kv_cache(kv_cache, rms_norm(row, *norm), k_rope, slot_mapping, kv_scale=kv_scale)
         return Written(quantize_q(absorbed, q_scale), cache)
@@ -331,6 +339,45 @@ def queries(
     scales = scale_operand(q_scale), scale_operand(kv_scale)
     inputs = (q, joint, w_uk, norm.weight, rope.cos, rope.sin, slot_mapping, *scales, kv_cache)
     return Written(*_run(record.FEW_TOKEN_QUERIES, spec, inputs, (q.shape[0], heads, width), kv_cache.shape))
+
+
+class LayerNorm(NamedTuple):
+    """A layer norm's weight [D] and bias [D], and its eps, which is static."""
+
+    weight: jax.Array
+    bias: jax.Array
+    eps: float
+
+
+def why_not_index_keys(keys: Any, rope: Rope, norm: LayerNorm, k_cache: Any) -> list[str]:
+    """Why `write_index_keys_by_kernel` of these arguments can't run; empty if it can."""
+    unable = device.why_not(record.FEW_TOKEN_INDEX_KEY) + device.why_not_by_default()
+    if unable or keys.dtype != jnp.bfloat16 or k_cache.dtype != jnp.uint8:
+        return unable or [f"keys are {keys.dtype}, and cached as {k_cache.dtype}; legal: bfloat16, and uint8"]
+    if (keys.shape[1], k_cache.shape[2]) != (INDEXER.head_dim, INDEXER.row_bytes):
+        return [f"keys have {keys.shape[1]} columns; few_token_index_key takes {INDEXER.head_dim}"]
+    return record.FEW_TOKEN_INDEX_KEY.reasons(_index_key_spec(keys, rope, norm))
+
+
+def _index_key_spec(keys: Any, rope: Rope, norm: LayerNorm) -> IndexKeySpec:
+    return IndexKeySpec(keys.shape[0], jnp.dtype(norm.weight.dtype).name, 2 * rope.cos.shape[-1], rope.layout, norm.eps)
+
+
+def write_index_keys_by_kernel(
+    k_cache: jax.Array, keys: jax.Array, slot_mapping: jax.Array, *, norm: LayerNorm, rope: Rope
+) -> jax.Array:
+    """The packed cache of indexer keys with the layer norm of new keys written, in one kernel: as
+    `tsmla_jax.sparse.write_indexer_cache` of the normed keys.
+
+    Args:
+      k_cache: uint8 [P, Z, 132].
+      keys: [T, 128], before their norm.
+      slot_mapping: [T] i32.
+      norm: the keys'.
+      rope: of the keys' first columns.
+    """
+    inputs = (keys, norm.weight, norm.bias.astype(norm.weight.dtype), rope.cos, rope.sin, slot_mapping, k_cache)
+    return _run(record.FEW_TOKEN_INDEX_KEY, _index_key_spec(keys, rope, norm), inputs, k_cache.shape)[0]
 
 
 # ---- V4's window

@@ -88,12 +88,14 @@ def _few_token_calls() -> Iterator[Call]:
         given = f"num_tokens={tokens},dtype={dtype}"
         for more in ("", ",gated=true", ",normed=false,residual=true"):
             yield Call("few_token_matmul", given + more)
-        for cache in ("bfloat16", "float8_e4m3fn"):
+        for cache in ("bfloat16", "float8_e4m3fn", "uint8"):
             yield Call("few_token_queries", f"{given},kv_dtype={cache}")
         for choices, limit in ((8, ""), (9, ""), (7, f",{LIMIT}")):
             yield Call("few_token_experts_up", f"{given},choices={choices}{limit}")
             yield Call("few_token_experts_down", f"{given},choices={choices}")
     yield Call("few_token_window", "page_size=64")
+    for dtype in ("bfloat16", "float32"):
+        yield Call("few_token_index_key", f"dtype={dtype}")
     for tokens in (1, 2, 4, 8, 16):
         yield Call("few_token_router", f"num_tokens={tokens}")
 

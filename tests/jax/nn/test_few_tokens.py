@@ -207,6 +207,33 @@ def test_the_kernels_of_a_layer(hopper: None) -> None:
     assert several[: len(ATTENTION)] == ATTENTION and "grouped_matmul_gated" in several
 
 
+def test_the_kernels_of_a_sparse_layer(hopper: None) -> None:
+    """Over packed caches one kernel makes absorbed queries and writes latents, another writes the indexer's keys; over
+    keys as they are the indexer's keys are written apart."""
+    config = V32Config(
+        dataclasses.replace(HOPPER, q_lora_rank=128), index_n_heads=64, index_head_dim=128, index_topk=64
+    )
+    shapes = jax.eval_shape(lambda: v32.functional.fold(v32.init_params(jax.random.key(0), config), config))
+    params = {name: random(index, *shape.shape, scale=0.06) for index, (name, shape) in enumerate(shapes.items())}
+    x, norm = random(1, 2, 256), Norm(random(3, 256), 1e-6)
+    tables = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    ragged = Step.ragged(tables, jnp.full(2, 9), jnp.arange(3, dtype=jnp.int32), total_tokens=2, page_size=PAGE)
+    options = v32.functional.Options(None, None, None, None, None)
+
+    def made(**dtypes: Any) -> list[str]:
+        cache = v32.init_cache(config, 4, PAGE, **dtypes)
+        jaxpr = jax.make_jaxpr(
+            lambda params, x, cache: v32_few_tokens.attend(params, config, x, norm, cache, ragged, options)
+        )(params, x, cache)
+        return primitives(jaxpr.jaxpr)
+
+    packed = made(kv_dtype=jnp.uint8)
+    assert [packed.count(name) for name in ("few_token_queries", "few_token_index_key")] == [1, 1]
+    assert not {"write_packed_kv_cache", "write_indexer_cache"} & {*packed}
+    plain = made(indexer_dtype=jnp.bfloat16)
+    assert "few_token_queries" in plain and "few_token_index_key" not in plain
+
+
 def test_what_keeps_the_kernels_from_a_step(hopper: None) -> None:
     def few(*args: Any, **changes: Any) -> list[str]:
         return [name for name in traced(*args, **changes) if name.startswith("few_token")]

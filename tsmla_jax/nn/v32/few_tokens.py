@@ -11,8 +11,8 @@ from tsmla_jax.nn.mla.projections import rotated_q
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.v32.functional import Attended, Options, V32Cache, attend_projected
-from tsmla_jax.nn.v32.projections import Angles, Projected, finished_queries, normed_keys
+from tsmla_jax.nn.v32.functional import Attended, Options, V32Cache, attend_projected, form_of
+from tsmla_jax.nn.v32.projections import KEY_NORM_EPS, Angles, Projected, finished_queries, normed_keys
 
 
 def why_not(params: Params, config: V32Config, x: jax.Array, norm: Norm, options: Options) -> list[str]:
@@ -45,30 +45,71 @@ def attend(
     with folded params.
 
     keep: whether the caller wants positions."""
+    form = form_of(config, step, x, form=options.form, quantised=options.q_scale is not None)
 
     def project(params: Params, config: V32Config, x: jax.Array, angles: Angles, quantise: bool | None) -> Projected:
         mla = config.mla
         joint = few_tokens.matmul(x, params["in_proj"], norm=norm)
         low = Norm(params["q_a_layernorm"], mla.a_layernorm_eps)
         q = few_tokens.matmul(joint, params["q_b_proj"], norm=low)
-        q_nope, q_rope = rotated_q(mla, q.reshape(x.shape[0], -1, mla.qk_head_dim), *angles)
-        latent, k_rope = jnp.split(joint[:, -mla.cache_dim :], [mla.kv_lora_rank], axis=-1)
         asked = None
         if quantise is not None:
             of_low = few_tokens.matmul(joint, params["indexer_wq_b"], norm=low)
             weights = few_tokens.matmul(x, params["indexer_weights_proj"], norm=norm)
             asked = finished_queries(config, of_low, weights, angles, quantise=quantise)
         keys = few_tokens.matmul(x, params["indexer_wk"], norm=norm) if config.has_indexer else None
-        return Projected(
-            rms_norm(latent, params["kv_a_layernorm"], mla.a_layernorm_eps),
-            k_rope,
-            keys=None if keys is None else normed_keys(params, keys),
+        made = Projected(
+            latent=None,
+            k_rope=None,
+            keys=None,
             asked=asked,
-            q_nope=q_nope,
-            q_rope=q_rope,
+            q_nope=None,
+            q_rope=None,
             out=lambda heads: few_tokens.matmul(heads.reshape(x.shape[0], -1), params["o_proj"], residual=x),
         )
+        made = _with_keys(made, params, config, keys, cache, step, angles)
+        latent_norm = Norm(params["kv_a_layernorm"], mla.a_layernorm_eps)
+        rope = few_tokens.Rope(angles.cos, angles.sin, mla.rope_interleave, mla.rope_layout)
+        quantises = options.q_scale is not None
+        if form.name == "mask" or few_tokens.why_not_queries(
+            x, params["w_uk"], rope, latent_norm, cache.kv, quantises=quantises
+        ):
+            q_nope, q_rope = rotated_q(mla, q.reshape(x.shape[0], -1, mla.qk_head_dim), *angles)
+            latent, k_rope = jnp.split(joint[:, -mla.cache_dim :], [mla.kv_lora_rank], axis=-1)
+            return made._replace(latent=rms_norm(latent, *latent_norm), k_rope=k_rope, q_nope=q_nope, q_rope=q_rope)
+        absorbed, kv_cache = few_tokens.queries(
+            q,
+            joint,
+            params["w_uk"],
+            cache.kv,
+            step.slot_mapping,
+            norm=latent_norm,
+            rope=rope,
+            q_scale=options.q_scale,
+            kv_scale=options.kv_scale,
+        )
+        return made._replace(absorbed=absorbed, kv_cache=kv_cache)
 
     return attend_projected(
         params, config, x, cache, step, selected=selected, keep=keep, options=options, project=project
     )
+
+
+def _with_keys(
+    made: Projected,
+    params: Params,
+    config: V32Config,
+    keys: jax.Array | None,
+    cache: V32Cache,
+    step: Step,
+    angles: Angles,
+) -> Projected:
+    """`made` with the indexer's keys [T, Di] normed or, where a kernel can do that, written into their cache."""
+    if keys is None or cache.indexer is None:
+        return made
+    norm = few_tokens.LayerNorm(params["indexer_k_norm"], params["indexer_k_norm_bias"], KEY_NORM_EPS)
+    rope = few_tokens.Rope(angles.cos, angles.sin, config.index_rope_layout == "interleaved", config.index_rope_layout)
+    if few_tokens.why_not_index_keys(keys, rope, norm, cache.indexer):
+        return made._replace(keys=normed_keys(params, keys))
+    written = few_tokens.write_index_keys_by_kernel(cache.indexer, keys, step.slot_mapping, norm=norm, rope=rope)
+    return made._replace(index_cache=written)

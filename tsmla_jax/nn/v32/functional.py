@@ -242,7 +242,6 @@ def attend_projected(
     made = project(params, config, x, Angles(cos, sin), quantise if chooses else None)
     kv, keys = cache = _written(config, made, cache, step, Angles(cos, sin), kv_scale)
     index: tuple[Any, Any] = (None, None) if made.asked is None else made.asked
-    projected = made.q_nope, made.q_rope
     most = min(config.index_topk, step.block_tables.shape[1] * kv.shape[1])
 
     def topk(**more: Any) -> Any:
@@ -254,13 +253,21 @@ def attend_projected(
     if chosen_form.name == "mask":
         as_bits = chooses and not keep and bits_are_shorter(step, kv.shape[1], most)
         chosen = cast(jax.Array, topk(return_bits=as_bits)) if selected is None else selected
+        assert made.q_nope is not None and made.q_rope is not None
         new = Selected(
-            jnp.concatenate(projected, axis=-1), request=request, position=positions, keys=chosen, are_bits=as_bits,
+            jnp.concatenate([made.q_nope, made.q_rope], axis=-1),
+            request=request,
+            position=positions,
+            keys=chosen,
+            are_bits=as_bits,
             all_below=most if chooses else 0,
-        )  # fmt: skip
+        )
         heads = attend_by_mask(params, config, new, kv, step, kv_scale=kv_scale, implementation=implementation)
         return Attended(made.out(heads.astype(x.dtype)), cache, None if as_bits else chosen)
-    queries = quantize_q(functional.absorb_q(params, *projected), q_scale)
+    queries = made.absorbed
+    if queries is None:
+        assert made.q_nope is not None and made.q_rope is not None
+        queries = quantize_q(functional.absorb_q(params, made.q_nope, made.q_rope), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale, "latent_dim": mla.kv_lora_rank, "q_scale": q_scale, "kv_scale": kv_scale,
         "implementation": implementation,
@@ -383,7 +390,10 @@ def _written(
 ) -> V32Cache:
     """The caches with the new tokens' latents written, and their indexer keys if the layer has an indexer."""
     mla, (cos, sin), latent, k_rope = config.mla, angles, made.latent, made.k_rope
-    if cache.kv.dtype == jnp.uint8:
+    if made.kv_cache is not None:
+        kv = made.kv_cache
+    elif cache.kv.dtype == jnp.uint8:
+        assert latent is not None and k_rope is not None
         kv = sparse.write_packed_kv_cache(
             cache.kv,
             latent,
@@ -395,10 +405,11 @@ def _written(
             rope_layout=mla.rope_layout,
         )
     else:
+        assert latent is not None and k_rope is not None
         k_rope = apply_rope(mla, k_rope, cos, sin)
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
-    if cache.indexer is None:
-        return V32Cache(kv, None)
+    if cache.indexer is None or made.index_cache is not None:
+        return V32Cache(kv, made.index_cache)
     layout, new = config.index_rope_layout, made.keys
     assert new is not None
     keys = sparse.write_indexer_cache(cache.indexer, new, step.slot_mapping, cos, sin, rope_layout=layout)

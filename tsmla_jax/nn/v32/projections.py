@@ -18,7 +18,7 @@ from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.ops.selected import indexer
 from tsmla_kernels.contract.packed import Rotation
 
-_NORM_EPS = 1e-6
+KEY_NORM_EPS = 1e-6
 
 
 class Angles(NamedTuple):
@@ -37,15 +37,22 @@ class Projected(NamedTuple):
         asked: the indexer's queries and head weights (`indexer_queries`); None if it does not choose.
         q_nope, q_rope: [T, H, N], and [T, H, R] rotated.
         out: the function from heads' outputs [T, H, V] to the layer's result [T, E].
+        absorbed, kv_cache: absorbed queries [T, H, L + R], and the kv cache with the new tokens written, where a kernel
+            has made both; then latent, k_rope, q_nope and q_rope are None.
+        index_cache: the cache of indexer keys with the new ones written, where a kernel has done that; then keys is
+            None.
     """
 
-    latent: jax.Array
-    k_rope: jax.Array
+    latent: jax.Array | None
+    k_rope: jax.Array | None
     keys: jax.Array | None
     asked: tuple[jax.Array, jax.Array] | None
-    q_nope: jax.Array
-    q_rope: jax.Array
+    q_nope: jax.Array | None
+    q_rope: jax.Array | None
     out: Callable[[jax.Array], jax.Array]
+    absorbed: jax.Array | None = None
+    kv_cache: jax.Array | None = None
+    index_cache: jax.Array | None = None
 
 
 def project(params: Params, config: V32Config, x: jax.Array, angles: Angles, quantise: bool | None) -> Projected:
@@ -81,7 +88,7 @@ def normed_keys(params: Params, k: jax.Array) -> jax.Array:
     """Keys [T, Di] behind their layer norm."""
     k = k.astype(jnp.float32)
     k = k - k.mean(-1, keepdims=True)
-    k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + _NORM_EPS)
+    k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + KEY_NORM_EPS)
     return k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
 from tsmla_kernels.sm90.constants import FP8
 
 MOST_TOKENS = 16
@@ -22,6 +23,10 @@ UNIT = 128
 WARPS = 8
 WEIGHTS = ("bfloat16", FP8)
 CACHES = ("bfloat16", FP8)
+NORMS = ("bfloat16", "float32")
+"""Dtypes of the layer norm of the indexer's keys."""
+PACKED = "uint8"
+"""The dtype of a cache of V3.2's packed rows."""
 MOST_EXPERTS = 512
 """Experts among which a warp chooses: their scores lie in registers."""
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -198,7 +203,7 @@ class QueriesConfig:
 
     Attributes:
       token_tiles: as in MatmulConfig.
-      q_dtype: the dtype of the absorbed queries. kv_dtype: the dtype of the cache.
+      q_dtype: the dtype of the absorbed queries. kv_dtype: the dtype of the cache, PACKED for packed rows.
       nope_dim, latent_dim, rope_dim: N, L and R.
       rope_interleave, rope_layout: as in rope_write_kv_cache.
       eps: of the latent's RMS norm.
@@ -211,6 +216,43 @@ class QueriesConfig:
     latent_dim: int = 512
     rope_dim: int = 64
     rope_interleave: bool = True
+    rope_layout: str = "interleaved"
+    eps: float = 1e-6
+
+    @property
+    def packed(self) -> bool:
+        """Whether the cache has V3.2's packed rows."""
+        return self.kv_dtype == PACKED
+
+    @property
+    def row_width(self) -> int:
+        """The last size of the cache."""
+        return V32_PACKED.row_bytes if self.packed else self.latent_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
+class IndexKeySpec:
+    """A call of few_token_index_key: how many tokens it has; the other fields as in IndexKeyConfig."""
+
+    tokens: int
+    norm_dtype: str = "float32"
+    rope_dim: int = 64
+    rope_layout: str = "interleaved"
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class IndexKeyConfig:
+    """The static facts that an object of few_token_index_key is compiled for.
+
+    Attributes:
+      norm_dtype: the dtype of the layer norm's weight and bias.
+      rope_dim, rope_layout: as in IndexerWriteConfig; the first rope_dim columns of a key are rotated.
+      eps: of the layer norm.
+    """
+
+    norm_dtype: str = "float32"
+    rope_dim: int = 64
     rope_layout: str = "interleaved"
     eps: float = 1e-6
 
@@ -347,9 +389,12 @@ def choice_config(spec: ChoiceSpec) -> ChoiceConfig:
 def queries_reasons(spec: QueriesSpec) -> list[str]:
     """Why few_token_queries can't run this call; empty if it can."""
     reasons = _token_reasons(spec.tokens)
-    for name, dtype in (("q_dtype", spec.q_dtype), ("kv_cache.dtype", spec.kv_dtype)):
-        if dtype not in CACHES:
-            reasons.append(f"{name} is {dtype}; few_token_queries takes {', '.join(CACHES)}")
+    for name, dtype, legal in (("q_dtype", spec.q_dtype, CACHES), ("kv_cache.dtype", spec.kv_dtype, (*CACHES, PACKED))):
+        if dtype not in legal:
+            reasons.append(f"{name} is {dtype}; few_token_queries takes {', '.join(legal)}")
+    widths = V32_PACKED.latent_dim, V32_PACKED.rope_dim
+    if spec.kv_dtype == PACKED and (spec.latent_dim, spec.rope_dim) != widths:
+        reasons.append(f"packed rows have {widths[0]} latent and {widths[1]} rope columns")
     if spec.nope_dim % UNIT or not spec.nope_dim:
         reasons.append(f"a head has {spec.nope_dim} columns without rope; few_token_queries takes multiples of {UNIT}")
     if spec.latent_dim % UNIT or not 0 < spec.latent_dim <= 1024:
@@ -395,3 +440,19 @@ def window_reasons(spec: WindowSpec) -> list[str]:
 def window_config(spec: WindowSpec) -> WindowConfig:
     """The configuration that serves `spec`."""
     return WindowConfig(spec.page_size)
+
+
+def index_key_reasons(spec: IndexKeySpec) -> list[str]:
+    """Why few_token_index_key can't run this call; empty if it can."""
+    reasons = _token_reasons(spec.tokens)
+    if spec.rope_dim % 16 or not 0 < spec.rope_dim <= INDEXER.head_dim:
+        legal = f"multiples of 16 to {INDEXER.head_dim}"
+        reasons.append(f"{spec.rope_dim} columns have rope; few_token_index_key takes {legal}")
+    if spec.norm_dtype not in NORMS:
+        reasons.append(f"norm.weight.dtype is {spec.norm_dtype}; few_token_index_key takes {', '.join(NORMS)}")
+    return reasons
+
+
+def index_key_config(spec: IndexKeySpec) -> IndexKeyConfig:
+    """The configuration that serves `spec`."""
+    return IndexKeyConfig(spec.norm_dtype, spec.rope_dim, spec.rope_layout, spec.eps)

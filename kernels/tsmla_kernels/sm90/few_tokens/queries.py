@@ -8,9 +8,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.cache_ops.kernels import is_written, load, slot_address, store, widened
+from tsmla_kernels.cache_ops.kernels import is_written, load, slot_address, store, values_at, widened
+from tsmla_kernels.contract.layouts import V32_PACKED
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens.config import TILE_ROWS, TOKEN_TILE, UNIT, WARPS, QueriesConfig
 from tsmla_kernels.sm90.few_tokens.tile import (
@@ -25,6 +26,8 @@ from tsmla_kernels.sm90.few_tokens.tile import (
     start,
 )
 from tsmla_kernels.sm90.warp import DTYPES
+from tsmla_kernels.sparse_cache.kernels import ROPE_AT, SCALES_AT
+from tsmla_kernels.sparse_cache.values import greatest_bits, power_of_two, scale_exponent
 
 CTA_ROWS = TILE_ROWS * WARPS
 VECTOR = 4
@@ -38,8 +41,8 @@ class Arrays(NamedTuple):
       q: [T, H (N + R)] bf16, the heads' queries, or wider rows that begin with them. joint: [T, A + L + R] bf16, whose
         rows end with the latent and k_rope. w_uk: [H, L, N] bf16. norm_weight: [L] bf16.
       cos, sin: [T, R / 2] f32. slot_mapping: [T] i32. q_scale, kv_scale: [1] f32.
-      absorbed: [T, H, L + R] in config.q_dtype. new_kv_cache: [P, Z, L + R], the same memory as kv_cache, which is not
-        read.
+      absorbed: [T, H, L + R] in config.q_dtype. new_kv_cache: [P, Z, L + R], or [P, Z, 656] u8 of packed rows, the same
+        memory as kv_cache, which is not read.
     """
 
     q: cute.Tensor
@@ -172,7 +175,6 @@ class FewTokenQueries:
     def write_row(self, arrays: Arrays, squares: cute.Tensor, token: Int32) -> None:
         """Write a token's latent and k_rope into its slot."""
         config, thread = self.config, cute.arch.thread_idx()[0]
-        size = DTYPES[config.kv_dtype].width // 8
         width = config.latent_dim + config.rope_dim
         source = row_of(arrays.joint, token) + (Int32(arrays.joint.shape[1]) - width) * 2
         column = cutlass.min(thread * VECTOR, config.latent_dim - VECTOR)
@@ -190,16 +192,49 @@ class FewTokenQueries:
         for warp in cutlass.range_constexpr(1, WARPS):
             total = total + squares[warp]
         factor = cute.math.rsqrt(total / Float32(config.latent_dim) + Float32(config.eps))
-        inverse, slot = Float32(1.0) / arrays.kv_scale[0], arrays.slot_mapping[token]
+        if thread * VECTOR < config.latent_dim:
+            weight = load(BFloat16, arrays.norm_weight.iterator.toint() + column * 2, VECTOR)
+            for i in cutlass.range_constexpr(VECTOR):
+                normed = (values[i] * factor).to(BFloat16).to(Float32) * weight[i].to(Float32)
+                values[i] = normed.to(BFloat16).to(Float32)
+        slot = arrays.slot_mapping[token]
         if is_written(cutlass.Boolean(True), arrays.new_kv_cache, slot):
             row = slot_address(arrays.new_kv_cache, slot, 0)
-            if thread * VECTOR < config.latent_dim:
-                weight = load(BFloat16, arrays.norm_weight.iterator.toint() + column * 2, VECTOR)
-                for i in cutlass.range_constexpr(VECTOR):
-                    normed = (values[i] * factor).to(BFloat16).to(Float32) * weight[i].to(Float32)
-                    values[i] = normed.to(BFloat16).to(Float32) * inverse
-                store(DTYPES[config.kv_dtype], row + column * size, values)
+            if const_expr(config.packed):
+                self.store_packed(row, values)
+            else:
+                self.store_latent(arrays, row, values)
             if thread < self.half:
                 rope = source + config.latent_dim * 2
+                inverse, dtype, offset = Float32(1.0), "bfloat16", ROPE_AT
+                if const_expr(not config.packed):
+                    inverse, dtype = Float32(1.0) / arrays.kv_scale[0], config.kv_dtype
+                    offset = config.latent_dim * (DTYPES[dtype].width // 8)
                 for value, target in zip(self.rotated(arrays, rope, token, thread), self.targets(thread), strict=True):
-                    self.put(row + (config.latent_dim + target) * size, value, inverse, config.kv_dtype)
+                    self.put(row + offset + target * (DTYPES[dtype].width // 8), value, inverse, dtype)
+
+    @cute.jit
+    def store_latent(self, arrays: Arrays, row: Int64, values: cute.Tensor) -> None:
+        """Store this thread's normed latent columns into a row of the cache."""
+        config, thread = self.config, cute.arch.thread_idx()[0]
+        inverse = Float32(1.0) / arrays.kv_scale[0]
+        if thread * VECTOR < config.latent_dim:
+            for i in cutlass.range_constexpr(VECTOR):
+                values[i] = values[i] * inverse
+            dtype = DTYPES[config.kv_dtype]
+            store(dtype, row + thread * VECTOR * (dtype.width // 8), values)
+
+    @cute.jit
+    def store_packed(self, row: Int64, values: cute.Tensor) -> None:
+        """Store this thread's normed latent columns into a packed row: a warp has the columns of one scale."""
+        thread = cute.arch.thread_idx()[0]
+        bits = greatest_bits(values, VECTOR)
+        for step in cutlass.range_constexpr(5):
+            bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
+        exponent = scale_exponent(bits, V32_PACKED.floor)
+        if thread * VECTOR < V32_PACKED.latent_dim:
+            for i in cutlass.range_constexpr(VECTOR):
+                values[i] = values[i] * power_of_two(-exponent)
+            store(DTYPES[FP8], row + thread * VECTOR, values)
+            if thread % 32 == 0:
+                values_at(Float32, row + SCALES_AT + thread // 32 * 4, 1)[0] = power_of_two(exponent)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tsmla_kernels.contract.layouts import V4_PACKED
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import (
     few_token_choose_up_spec,
     few_token_experts_down_spec,
     few_token_experts_up_spec,
+    few_token_index_key_spec,
     few_token_matmul_spec,
     few_token_queries_spec,
     few_token_router_spec,
@@ -16,6 +17,7 @@ from tsmla_kernels.options import (
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceConfig,
     ExpertsConfig,
+    IndexKeyConfig,
     MatmulConfig,
     QueriesConfig,
     RouterConfig,
@@ -24,6 +26,8 @@ from tsmla_kernels.sm90.few_tokens.config import (
     choice_reasons,
     experts_config,
     experts_reasons,
+    index_key_config,
+    index_key_reasons,
     matmul_config,
     matmul_reasons,
     queries_config,
@@ -131,9 +135,11 @@ def queries_operands(config: QueriesConfig) -> tuple[Operand, ...]:
         Operand("slot_mapping", "int32", (None,), align=4),
         Operand("q_scale", "float32", (1,), align=4),
         Operand("kv_scale", "float32", (1,), align=4),
-        Operand("kv_cache", config.kv_dtype, (None, None, width), wide=True),
+        Operand("kv_cache", config.kv_dtype, (None, None, config.row_width), wide=True),
         Operand("absorbed", config.q_dtype, (None, None, width), output=True),
-        Operand("new_kv_cache", config.kv_dtype, (None, None, width), output=True, wide=True, alias="kv_cache"),
+        Operand(
+            "new_kv_cache", config.kv_dtype, (None, None, config.row_width), output=True, wide=True, alias="kv_cache"
+        ),
     )
 
 
@@ -146,6 +152,34 @@ FEW_TOKEN_QUERIES = Kernel(
     spec_from_options=few_token_queries_spec,
     reasons=queries_reasons,
     config_for=queries_config,
+    presets=(),
+)
+
+
+def index_key_operands(config: IndexKeyConfig) -> tuple[Operand, ...]:
+    """The operands. The numbers of tokens and of pages, and the page size, are read at the launch."""
+    angles = (None, config.rope_dim // 2)
+    return (
+        Operand("keys", BF16, (None, None)),
+        Operand("norm_weight", config.norm_dtype, (INDEXER.head_dim,)),
+        Operand("norm_bias", config.norm_dtype, (INDEXER.head_dim,)),
+        Operand("cos", "float32", angles),
+        Operand("sin", "float32", angles),
+        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("k_cache", "uint8", (None, None, INDEXER.row_bytes), wide=True),
+        Operand("new_k_cache", "uint8", (None, None, INDEXER.row_bytes), output=True, wide=True, alias="k_cache"),
+    )
+
+
+FEW_TOKEN_INDEX_KEY = Kernel(
+    name="few_token_index_key",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.index_key:FewTokenIndexKey",
+    config=IndexKeyConfig,
+    operands=index_key_operands,
+    spec_from_options=few_token_index_key_spec,
+    reasons=index_key_reasons,
+    config_for=index_key_config,
     presets=(),
 )
 

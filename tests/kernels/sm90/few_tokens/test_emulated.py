@@ -14,15 +14,19 @@ from tests.emulator.ptx import machine
 from tests.emulator.ptx.arrays import launch
 from tests.emulator.ptx.machine import Order
 from tests.kernels.object_checks import all_but_slow
+from tsmla_jax import sparse
 from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.ops.selected import layouts
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens.config import (
+    PACKED,
     ChoiceSpec,
     ExpertsSpec,
+    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
@@ -264,6 +268,61 @@ def test_queries_and_the_cache(spec: QueriesSpec, low: int | None) -> None:
     close(flat[slots[written]], rows[written] / kv_scale[0], 0.03 if spec.kv_dtype == FP8 else 4e-3)
     others = np.setdiff1d(np.arange(len(flat)), slots[written])
     np.testing.assert_array_equal(flat[others].view(np.uint8), before[others].view(np.uint8))
+
+
+@pytest.mark.parametrize("tokens", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_queries_and_packed_rows(tokens: int) -> None:
+    """Rows bit by bit as `write_packed_kv_cache` makes them of normed latents; one token has no slot."""
+    draw, heads = Draw(), 1
+    joint, q = draw.bf16(tokens, 128 + 576), draw.bf16(tokens, heads * 192)
+    w_uk, norm = draw.bf16(heads, 512, 128), draw.bf16(512)
+    cos, sin = (draw.rng.normal(size=(tokens, 32)).astype(np.float32) for _ in range(2))
+    slots = np.array([9, -1, 3], np.int32)[:tokens]
+    one, cache = np.ones(1, np.float32), draw.rng.integers(0, 255, size=(2, 8, 656), dtype=np.uint8)
+    spec = QueriesSpec(tokens, heads, 128, 512, 64, "bfloat16", PACKED, True, "interleaved", EPS)
+    latent = rms_norm(jnp.array(joint[:, 128:640]), jnp.array(norm), EPS)
+    given = (jnp.array(cache), latent, *(jnp.array(part) for part in (joint[:, 640:], slots, cos, sin)))
+    want = np.asarray(sparse.write_packed_kv_cache(*given, rope_interleave=True, rope_layout="interleaved"))
+    arrays = {"q": q, "joint": joint, "w_uk": w_uk, "norm_weight": norm, "cos": cos, "sin": sin,
+              "slot_mapping": slots, "q_scale": one, "kv_scale": one, "kv_cache": cache, "new_kv_cache": cache,
+              "absorbed": np.empty((tokens, heads, 576), BF16)}  # fmt: skip
+    run("few_token_queries", spec, arrays, "absorbed")
+    np.testing.assert_array_equal(cache, want)
+    own = q.astype(np.float64)
+    close(arrays["absorbed"][:, 0, :512], own[:, :128] @ w_uk[0].astype(np.float64).T, 3e-3)
+
+
+@pytest.mark.parametrize(
+    "spec", [IndexKeySpec(3, "bfloat16", 64, "halves", EPS), slow(IndexKeySpec(16, "float32", 64, "interleaved", EPS))]
+)
+def test_indexer_keys(spec: IndexKeySpec) -> None:
+    """As `write_indexer_cache` writes the layer norm of keys; one token has no slot."""
+    draw, tokens = Draw(), spec.tokens
+    keys = draw.bf16(tokens, 160)
+    dtype = DTYPES.get(spec.norm_dtype, np.float32)
+    weight, bias = (draw.rng.normal(size=128).astype(dtype) for _ in range(2))
+    cos, sin = (draw.rng.normal(size=(tokens, spec.rope_dim // 2)).astype(np.float32) for _ in range(2))
+    slots = draw.rng.permutation(24)[:tokens].astype(np.int32)
+    slots[1] = -1
+    cache = draw.rng.integers(0, 120, size=(3, 8, 132), dtype=np.uint8)
+    own = keys[:, :128].astype(np.float64)
+    own = own - own.mean(axis=1, keepdims=True)
+    own = own / np.sqrt((own * own).mean(axis=1, keepdims=True) + EPS) * weight.astype(np.float64)
+    given = (jnp.array(cache), jnp.array(own + bias.astype(np.float64), jnp.float32), jnp.array(slots))
+    angles = jnp.array(cos), jnp.array(sin)
+    want = np.asarray(sparse.write_indexer_cache(*given, *angles, rope_layout=spec.rope_layout))
+    arrays = {"keys": keys, "norm_weight": weight, "norm_bias": bias, "cos": cos, "sin": sin, "slot_mapping": slots}
+    kernel = KERNELS["few_token_index_key"]
+    assert kernel.reasons(spec) == []
+    for order in ORDERS:
+        arrays |= {"k_cache": cache.copy()}
+        arrays["new_k_cache"] = arrays["k_cache"]
+        assert launch(kernel, kernel.config_for(spec), arrays, order).hazards == []
+        got = arrays["k_cache"].reshape(3, 8 * 132)
+        values, right = (part.reshape(3, -1)[:, : 8 * 128] for part in (got, want))
+        # A value that lies half-way between two of e4m3 may be rounded to either.
+        assert (values != right).mean() < 2e-3
+        np.testing.assert_array_equal(got[:, 8 * 128 :], want.reshape(3, -1)[:, 8 * 128 :])
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,17 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens.config import (
+    PACKED,
     ChoiceSpec,
     ExpertsSpec,
+    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
     WindowSpec,
     choice_reasons,
     experts_reasons,
+    index_key_reasons,
     matmul_reasons,
     queries_reasons,
     router_reasons,
@@ -28,8 +31,11 @@ MATMUL = MatmulSpec(16, 7168, 2112, FP8, eps=1e-6)
 EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
 QUERIES = QueriesSpec(16, 128, 128, 512, 64, "bfloat16", "bfloat16", True, "interleaved", 1e-6)
 CHOICE = ChoiceSpec(7168, 2048, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, norm_topk_prob=True, eps=1e-6)
+INDEX_KEY = IndexKeySpec(16, "bfloat16", rope_layout="halves")
 ROUTER = RouterSpec(16, 7168, 256, 1e-6)
-CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec | RouterSpec | WindowSpec]] = {
+CALLS: dict[
+    str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec | RouterSpec | WindowSpec | IndexKeySpec]
+] = {
     "matmul": ("few_token_matmul", MATMUL),
     "matmul gated": ("few_token_matmul", dataclasses.replace(MATMUL, gated=True)),
     "matmul of bf16": ("few_token_matmul", dataclasses.replace(MATMUL, weight_dtype="bfloat16")),
@@ -45,11 +51,13 @@ CALLS: dict[str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec 
     "choose up of bf16": ("few_token_choose_up", ChoiceSpec(2048, 1408, "bfloat16", 64, 6, 2, eps=1e-6)),
     "queries": ("few_token_queries", QUERIES),
     "queries of fp8": ("few_token_queries", dataclasses.replace(QUERIES, q_dtype=FP8, kv_dtype=FP8)),
+    "queries of packed rows": ("few_token_queries", dataclasses.replace(QUERIES, kv_dtype=PACKED)),
+    "index key": ("few_token_index_key", INDEX_KEY),
     "window": ("few_token_window", WindowSpec(16, 64)),
     "router": ("few_token_router", ROUTER),
     "router 1 token": ("few_token_router", dataclasses.replace(ROUTER, tokens=1)),
 }
-FAST = ("matmul", "down")
+FAST = ("matmul", "down", "index key")
 
 
 @pytest.mark.parametrize("name", all_but_slow(CALLS, FAST))
@@ -79,6 +87,10 @@ def test_what_the_kernels_refuse() -> None:
         (queries_reasons(dataclasses.replace(QUERIES, latent_dim=576)), "a latent has 576 columns"),
         (queries_reasons(dataclasses.replace(QUERIES, rope_dim=0)), "0 columns have rope"),
         (queries_reasons(dataclasses.replace(QUERIES, kv_dtype="float16")), "kv_cache.dtype is float16"),
+        (queries_reasons(dataclasses.replace(QUERIES, kv_dtype=PACKED, latent_dim=256)), "packed rows have 512 latent"),
+        (index_key_reasons(dataclasses.replace(INDEX_KEY, tokens=17)), "there are 17 tokens"),
+        (index_key_reasons(dataclasses.replace(INDEX_KEY, rope_dim=24)), "24 columns have rope"),
+        (index_key_reasons(dataclasses.replace(INDEX_KEY, norm_dtype="float16")), "norm.weight.dtype is float16"),
         (router_reasons(dataclasses.replace(ROUTER, terms=100)), "the router has 100 columns"),
     ]  # fmt: skip
     for found, message in refused:
