@@ -36,8 +36,9 @@ def attend(
     rope_dim: int = 0,
     sinks: jax.Array | None = None,
     indexer_mask: jax.Array | None = None,
+    return_max_logits: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention within segments, on each device's rows and heads.
 
     Args:
@@ -53,11 +54,12 @@ def attend(
         sinks: [heads], of `tsmla_jax.mla_prefill`.
         indexer_mask: [batch, length, length], 0 for the keys that V3.2's indexer chose for a token, negative for the
             others. It becomes bits, and takes the place of the ragged offsets.
+        return_max_logits: static, whether the greatest logits are computed, too.
         implementation: of `tsmla_jax.mla_prefill`.
 
     Returns:
         [batch, length, heads, 128] in query's dtype, 0 for padding; and the greatest logit of each row and head,
-        [batch, heads] in float32, for QK-clip.
+        [batch, heads] in float32, for QK-clip, or None if they are not asked for.
 
     Raises:
         ValueError: spec splits the length (context parallelism) or the columns, or the arrays do not fit together.
@@ -71,23 +73,25 @@ def attend(
 
     def on_one_device(
         query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, given: dict[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> list[jax.Array]:
+        """The results that are asked for."""
         options: Any = {"sinks": given.get("sinks"), "implementation": implementation}
+        options["return_max_logits"] = return_max_logits
         if "indexer_mask" in given:
             visible = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, :, None] & (given["indexer_mask"] == 0)
-            out, max_logits = dot_product_attention(
-                query, key, value, mask=visible[:, None], scale=1.0, is_causal=True, return_max_logits=True, **options
+            found = dot_product_attention(
+                query, key, value, mask=visible[:, None], scale=1.0, is_causal=True, **options
             )
         else:
             segments = Segments.from_ids(ids, max_segments=max_segments)
-            options |= {"softmax_scale": 1.0, "return_max_logits": True}
+            options["softmax_scale"] = 1.0
             if rope_dim:
                 nope, rope = jnp.split(key, [key.shape[-1] - rope_dim], axis=-1)
                 kv = jnp.concatenate([nope, value], axis=-1)
-                out, max_logits = segment_attention_kv(query, kv, rope[:, :, 0], segments, **options)
+                found = segment_attention_kv(query, kv, rope[:, :, 0], segments, **options)
             else:
-                out, max_logits = segment_attention(query, key, value, segments, **options)
-        return out, max_logits.max(axis=1)
+                found = segment_attention(query, key, value, segments, **options)
+        return [found[0], found[1].max(axis=1)] if return_max_logits else [found]
 
     split, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     given = {"sinks": (sinks, PartitionSpec(heads)), "indexer_mask": (indexer_mask, of_rows)}
@@ -96,9 +100,10 @@ def attend(
         on_one_device,
         mesh=mesh,
         in_specs=(split, split, split, of_rows, {name: spec for name, (_, spec) in given.items()}),
-        out_specs=(split, PartitionSpec(rows, heads)),
+        out_specs=[split, PartitionSpec(rows, heads)][: 1 + return_max_logits],
     )
-    return run(query, key, value, decoder_segment_ids, {name: x for name, (x, _) in given.items()})
+    out, *max_logits = run(query, key, value, decoder_segment_ids, {name: x for name, (x, _) in given.items()})
+    return out, max_logits[0] if max_logits else None
 
 
 def attend_in(
@@ -151,6 +156,7 @@ def attend_in(
         rope_dim=config.qk_rope_head_dim if attention_type == "mla" else 0,
         sinks=sinks,
         indexer_mask=indexer_mask,
+        return_max_logits=record_max_logits,
     )
     if record_max_logits:
         from flax import nnx
