@@ -12,8 +12,9 @@ trainer computes the log-probabilities of these tokens again, from the texts as 
   exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)
 
 "exact" has the rollout's bits, because the rollout's own compiled programs compute it: a program computes a row in one
-way, whichever rows stand beside it, and its attention reads the same cache in the same order. The table below says what
-else differs where: each operation is given the rollout's own inputs.
+way, whichever rows stand beside it, and its attention reads the same cache in the same order. The last table says which
+operation differs: each is given the rollout's own inputs. Its last lines compare a step's results with those of the
+same rows in the batches of "exact": where these differ, "exact" has other bits than the rollout.
 Weights are random and MLPs dense, of the width of a token's experts.
 """
 
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -100,6 +103,12 @@ class Texts(NamedTuple):
 Params = dict[str, Any]
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw_product(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """A random weight of the variance 1 / (inputs)."""
+    return jax.random.normal(key, shape, dtype) * shape[0] ** -0.5
+
+
 def draw(model: Model, dtype: Any) -> Params:
     """Random weights; those of products have the variance 1 / (inputs)."""
     keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * model.layers))
@@ -107,7 +116,7 @@ def draw(model: Model, dtype: Any) -> Params:
     width = model.mla.hidden_size
 
     def normal(*shape: int) -> jax.Array:
-        return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * shape[0] ** -0.5)(next(keys))
+        return _draw_product(next(keys), shape, dtype)
 
     def layer() -> Params:
         attention: Any = init(next(keys), model.attention, dtype)  # type: ignore[arg-type]
@@ -207,6 +216,15 @@ def step_layer(
     y, cache, selected = attend(model, params["attention"], norm(x), cache, tables, lens)
     x = x + y
     return x + mlp(params, norm(x)), cache, selected
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def step_parts(
+    model: Model, params: Params, x: jax.Array, cache: Any, tables: jax.Array, lens: jax.Array
+) -> tuple[dict[str, jax.Array], Any]:
+    """The results of a layer's two parts [R, E] on the rows of a step, and the cache."""
+    y, cache, _ = attend(model, params["attention"], norm(x), cache, tables, lens)
+    return {"a step's attention and its projections": y, "a step's MLP": mlp(params, norm(x + y))}, cache
 
 
 step_end = jax.jit(log_probs)
@@ -410,6 +428,27 @@ def operations(model: Model, texts: Texts, params: Params, rollout: Rollout) -> 
     yield "head and log-softmax", difference(*both(_head, {"head": params["head"]}, x))
 
 
+def in_other_company(model: Model, texts: Texts, params: Params, rollout: Rollout) -> Iterator[tuple[str, Difference]]:
+    """How each part of a layer, given the rollout's inputs, differs between the rollout's steps and the same rows in
+    the batches of `recompute_exact`. Where the two differ, "exact" has other bits than the rollout."""
+    caches, _ = run_prompts(model, texts, params, rollout.tokens[:, : texts.prompt], params["head"].dtype)
+    rows = np.arange(texts.count * (texts.new - 1)).reshape(-1, texts.count)
+    for layer, inputs, prompts in zip(params["layers"], rollout.inputs, caches, strict=True):
+        found = []
+        # The rows of a batch, as indices of text after text: a step of the rollout, then a batch of one text's rows.
+        for batches in (rows.reshape(texts.count, -1).T, rows):
+            cache, results = jax.tree.map(jnp.copy, prompts), []
+            for batch in batches:
+                text, i = np.divmod(batch, texts.new - 1)
+                lens = jnp.asarray(texts.prompt + i + 1, jnp.int32)
+                parts, cache = step_parts(model, layer, inputs[text, i], cache, texts.tables[text], lens)
+                results.append(parts)
+            places = np.argsort(batches.reshape(-1))
+            found.append({name: jnp.concatenate([parts[name] for parts in results])[places] for name in results[0]})
+        for name, one in found[0].items():
+            yield name, difference(one, found[1][name])
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _both_forms(
     model: Model, texts: Texts, given: Params, heads: jax.Array, cache: jax.Array
@@ -470,6 +509,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, default=8, help="also the rows of a step")
     parser.add_argument("--prompt", type=int, default=24)
     parser.add_argument("--new", type=int, default=17, help="tokens that a text gets")
+    parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args(arguments)
     on_gpu = jax.default_backend() == "gpu"
     dtype = jnp.dtype("bfloat16") if on_gpu else jnp.dtype("float32")
@@ -479,18 +519,26 @@ def main(arguments: list[str] | None = None) -> None:
     rollout = roll_out(model, texts, params, dtype)
     print("log-probabilities of the rollout's tokens, against the rollout's own")
     of_whole, exact = 0.0, True
+    ways: dict[str, Any] = {}
     for name, found, seconds in compare(model, texts, params, rollout):
+        ways[name] = found._asdict() | {"seconds": seconds}
         of_whole = of_whole or seconds
         exact = found.part == 0  # the last way
         print(f"  {name:32s} {found.part:7.1%} differ, by {found.bits:4.1f} bits, at most {found.greatest:.2e};"
               f" {seconds * 1e3:.1f} ms, {seconds / of_whole:.2f} of whole's", flush=True)  # fmt: skip
     print("operations on the rollout's inputs, all rows at once against a step's rows; the mean over layers")
     by_name: dict[str, list[Difference]] = {}
-    for name, found in operations(model, texts, params, rollout):
+    counted = (count(model, texts, params, rollout) for count in (operations, in_other_company))
+    for name, found in itertools.chain.from_iterable(counted):
         by_name.setdefault(name, []).append(found)
-    for name, layers in by_name.items():
-        part, bits, greatest = (float(np.mean(column)) for column in zip(*layers, strict=True))
-        print(f"  {name:32s} {part:7.1%} differ, by {bits:4.1f} bits, at most {greatest:.2e}")
+    means = {name: Difference(*map(float, np.mean(layers, axis=0))) for name, layers in by_name.items()}
+    for name, (part, bits, greatest) in means.items():
+        print(f"  {name:38s} {part:7.1%} differ, by {bits:4.1f} bits, at most {greatest:.2e}")
+    if options.json:
+        of_operations = {name: found._asdict() for name, found in means.items()}
+        run = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": dtype.name}
+        with open(options.json, "w") as file:
+            json.dump(run | {"options": vars(options), "ways": ways, "operations": of_operations}, file, indent=1)
     if not exact:
         raise SystemExit("the exact way has other bits than the rollout")
 
