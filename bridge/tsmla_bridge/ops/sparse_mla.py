@@ -214,7 +214,7 @@ def sparse_mla(
         asks for everywhere. The kernel then adds the caches' gradients as integers, whose scales take one more pass
         over the selected keys.
       return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does; the kernel
-        has it for queries of 16 bits.
+        has it for queries of 16 bits, within 2**-11 (0.0005).
       implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
 
     Returns:

@@ -15,7 +15,9 @@ from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.constants import LOWEST
 from tsmla_kernels.sm90.latent.memory import Place, Running, Shared
+from tsmla_kernels.sm90.latent.query import two_halves
 from tsmla_kernels.sm90.latent.softmax import RESCALE_BITS, any_of_warps, sync_softmax, tree
+from tsmla_kernels.sm90.latent.words import greatest, times
 from tsmla_kernels.sm90.warp import store_transposed
 
 
@@ -79,7 +81,7 @@ class KeySoftmax:
     ):  # fmt: skip
         """Turn S into P, relative to the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
 
-        If `held.running.highest` is there, the block's greatest scores are taken into it.
+        If `held.running.highest` is there, the block's greatest P are taken into it, and follow the maxima.
 
         The maxima are updated if a P would exceed 2**RESCALE_BITS, and always in a piece's first block (`first` is 1).
         If token_rows is set, `first` has a bit for each token: whether the block has the token's first keys. The four
@@ -93,10 +95,6 @@ class KeySoftmax:
                 for i in cutlass.range_constexpr(2):
                     s[e, i, v] = s[e, i, v] * scale - m[e, v]
         highest = held.running.highest
-        if const_expr(highest is not None):
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                for e in cutlass.range_constexpr(2):
-                    highest[e, v] = cute.arch.fmax(highest[e, v], cute.arch.fmax(s[e, 0, v], s[e, 1, v]))
         top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
         lags = any_of_warps(first | Int32(top > RESCALE_BITS))
         if lags != 0:
@@ -127,10 +125,10 @@ class KeySoftmax:
                 )
                 for e in cutlass.range_constexpr(2):
                     l[e, v] = l[e, v] * four[2 * e + 1]
-                    if const_expr(highest is not None):
-                        highest[e, v] = highest[e, v] - four[2 * e]
                     for i in cutlass.range_constexpr(2):
                         s[e, i, v] = s[e, i, v] - four[2 * e]
+                if const_expr(highest is not None):
+                    highest[v] = times(highest[v], two_halves(four[1], four[3]))
         if lane == 0:
             moved[t // 32, index] = lags
         pair = cute.make_rmem_tensor((2,), self.p_dtype)
@@ -142,6 +140,8 @@ class KeySoftmax:
                 for e in cutlass.range_constexpr(2):
                     pair[e] = p[e][i].to(self.p_dtype)
                 p_words[i, v] = cute.recast_tensor(pair, Int32)[0]
+            if const_expr(highest is not None):
+                highest[v] = greatest(highest[v], p_words[0, v], p_words[1, v])
 
     @cute.jit
     def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):

@@ -213,8 +213,8 @@ class Shared(NamedTuple):
 
 class Running(NamedTuple):
     """The running maxima m (base 2, scaled) and sums l of a lane's query rows. m may be less than the greatest score,
-    so `highest` has the greatest score of each row among the lane's keys, relative to m; it is None if the call returns
-    no greatest logits."""
+    so `highest` has the greatest P of each row among the lane's keys, as pairs of f16: P is exp2 of a score minus m. It
+    is None if the call returns no greatest logits."""
 
     m: cute.Tensor
     l: cute.Tensor

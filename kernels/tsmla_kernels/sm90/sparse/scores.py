@@ -34,6 +34,7 @@ from tsmla_kernels.sm90.latent.query import two_halves
 from tsmla_kernels.sm90.latent.scores import ScoreMma, ScoreWalk
 from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import RowResults, sync_softmax
+from tsmla_kernels.sm90.latent.words import as_f16, times
 from tsmla_kernels.sm90.sparse.config import PARTIALS_PAD, SparseConfig
 from tsmla_kernels.sm90.sparse.memory import (
     GATHER_ROWS,
@@ -47,7 +48,6 @@ from tsmla_kernels.sm90.sparse.memory import (
 from tsmla_kernels.sm90.sparse.query import SparseQuery
 from tsmla_kernels.sm90.sparse.reduction import KeyReduction
 from tsmla_kernels.sm90.sparse.stages import Stages
-from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_matrices, remainder, uniform
 
 EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block's P V may begin
@@ -55,7 +55,7 @@ EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block'
 # packed row's last four fragments, if they stay bf16, from these registers: none of the four must overwrite another.
 KEYS_AHEAD = 4
 KEYS_WIDE = 4  # steps of 16 columns that a warp has in registers as f16
-FEW_WIDE = 2  # the same if a row's greatest score takes a register, too
+FEWER_WIDE = 3  # the same if rows' greatest P and further operands take registers
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
 LEAST_BITS = 0xFF800000 - (1 << 32)  # -inf, as the bits of an f32
 
@@ -70,7 +70,7 @@ class SparseScores:
 
     Attributes:
       k_dtype: the dtype in which the cache's e4m3 columns are multiplied.
-      keys_wide: KEYS_WIDE or FEW_WIDE.
+      keys_wide: KEYS_WIDE or FEWER_WIDE.
       fragments: the offsets of the 32-byte fragments in a row. steps: the Steps of K Q^T, in order.
     """
 
@@ -82,7 +82,8 @@ class SparseScores:
         self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
-        self.keys_wide = FEW_WIDE if config.max_logits and ring.p_rows == ROWS else KEYS_WIDE
+        more = config.layout == "v4" or config.lengths or config.sinks
+        self.keys_wide = FEWER_WIDE if config.max_logits and ring.p_rows == ROWS and more else KEYS_WIDE
         self.query = SparseQuery(config, ring)
         self.row_results = RowResults(config.shape, ring.inverses_kept)
         self.over_keys = KeyReduction(ring.p_rows).over_keys
@@ -150,7 +151,7 @@ class SparseScores:
         )
         l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
         m = cute.make_rmem_tensor(l.layout, Float32)
-        highest = cute.make_rmem_tensor(l.layout, Float32) if const_expr(config.max_logits) else None
+        highest = cute.make_rmem_tensor((self.p_rows // 8,), Int32) if const_expr(config.max_logits) else None
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
             mma_qk=mma_qk,
@@ -241,7 +242,7 @@ class SparseScores:
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
         if const_expr(self.config.max_logits):
-            running.highest.fill(-Float32.inf)
+            running.highest.fill(0)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
@@ -370,7 +371,9 @@ class SparseScores:
         t = kept(held.place.thread)  # so that rows' addresses are computed again for each piece, and need no registers
         tops = (None, None)
         if const_expr(self.config.max_logits):
-            tops = self.over_keys(cute.arch.fmax, held.running.highest, held.exchanged.of_lanes, t)
+            greatest = cute.make_rmem_tensor((self.p_rows // 4,), Float32)
+            greatest.store(cute.recast_tensor(held.running.highest, self.p_dtype).load().to(Float32))
+            tops = self.over_keys(cute.arch.fmax, greatest, held.exchanged.of_lanes, t)
             sync_softmax()  # before the partials are overwritten
         sinks = self.sinks_of(piece, t, held)  # before the sums, because loads take time
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
@@ -378,7 +381,9 @@ class SparseScores:
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
                 maximum = held.exchanged.maxima[row, 0]
-                highest = maximum + tops[e] if const_expr(self.config.max_logits) else None
+                highest = None
+                if const_expr(self.config.max_logits):
+                    highest = maximum + cute.math.log2(tops[e], fastmath=True)
                 self.row_results.finish_row(
                     row, (totals[e], maximum), piece, number, held.results, sinks[e], highest
                 )

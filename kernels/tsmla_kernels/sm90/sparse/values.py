@@ -14,11 +14,11 @@ from tsmla_kernels.sm90.latent.query import two_halves
 from tsmla_kernels.sm90.latent.softmax import tree
 from tsmla_kernels.sm90.latent.values import AHEAD, WIDE, Held, OutRows, Reading, ValueWalk, WideValues
 from tsmla_kernels.sm90.latent.walk import Walk
+from tsmla_kernels.sm90.latent.words import as_f16, times
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.gather import Gatherer
 from tsmla_kernels.sm90.sparse.memory import Arrays
 from tsmla_kernels.sm90.sparse.stages import Stages
-from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_transposed
 
 LAST_TILE = 3  # the index of the last of a warp's tiles of 16 latents, which is bf16 in V4's upper half

@@ -47,13 +47,20 @@ CONFIGS = {
         "num_tokens": "4096",
     },
     "64 heads, greatest logits, many tokens": {"num_heads": "64", "max_logits": "true", "num_tokens": "4096"},
-    "V4, two caches, sinks, 64 heads, greatest logits": {
+    "64 heads, lengths, greatest logits, many tokens": {
+        "num_heads": "64",
+        "lengths": "true",
+        "max_logits": "true",
+        "num_tokens": "4096",
+    },
+    "V4, two caches, sinks, 64 heads, greatest logits, batch invariant": {
         "num_heads": "64",
         "layout": "v4",
         "window": "128",
         "lengths": "true",
         "sinks": "true",
         "max_logits": "true",
+        "batch_invariant": "true",
     },
     "bf16, D 576, 128 heads, greatest logits, many tokens": {
         "num_heads": "128",

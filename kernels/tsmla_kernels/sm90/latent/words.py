@@ -15,6 +15,15 @@ def times(pair: Int32, factors: Int32) -> Int32:
     )
 
 
+def greatest(a: Int32, b: Int32, c: Int32) -> Int32:
+    """The greatest of three pairs of f16, element by element."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 ab; max.f16x2 ab, {$r0}, {$r1}; max.f16x2 {$w0}, ab, {$r2}; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b, c],
+    )
+
+
 def as_f16(pair: Int32, dtype: str) -> Int32:
     """A pair of bf16 or f16 as a pair of f16, in another register than `pair`, so that WGMMA may read the result while
     `pair` is loaded again."""
