@@ -512,7 +512,6 @@ def compress_calls(generator: torch.Generator) -> Iterator[Call]:
 def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
     """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot, queries that
     f16 has not the range for, and many tokens of few keys: short pieces, one after another."""
-    del generator  # the inputs have a seed
     cases: list[dict[str, Any]] = [
         {"layout": "v32", "heads": 16, "selected": 300, "tokens": 5},
         {"layout": "v32", "heads": 128, "selected": 70, "tokens": 3, "gap": 2, "sinks": True},
@@ -551,7 +550,23 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             far["lengths"] = tensors["lengths"].clamp(max=64)
             options = call.options | {"return_lse": True, "softmax_scale": FAR}
             yield Call(f"{case} far below", tsmla_bridge.sparse_mla, far, options)
+    yield rising_logits(generator)
     yield from union_calls()
+
+
+def rising_logits(generator: torch.Generator) -> Call:
+    """sparse_mla whose blocks of keys have greater logits one after another for even heads, and smaller ones for odd
+    heads. The running maximum stays where it is in the second block, and rises in the third for even heads; the second
+    token does not select the third."""
+    keys = normal(generator, 4, 50, LATENT + ROPE, dtype=torch.float16)
+    logits = torch.tensor([0.0] * 64 + [3.0] * 64 + [20.0] * 72)
+    keys[..., 0] = (logits / SCALE / 16).view(4, 50)
+    q = normal(generator, 2, 16, LATENT + ROPE, dtype=torch.float16) / 8
+    q[:, ::2, 0], q[:, 1::2, 0] = 16, -16
+    indices = torch.arange(200, dtype=torch.int32).repeat(2, 1)
+    indices[1, 128:] = -1
+    options = {"softmax_scale": SCALE, "latent_dim": LATENT, "return_lse": True, "return_max_logits": True}
+    return Call("rising logits", tsmla_bridge.sparse_mla, {"q": q, "kv_cache": keys, "indices": indices}, options)
 
 
 def union_calls() -> Iterator[Call]:
