@@ -93,9 +93,9 @@ class SparseScores:
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
         group = config.scale_group
-        self.steps = [
-            Step(n // 2, n % 2, 16 * n // group if group else None) for n in range(2 * narrow)
-        ] + [Step(narrow + g, None, None) for g in rope]
+        self.steps = [Step(n // 2, n % 2, 16 * n // group if group else None) for n in range(2 * narrow)] + [
+            Step(narrow + g, None, None) for g in rope
+        ]
 
     def mma(self) -> ScoreMma:
         """The MMA of K Q^T of a block."""
@@ -384,9 +384,7 @@ class SparseScores:
                 highest = None
                 if const_expr(self.config.max_logits):
                     highest = maximum + cute.math.log2(tops[e], fastmath=True)
-                self.row_results.finish_row(
-                    row, (totals[e], maximum), piece, number, held.results, sinks[e], highest
-                )
+                self.row_results.finish_row(row, (totals[e], maximum), piece, number, held.results, sinks[e], highest)
 
     @cute.jit
     def sinks_of(
