@@ -208,7 +208,8 @@ def _tiling(
         row = jnp.clip(first, 0, num_rows - Q_TILE)
         rows = row + jnp.arange(Q_TILE, dtype=jnp.int32)
         valid = (rows >= first) & (rows < q_start + q_len)
-        last_visible = jnp.full_like(rows, kv_start + kv_len - 1)
+        # jax 0.9.1 can't fill an array with a value that varies over a mesh axis.
+        last_visible = jnp.broadcast_to(kv_start + kv_len - 1, rows.shape)
         if spec.causal:
             last_visible = jnp.minimum(last_visible, kv_start + (rows - q_start) + kv_len - q_len)
         end = jnp.where(valid, last_visible, kv_start - 1).max() + 1
