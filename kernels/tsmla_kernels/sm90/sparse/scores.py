@@ -204,10 +204,10 @@ class SparseScores:
 
     @cute.jit
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared):
-        """Wait until piece `number` has been described. For the first two pieces this means to wait until their first
-        stage is full; later ones have been described (see DESIGN.md, Prefill), and their rows may arrive while Q is
-        taken."""
-        if number < 2:
+        """Wait until piece `number` has been described. For the second piece this means to wait until its first stage
+        is full. The first one is described before the warps take their roles, and the others early enough (see
+        DESIGN.md, Prefill), so their rows may arrive while Q is taken."""
+        if number == 1:
             cute.arch.mbarrier_wait(shared.full + index, phase)
 
     @cute.jit
