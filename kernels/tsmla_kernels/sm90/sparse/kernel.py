@@ -203,7 +203,7 @@ class SparseMla:
         early = self.early_numbers(cta, arrays.lengths)
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
-        q_full = storage.q_full.data_ptr()
+        query = Query(atom, tma, q, storage.q.data_ptr(), storage.q_full.data_ptr())
         if warp_idx == 4:
             cpasync.prefetch_descriptor(atom)
         if warp_idx > GATHER_WARP:
@@ -211,8 +211,11 @@ class SparseMla:
         if warp_idx == 0:
             self.ring.init_barriers(shared)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_full, 1)
+                cute.arch.mbarrier_init(query.full, 1)
             cute.arch.mbarrier_init_fence()
+            if const_expr(self.config.whole):
+                # Q's rows follow from the CTA's index, so Q need not wait for the token's length.
+                self.scores.query.request(self.walk.first_row(cta), query)
 
         state = storage.schedule_state.get_tensor(cute.make_layout(self.state_words))
         # Requests are sorted in the first stage, before any row is copied there.
@@ -255,7 +258,6 @@ class SparseMla:
         else:
             if group == 0:
                 self.registers.set(self.registers.scores)
-                query = Query(atom, tma, q, storage.q.data_ptr(), q_full)
                 scratch = Scratch(query, storage.exchange.data_ptr(), valid, of_tokens)
                 self.scores.score(arrays, shared, scratch, score_mma)
             else:

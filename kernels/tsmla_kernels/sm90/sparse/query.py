@@ -9,7 +9,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.latent.memory import Described, Piece
 from tsmla_kernels.sm90.latent.query import MOVE, QueryCopy, Sources, four_words, two_bf16
 from tsmla_kernels.sm90.latent.ring import Ring
 from tsmla_kernels.sm90.latent.softmax import sync_softmax
@@ -54,8 +53,8 @@ class SparseQuery:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, layout, box)
 
     @cute.jit
-    def request(self, piece: Described, query: Query):
-        """Request a piece's Q. One warp calls it."""
+    def request(self, row: Int32, query: Query):
+        """Request the Q of the row tile whose first query row is `row`. One warp calls it."""
         swizzle = warpgroup.make_smem_layout_atom(self.swizzle, self.q_dtype).inner
         place = cute.make_tensor(
             cute.recast_ptr(query.place, swizzle, dtype=self.q_dtype),
@@ -66,7 +65,7 @@ class SparseQuery:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(query.full, self.p_rows * self.row_bytes)
         source = cute.local_tile(
-            cute.domain_offset((piece[Piece.ROW], 0, 0), query.tma), (self.p_rows, 64, self.tiles), (0, 0, 0)
+            cute.domain_offset((row, 0, 0), query.tma), (self.p_rows, 64, self.tiles), (0, 0, 0)
         )
         to, from_q = cpasync.tma_partition(
             query.atom, 0, cute.make_layout(1), cute.group_modes(place, 0, 3), cute.group_modes(source, 0, 3)

@@ -115,15 +115,15 @@ class SparseScores:
 
     @cute.jit
     def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma) -> Held:
-        """Request the first piece's Q, and set up the softmax warpgroup's registers."""
+        """Request the first piece's Q, unless that has been done, and set up the softmax warpgroup's registers."""
         config = self.config
         tidx, _, _ = cute.arch.thread_idx()
         t = kept(tidx % 128)
         lane = t % 32
         warp_here = cute.arch.make_warp_uniform(t // 32)
         first, b_begin, b_end = self.ring.described(Int32(0), shared.pieces)
-        if warp_here == 0 and b_begin != b_end:
-            self.query.request(first, scratch.query)
+        if const_expr(not config.whole) and warp_here == 0 and b_begin != b_end:
+            self.query.request(first[Piece.ROW], scratch.query)
         # The address is in a uniform register, as in Ring.address, because the steps' descriptors are made from it.
         q_place = uniform(scratch.query.place.toint())
         signals, exchange = Int32(self.ring.signals(lane)), scratch.exchange
@@ -220,7 +220,7 @@ class SparseScores:
         if not_requested:
             # All four warps have read the previous Q: they have met since their last product with that Q.
             if held.place.warp == 0:
-                self.query.request(piece, query)
+                self.query.request(piece[Piece.ROW], query)
         scale = held.scales[0] * LOG2_E  # loaded before the waits below, to overlap them
         if const_expr(self.config.layout == "plain"):
             scale = scale * held.scales[1]
@@ -290,7 +290,7 @@ class SparseScores:
         if number > 0 and held.place.warp == 0:
             following, b_begin, b_end = self.ring.described(number + 1, shared.pieces)
             if b_begin != b_end:
-                self.query.request(following, held.query)
+                self.query.request(following[Piece.ROW], held.query)
 
     @cute.jit
     def further_scale(self, i: cutlass.Constexpr[int], b: Int32, held: Held) -> Float32:

@@ -19,18 +19,24 @@ class WholeWalk:
 
     Attributes:
       batch: finds a token's rows and blocks. pieces: describes a piece.
-      pieces_kept: as in Ring. tile_rows, max_tiles: as in LatentShape.
+      pieces_kept: as in Ring. heads, tile_rows, max_tiles: as in LatentShape.
     """
 
     def __init__(self, shape: LatentShape, *, pieces_kept: int, equal_lengths: bool) -> None:
         self.batch = BatchShare(shape, equal_lengths=equal_lengths)
         self.pieces = PieceWalk(shape, batch=self.batch, pieces_kept=pieces_kept)
-        self.pieces_kept, self.tile_rows, self.max_tiles = pieces_kept, shape.tile_rows, shape.max_tiles
+        self.pieces_kept, self.heads = pieces_kept, shape.num_heads
+        self.tile_rows, self.max_tiles = shape.tile_rows, shape.max_tiles
 
     @cute.jit
     def early_numbers(self, cta: Int32, lengths: cute.Tensor):
         """The `numbers` of the CTA's token. All warps load these early, as in BatchShare.early_numbers."""
         return self.batch.numbers(cta // self.max_tiles, lengths, lengths)
+
+    def first_row(self, cta: Int32) -> Int32:
+        """The first query row of the CTA's row tile, counted in q."""
+        token = cta // self.max_tiles
+        return token * self.heads + (cta - token * self.max_tiles) * self.tile_rows
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
