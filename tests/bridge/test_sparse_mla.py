@@ -452,3 +452,18 @@ def test_a_scale_byte_of_255_is_nan() -> None:
     assert out.isnan().all() and lse.isnan().all()
     want = tsmla_jax.sparse_mla(*(x.numpy() for x in (q, cache, slots)), **arguments)
     assert all(np.isnan(x).all() for x in want)
+
+
+@pytest.mark.parametrize("layout", ["v32", "v4"])
+@pytest.mark.parametrize("heads", [8, 16, 40, 64, 96, 128, 256])
+def test_few_numbers_of_tokens_have_every_kernel_of_a_kind(layout: str, heads: int) -> None:
+    """An engine loads the kernels of WARM_TOKENS before the first request, whatever numbers of tokens follow."""
+    for selected, window in itertools.product((128, 256, 640, 2048), ("", "128") if layout == "v4" else ("",)):
+        kind = {"num_heads": heads, "layout": layout, "num_selected": selected, "window": window, "lengths": "true"}
+
+        def served(tokens: int, kind: dict[str, Any] = kind) -> Any:
+            named = {**kind, "num_tokens": tokens, "tokens_per_request": 1}
+            return SPARSE_MLA.from_options({name: str(value) for name, value in named.items()})
+
+        wanted = {served(tokens) for tokens in (*range(1, 1000), 1 << 14)}
+        assert wanted == {served(tokens) for tokens in sparse_mla.WARM_TOKENS}

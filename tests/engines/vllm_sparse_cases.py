@@ -318,15 +318,15 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
     monkeypatch.setattr(sparse.op, "warm", lambda spec, index, lengths: specs.append((spec, lengths)))
     layer.builder._compile(0)
     kinds = list(itertools.product(sparse.op.WARM_TOKENS, (1, sparse.SEVERAL)))
-    assert [(spec.num_tokens, spec.tokens_per_request, spec.num_heads, lengths) for spec, lengths in specs] == [
-        (tokens, per_request, HEADS, True) for tokens, per_request in kinds
-    ]
-    for heads, rows in itertools.product((HEADS, 16, 64, 128), ("auto", "fp8_ds_mla")):
+    assert [(spec.num_tokens, spec.tokens_per_request, spec.num_selected, spec.num_heads, lengths)
+            for spec, lengths in specs] == [(*kind, TOPK, HEADS, True) for kind in kinds]  # fmt: skip
+    for heads, rows, topk in itertools.product((HEADS, 16, 64, 128), ("auto", "fp8_ds_mla"), (TOPK, 2048)):
 
-        def served(tokens: int, per_request: int, heads: int = heads, rows: str = rows) -> Any:
+        def served(tokens: int, per_request: int, heads: int = heads, rows: str = rows, topk: int = topk) -> Any:
             spec = sparse.describe(
-                576, torch.bfloat16, rows, num_heads=heads, num_tokens=tokens, tokens_per_request=per_request
-            )
+                576, torch.bfloat16, rows, num_heads=heads, num_tokens=tokens, num_selected=topk,
+                tokens_per_request=per_request,
+            )  # fmt: skip
             return serving(spec, lengths=True, sinks=False)
 
         steps = itertools.product((*range(1, 1000), 1024, 5000), (1, sparse.SEVERAL))

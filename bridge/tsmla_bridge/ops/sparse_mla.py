@@ -295,8 +295,8 @@ def sparse_mla(
     return result if result_lse is None else (result, result_lse)
 
 
-WARM_TOKENS = (1, 32, 128, 1 << 14)
-"""Few, more and many tokens: which kernel serves a call depends on that."""
+WARM_TOKENS = (1, 32, 64, 128, 256, 1 << 14)
+"""Numbers of tokens from few to many: which kernel serves a call depends on that."""
 
 
 def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:

@@ -56,6 +56,7 @@ def describe(
     *,
     num_heads: int = 1,
     num_tokens: int = 1,
+    num_selected: int = 1,
     batch_invariant: bool = False,
     tokens_per_request: int | None = None,
 ) -> SparseMLASpec:
@@ -67,7 +68,7 @@ def describe(
     return sparse_mla_spec(
         q=Array((num_tokens, num_heads, head_size), dtype_name(dtype)),
         kv_cache=cache,
-        indices=Array((num_tokens, 1), "int32"),
+        indices=Array((num_tokens, num_selected), "int32"),
         latent_dim=DIMENSIONS[head_size][0],
         batch_invariant=batch_invariant,
         tokens_per_request=tokens_per_request,
@@ -208,7 +209,8 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
             for num_tokens, per_request in itertools.product(op.WARM_TOKENS, (1, SEVERAL)):
                 spec = describe(
                     head_size, asked.dtype, asked.kv_cache_dtype, num_heads=asked.num_heads * self.dcp_world_size,
-                    num_tokens=num_tokens, batch_invariant=self.batch_invariant, tokens_per_request=per_request,
+                    num_tokens=num_tokens, num_selected=self.topk_tokens, batch_invariant=self.batch_invariant,
+                    tokens_per_request=per_request,
                 )  # fmt: skip
                 op.warm(spec, index, lengths=True)
 
