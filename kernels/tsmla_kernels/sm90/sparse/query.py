@@ -46,9 +46,7 @@ class SparseQuery:
         """The TMA atom and tensor of q: p_rows rows in tiles of 64 columns."""
         atom = warpgroup.make_smem_layout_atom(self.swizzle, q.element_type)
         box = (self.p_rows, 64, self.tiles)
-        rows = cute.make_tensor(
-            q.iterator, cute.make_layout((q.shape[0], 64, self.tiles), stride=(q.stride[0], 1, 64))
-        )
+        rows = cute.make_tensor(q.iterator, cute.make_layout((q.shape[0], 64, self.tiles), stride=(q.stride[0], 1, 64)))
         layout = cute.tile_to_shape(atom, box, (0, 1, 2))
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, layout, box)
 
@@ -58,15 +56,11 @@ class SparseQuery:
         swizzle = warpgroup.make_smem_layout_atom(self.swizzle, self.q_dtype).inner
         place = cute.make_tensor(
             cute.recast_ptr(query.place, swizzle, dtype=self.q_dtype),
-            cute.make_layout(
-                ((8, self.p_rows // 8), 64, self.tiles, 1), stride=((64, 512), 1, 64 * self.p_rows, 0)
-            ),
+            cute.make_layout(((8, self.p_rows // 8), 64, self.tiles, 1), stride=((64, 512), 1, 64 * self.p_rows, 0)),
         )
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(query.full, self.p_rows * self.row_bytes)
-        source = cute.local_tile(
-            cute.domain_offset((row, 0, 0), query.tma), (self.p_rows, 64, self.tiles), (0, 0, 0)
-        )
+        source = cute.local_tile(cute.domain_offset((row, 0, 0), query.tma), (self.p_rows, 64, self.tiles), (0, 0, 0))
         to, from_q = cpasync.tma_partition(
             query.atom, 0, cute.make_layout(1), cute.group_modes(place, 0, 3), cute.group_modes(source, 0, 3)
         )
