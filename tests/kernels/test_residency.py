@@ -50,7 +50,11 @@ def results(call: Call, planned: int, resident: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "op", ["mla_prefill_gradient", pytest.param("mla_prefill_kv_gradient", marks=pytest.mark.slow)]
+    "op",
+    [
+        "mla_prefill_gradient",
+        *(pytest.param(f"mla_prefill_{x}_gradient", marks=pytest.mark.slow) for x in ("kv", "wide")),
+    ],
 )
 def test_a_deterministic_gradient_waits_only_for_blocks_that_run(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the same bits come out, however many blocks there are and run."""

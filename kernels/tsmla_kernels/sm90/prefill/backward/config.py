@@ -51,12 +51,13 @@ class BackwardConfig:
 
     @property
     def wide(self) -> bool:
-        """Whether the registers of both compute warpgroups have no room for dK and dV of 128 keys."""
+        """Whether the registers of two warpgroups have no room for dK and dV of 128 keys: WIDE.md says how the work is
+        divided then."""
         return self.v_head_dim > 128
 
     @property
     def key_rows(self) -> int:
-        """The keys of one tile: 64 for each of the two compute warpgroups, or if `wide` the same 64 for both."""
+        """The keys of one tile: 64 for each of the two warpgroups of dK and dV, or if `wide` the same 64 for both."""
         return 64 if self.wide else 128
 
 
@@ -97,8 +98,8 @@ def backward_workspaces(
       `sum_position` or, if the config is wide, of `wide_sum_position`.
     row_terms: for each head and tile of Q_ROWS queries of one request, -lse in base 2, then the cotangent of lse minus
       rowsum(dout * out). With sinks, of the lse of the keys and the sink together.
-    turns: if deterministic, how many key tiles (if wide: warps of key tiles) have been added to each half of the
-      columns of a tile of dq.
+    turns: if deterministic, how many key tiles have been added to each half of the columns of a tile of dq. If wide,
+      the first of a tile's two counters says how many warps of key tiles have added to all its columns.
     plan: a row for each request, and two for the keys that belong to no request.
     progress: one word per CTA, because the launch takes the grid's size from its length.
     sink_terms: only with sinks. For each head and tile of Q_ROWS queries, SINK_TERMS numbers whose sum is the tile's

@@ -77,7 +77,7 @@ class Producer:
                 first_key = shared.tiles[Tile.FIRST_KEY, slot]
                 row, terms = shared.tiles[Tile.FIRST_ROW, slot], shared.tiles[Tile.FIRST_TERMS, slot]
                 steps = shared.tiles[Tile.STEPS, slot]
-                keys = Stage(Int32(0), keys_phase)
+                keys = Stage(Int32(0), self.keys_phase(slot, keys_phase))
                 self.copy_keys(copies, shared, keys, first_key, head)
                 self.copy_block(copies.v, shared.v, self.traits.v, keys, first_key, head)
                 for step in cutlass.range(steps, unroll=1):
@@ -86,9 +86,14 @@ class Producer:
                     self.copy_queries(copies, sums, shared, stage, row + tile * Q_ROWS, terms + tile, head)
                     index, phase = advance(index, phase, STAGES)
                 keys_phase ^= 1
-        cute.arch.mbarrier_wait(shared.k.empty, keys_phase)
+        cute.arch.mbarrier_wait(shared.k.empty, self.keys_phase(slot, keys_phase))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.k.full)
+
+    def keys_phase(self, slot: Int32, keys_phase: Int32) -> Int32:
+        """The parity of the barriers of K and V for the tile in `slot`: `keys_phase`, or, if wide, what the
+        slot says, because the warp has no register there that lives from tile to tile."""
+        return (slot & 1) ^ 1 if self.traits.wide else keys_phase
 
     @cute.jit
     def copy_keys(self, copies: Copies, shared: Shared, keys: Stage, first_key: Int32, head: Int32) -> None:
@@ -122,9 +127,7 @@ class Producer:
             self.copy_block(copies.dout, shared.dout, self.traits.dout, Stage(Int32(0), stage.index ^ 1), row, head)
 
     @cute.jit
-    def copy_block(
-        self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
-    ):
+    def copy_block(self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32):
         """Copy a block of rows that begins at `row`, once its buffer is free."""
         cute.arch.mbarrier_wait(buffers.empty + stage.index, stage.phase)
         with cute.arch.elect_one():
@@ -132,9 +135,7 @@ class Producer:
         self.copy_rows(copy, buffers, block, stage, row, head)
 
     @cute.jit
-    def copy_rows(
-        self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
-    ):
+    def copy_rows(self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32):
         """Copy a block of rows that begins at `row` into a buffer that is free."""
         tiles = block.columns // block.width
         swizzle = block.layout_atom(self.traits.dtype).inner

@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig
 from tsmla_kernels.sm90.prefill.backward.copies import Producer
 from tsmla_kernels.sm90.prefill.backward.memory import (
+    DQ_GROUP,
     GROUPS,
     Copies,
     KeyGradients,
@@ -39,6 +40,7 @@ from tsmla_kernels.sm90.prefill.backward.products import Consumer
 from tsmla_kernels.sm90.prefill.backward.rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
 from tsmla_kernels.sm90.prefill.backward.sums import Reducer
 from tsmla_kernels.sm90.prefill.backward.wide import WideConsumer
+from tsmla_kernels.sm90.prefill.backward.wide_dq import QueryConsumer
 from tsmla_kernels.sm90.prefill.memory import Scale, Schedule, Selection
 from tsmla_kernels.sm90.prefill.plan import Requests
 
@@ -54,6 +56,7 @@ class MlaPrefillBackward:
         self.producer = Producer(self.traits, self.planner)
         self.consumer = Consumer(self.traits)
         self.wide_consumer = WideConsumer(self.traits)
+        self.query_consumer = QueryConsumer(self.traits)
         self.reducer = Reducer(self.traits)
 
     @cute.jit
@@ -135,8 +138,9 @@ class MlaPrefillBackward:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if group == GROUPS:
-            cute.arch.setmaxregister_decrease(traits.producer_registers)
+        self.consumer.parts.set_flags(mma)
+        if group == traits.groups:
+            cute.arch.setmaxregister_decrease(traits.registers[-1])
             if warp_idx == traits.producer_warp:
                 self.producer.copy_tiles(copies, sums, shared, schedule, heads)
             if const_expr(not traits.wide):
@@ -144,12 +148,14 @@ class MlaPrefillBackward:
                 if reduced >= 0 and reduced < GROUPS:
                     if cute.arch.lane_idx() == 0:
                         self.reducer.reduce_tiles(sums, shared, reduced)
+        elif const_expr(not traits.wide):
+            cute.arch.setmaxregister_increase(traits.registers[0])
+            self.consumer.compute(gradients, factors(scales), shared, mma, selection, group)
+        elif group == DQ_GROUP:
+            cute.arch.setmaxregister_decrease(traits.registers[DQ_GROUP])
+            self.query_consumer.compute(sums, shared, mma)
         else:
-            cute.arch.setmaxregister_increase(traits.compute_registers)
-            if const_expr(traits.wide):
-                self.wide_consumer.compute(gradients, sums, factors(scales), shared, mma, selection, group)
-            else:
-                self.consumer.compute(gradients, factors(scales), shared, mma, selection, group)
+            self.wide_consumer.compute(gradients, sums, factors(scales), shared, mma, selection, group)
 
     @cute.kernel
     def finish(

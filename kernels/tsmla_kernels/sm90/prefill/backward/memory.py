@@ -14,9 +14,11 @@ from tsmla_kernels.sm90.prefill.memory import SELECTION_OPERANDS, Buffers, Selec
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-GROUPS = 2  # compute warpgroups, each with half of dq's columns, and with half of a tile's keys unless both have all
+GROUPS = 2  # compute warpgroups of dK and dV, each with half of a tile's keys unless both have all; halves of dQ
 GROUP_KEYS = 64
 COMPUTE_WARPS = 4 * GROUPS
+DQ_GROUP = GROUPS  # the warpgroup that computes dQ, if the config is wide
+DQ_WARPS = 4
 TILE_SLOTS = 4  # places in the ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
 TILE_WORDS = 12
 BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # shared-memory buffers of each array
@@ -219,6 +221,7 @@ class Traits:
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.rope_columns, self.nope_columns = config.rope_dim, config.qk_head_dim - config.rope_dim
         self.dq_columns = self.qk_head_dim // GROUPS
+        self.dq_part = 64 if config.wide else self.dq_columns  # columns that a warpgroup computes at once
         self.staging_bytes = Q_ROWS * self.dq_columns * 4  # bytes of a warpgroup's sums in shared memory
         # Each half of dq's columns needs whole column tiles of K.
         k_width = 64 if self.dq_columns % 64 == 0 else 32
@@ -232,9 +235,11 @@ class Traits:
         self.v = Block(key_rows, self.v_head_dim, 64, key_rows)
         self.dout = Block(Q_ROWS, self.v_head_dim, 64, Q_ROWS)
         self.ds = Block(key_rows, Q_ROWS, 64, key_rows)
-        self.threads = 128 * (GROUPS + 1)
-        self.producer_warp = COMPUTE_WARPS
-        self.compute_registers, self.producer_registers = 240, 24
+        self.groups = GROUPS + self.wide  # warpgroups before the producer's
+        self.threads = 128 * (self.groups + 1)
+        self.producer_warp = 4 * self.groups
+        # Registers per thread of each warpgroup: at most 512 in all, as an SM has for each of its 128 lanes.
+        self.registers = (208, 216, 64, 24) if self.wide else (240, 240, 24)
 
     def query_tile(self, step: Int32, steps: Int32) -> Int32:
         """The index of the tile of queries that step `step` takes. If deterministic, the last queries come first: the
@@ -286,11 +291,11 @@ def init_mbarriers(traits: Traits, shared: Shared) -> None:
     copied = (1, COMPUTE_WARPS)  # arrivals on `full` and on `empty`
     arrivals = {
         "q": (1, COMPUTE_WARPS * 32),
-        # Reducer warps read the tile descriptor that arrives with K.
-        "k": (1, COMPUTE_WARPS + (0 if traits.wide else GROUPS)),
+        # Reducer warps read the tile descriptor that arrives with K, the warpgroup of dQ both.
+        "k": (1, COMPUTE_WARPS + (DQ_WARPS if traits.wide else GROUPS)),
         "v": copied,
         "dout": copied,
-        "ds": (COMPUTE_WARPS // GROUPS if traits.wide else COMPUTE_WARPS, COMPUTE_WARPS),
+        "ds": (COMPUTE_WARPS // GROUPS, DQ_WARPS) if traits.wide else (COMPUTE_WARPS, COMPUTE_WARPS),
         "sums": (COMPUTE_WARPS // GROUPS, 1),
         "p": (COMPUTE_WARPS // GROUPS, COMPUTE_WARPS // GROUPS),
     }

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.nvgpu.warpgroup import OperandSource
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 from cutlass.utils import hopper_helpers as sm90
 
 from tsmla_kernels.sm90.operands import Block, operand, transposed
@@ -22,10 +22,10 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
     Traits,
 )
 from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
-from tsmla_kernels.sm90.warp import load_matrices, release, store_matrices, transpose_quad
+from tsmla_kernels.sm90.warp import release, store_matrices, transpose_quad
 
 FAR = 2**31 - 1
-ZERO_BARRIER = 1  # ids 1 and 2, one per warpgroup: its 128 threads have zeroed the rows past a request's end
+ZERO_BARRIER = 1  # ids 1 to 3, one per warpgroup: its 128 threads have zeroed the rows past a request's end
 
 
 class Parts:
@@ -41,15 +41,30 @@ class Parts:
         def mma(a_major, b_major, shape, source=OperandSource.SMEM):
             return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, source)
 
-        scores, dq = (GROUP_KEYS, Q_ROWS), (Q_ROWS, self.traits.dq_columns)
+        scores, dq = (GROUP_KEYS, Q_ROWS), (Q_ROWS, self.traits.dq_part)
+        # The assembler refuses an instruction that needs more registers than a thread has at launch, which are 128 if
+        # there are four warpgroups. One with 256 columns would need 158.
+        widest = 128 if self.traits.wide else 256
+        dk, dv = (min(width, widest) for width in (self.traits.qk_head_dim, self.traits.v_head_dim))
         return Mma(
             mma(k_major, k_major, scores),
             mma(k_major, k_major, scores),
-            mma(k_major, mn_major, (GROUP_KEYS, self.traits.qk_head_dim), OperandSource.RMEM),
-            mma(k_major, mn_major, (GROUP_KEYS, self.traits.v_head_dim), OperandSource.RMEM),
+            mma(k_major, mn_major, (GROUP_KEYS, dk), OperandSource.RMEM),
+            mma(k_major, mn_major, (GROUP_KEYS, dv), OperandSource.RMEM),
             mma(mn_major, mn_major, dq),
             mma(mn_major, mn_major, dq),
         )
+
+    def set_flags(self, mma: Mma) -> None:
+        """Set which products add to their accumulator, once: a change while products run would serialise them."""
+        for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
+            products.set(Field.ACCUMULATE, adds)
+
+    def thread_index(self, group: Int32) -> ThreadIndex:
+        """The calling thread's index, in a warpgroup that counts as `group`."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane = thread % 32
+        return ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
 
     def stage(self, count: Int32) -> Stage:
         """The stage of step `count`, and the stage's parity. Steps are counted from 0 over all tiles.
@@ -197,37 +212,38 @@ class Parts:
         target = self.ds_address(shared, stage, t)
         for k in cutlass.range_constexpr(Q_ROWS // 16):
             store_matrices(target ^ (32 * k), *(packed[4 * k + w] for w in range(4)))
+        self.stored_ds(shared, stage)
+
+    @cute.jit
+    def stored_ds(self, shared: Shared, stage: Stage):
+        """Arrive at dS's barrier: the warp has stored its part."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         release(shared.ds.full + stage.index)
 
     @cute.jit
-    def load_ds(self, shared: Shared, ds: cute.Tensor, stage: Stage, t: ThreadIndex):
-        """Load what this warp has stored by `store_ds`."""
-        packed = cute.recast_tensor(ds, Int32)
-        source = self.ds_address(shared, stage, t)
-        for k in cutlass.range_constexpr(Q_ROWS // 16):
-            words = load_matrices(source ^ (32 * k))
-            for w in cutlass.range_constexpr(4):
-                packed[4 * k + w] = words[w]
-
-    @cute.jit
     def multiply_dq(self, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex) -> cute.Tensor:
         """Compute this warpgroup's half of dQ's columns for a step, and release dS. Returns the accumulator."""
+        acc = self.issue_dq(shared, mma, stage, t)
+        warpgroup.wait_group(0)
+        release(shared.ds.empty + stage.index)
+        return acc
+
+    @cute.jit
+    def issue_dq(self, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex) -> cute.Tensor:
+        """Issue part `t.group` of dQ's columns for a step, and return the accumulator."""
         block = self.traits.k
-        part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
-        offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
+        part = Block(block.rows, self.traits.dq_part, block.width, block.pitch)
+        offset = t.group * (self.traits.dq_part * block.pitch * self.traits.element_bytes)
         keys = transposed(operand(self.traits.dtype, shared.k.memory, offset, part))
         ds_offset = stage.index * self.traits.bytes_of(self.traits.ds)
         ds = transposed(operand(self.traits.dtype, shared.ds.memory, ds_offset, self.traits.ds))
         thr = mma.dq.get_slice(t.thread)
         a, b = mma.dq.make_fragment_A(thr.partition_A(ds)), mma.dq.make_fragment_B(thr.partition_B(keys))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((Q_ROWS, self.traits.dq_columns)), Float32)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((Q_ROWS, self.traits.dq_part)), Float32)
         warpgroup.fence()
         cute.gemm(mma.dq_first, acc, a[None, None, 0], b[None, None, 0], acc)
         for k in cutlass.range_constexpr(1, self.traits.key_rows // 16):
             cute.gemm(mma.dq, acc, a[None, None, k], b[None, None, k], acc)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        release(shared.ds.empty + stage.index)
         return acc

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import Field
 
 from tsmla_kernels.sm90.operands import Block
 from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS
@@ -60,12 +59,7 @@ class Consumer:
         group: Int32,
     ):
         """Run one compute warpgroup, which computes its half of the keys of every tile."""
-        thread = cute.arch.thread_idx()[0] % 128
-        lane = thread % 32
-        t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
-        # Set these flags once, here: a change while products run would serialise the products.
-        for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
-            products.set(Field.ACCUMULATE, adds)
+        t = self.parts.thread_index(group)
         acc = self.accumulators(mma, t)
         # Registers are scarce, so these two counters also give all stages, slots and phases.
         tiles, count = Int32(0), Int32(0)

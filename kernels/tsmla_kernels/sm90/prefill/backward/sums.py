@@ -1,7 +1,7 @@
 """The float32 sums in global memory of dq and of the shared rope columns' gradient: where each value lies, and, unless
 the config is wide, which warp adds it.
 
-If the config is wide, compute warps add from registers (wide.py), dq in the order of `wide_sum_position`. Else a
+If the config is wide, warps add from registers (wide_dq.py), dq in the order of `wide_sum_position`. Else a
 compute warp stores 16 rows of its warpgroup's columns to shared memory and goes on. A reducer warp, one for each
 compute warpgroup, adds the values of the four warps with one bulk reduction. The values have the same order
 (`sum_position`) in shared and in global memory.
@@ -30,7 +30,7 @@ def sum_position(row: int, column: int, columns: int) -> int:
 
 
 def wide_sum_position(row: int, column: int) -> int:
-    """The index that the sum of (row, column) has in a block of BLOCK_ROWS rows if compute warps add it from registers:
+    """The index that the sum of (row, column) has in a block of BLOCK_ROWS rows if warps add it from registers:
     of each 16 columns the rows lie one after another, so that a warp adds 512 bytes side by side."""
     return column // 16 * (16 * BLOCK_ROWS) + row * 16 + sum_position(0, column % 16, 16)
 

@@ -1,12 +1,12 @@
-"""The warpgroups that compute the gradient of prefill with 256 columns of keys and of values. The registers of a
-warpgroup have no room for dK and dV, so each warpgroup has one of them, for all 64 keys of a tile:
+"""The warpgroups that compute dK and dV of prefill with 256 columns of keys and of values. The registers of a
+warpgroup have no room for both, so each warpgroup has one of them, for all 64 keys of a tile:
 
-    warpgroup 0   S = K Q^T, P = exp(scale S - lse), dV += P dO, half of dQ's columns
-    warpgroup 1   dP = V dO^T, dS = P (dP - delta), dK += dS Q, the other half
+    warpgroup 0   S = K Q^T, P = exp(scale S - lse), dV += P dO
+    warpgroup 1   dP = V dO^T, dS = P (dP - delta), dK += dS Q
 
 Warpgroup 0 passes P to warpgroup 1 in float32, each thread to the thread that has the same place in the accumulator.
-Warpgroup 1 stores dS for dQ. Each issues the next step's S or dP before the present step's dV or dK, so that the tensor
-cores have work while it computes P or dS. dQ is added to the sums in global memory straight from registers.
+Warpgroup 1 stores dS for warpgroup 2, which computes dQ (wide_dq.py). Each issues the next step's S or dP before the
+present step's dV or dK, so that the tensor cores have work while it computes P or dS.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import Field
 
 from tsmla_kernels.sm90.operands import Block
-from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, Q_ROWS, ROPE_PARTIALS
+from tsmla_kernels.sm90.prefill.backward.config import Q_ROWS
 from tsmla_kernels.sm90.prefill.backward.memory import (
     GROUP_KEYS,
     NO_HEAD,
@@ -38,12 +37,11 @@ from tsmla_kernels.sm90.prefill.backward.memory import (
 )
 from tsmla_kernels.sm90.prefill.backward.parts import Parts
 from tsmla_kernels.sm90.prefill.backward.selection import WARP_QUERIES, SelectedQueries
+from tsmla_kernels.sm90.prefill.backward.wide_dq import RegisterSums
 from tsmla_kernels.sm90.prefill.memory import Buffers, Selection, ThreadIndex
-from tsmla_kernels.sm90.warp import release, uniform
+from tsmla_kernels.sm90.warp import release, store_matrices, uniform
 
-WARPS = 4  # of a warpgroup
 P_BYTES = 128 * 16  # 128 threads pass P of eight queries, four numbers each
-SIXTEEN = 16  # neighbouring columns of an accumulator, of which a lane has four in each of its rows
 
 
 class Registers(NamedTuple):
@@ -56,20 +54,14 @@ class Registers(NamedTuple):
     words: cute.Tensor
 
 
-class Place(NamedTuple):
-    """A thread: `t` with the index of its warpgroup, and `keys` with index 0, because both warpgroups have all keys."""
-
-    t: ThreadIndex
-    keys: ThreadIndex
-
-
 class WideConsumer:
-    """Device code of both compute warpgroups."""
+    """Device code of warpgroups 0 and 1."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
         self.parts = Parts(traits)
         self.selected_queries = SelectedQueries(traits)
+        self.register_sums = RegisterSums(traits)
 
     @cute.jit
     def compute(
@@ -82,18 +74,14 @@ class WideConsumer:
         selection: Selection | None,
         group: Int32,
     ):
-        """Run compute warpgroup `group`."""
-        thread = cute.arch.thread_idx()[0] % 128
-        lane = thread % 32
-        t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
-        place = Place(t, t._replace(group=Int32(0)))
-        # Set these flags once, here: a change while products run would serialise the products.
-        for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
-            products.set(Field.ACCUMULATE, adds)
+        """Run warpgroup `group`."""
+        t = self.parts.thread_index(Int32(0))  # index 0, because both warpgroups have all keys
         if group == 0:
-            self.compute_values(gradients, sums, factors, shared, mma, selection, place)
+            cute.arch.setmaxregister_increase(self.traits.registers[0])
+            self.compute_values(gradients, factors, shared, mma, selection, t)
         else:
-            self.compute_keys(gradients, sums, factors, shared, mma, place)
+            cute.arch.setmaxregister_increase(self.traits.registers[1])
+            self.compute_keys(gradients, sums, factors, shared, mma, t)
 
     def registers(self, total_mma: cute.TiledMma, columns: int, t: ThreadIndex) -> Registers:
         total = total_mma.get_slice(t.thread)
@@ -109,16 +97,15 @@ class WideConsumer:
     def compute_values(
         self,
         gradients: KeyGradients,
-        sums: Sums,
         factors: Factors,
         shared: Shared,
         mma: Mma,
         selection: Selection | None,
-        place: Place,
+        t: ThreadIndex,
     ):
         """Run warpgroup 0."""
-        traits, keys = self.traits, place.keys
-        r = self.registers(mma.dv, traits.v_head_dim, keys)
+        traits = self.traits
+        r = self.registers(mma.dv, traits.v_head_dim, t)
         tiles, count = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
         head = uniform(shared.tiles[Tile.HEAD, tiles])
@@ -126,36 +113,33 @@ class WideConsumer:
             slot = tiles % TILE_SLOTS
             steps = uniform(shared.tiles[Tile.STEPS, slot])
             r.total.fill(0.0)
-            self.zero_keys(shared, slot, place)
             if steps > 0:
                 first = Step(self.parts.stage(count), slot, self.traits.query_tile(Int32(0), steps))
-                self.load_words(r, shared, selection, first, keys)
-                first_scores = self.issue_scores(shared, mma, first, keys)
+                self.load_words(r, shared, selection, first, t)
+                first_scores = self.issue_scores(shared, mma, first, t)
                 warpgroup.wait_group(0)
-                self.probabilities(r, first_scores, factors, shared, first, count, keys)
-                self.load_p(r, shared, keys)
+                self.probabilities(r, first_scores, factors, shared, first, count, t)
+                r.operand.store(self.rounded(r, first_scores).load())
                 for step in cutlass.range(1, steps, unroll=1):
                     at = Step(self.parts.stage(count), slot, self.traits.query_tile(step - 1, steps))
                     following = Step(self.parts.stage(count + 1), slot, self.traits.query_tile(step, steps))
-                    self.load_words(r, shared, selection, following, keys)
-                    scores = self.issue_scores(shared, mma, following, keys)
-                    self.issue_values(r, shared, mma, at, keys)
+                    self.load_words(r, shared, selection, following, t)
+                    scores = self.issue_scores(shared, mma, following, t)
+                    self.issue_values(r, shared, mma, at, t)
                     warpgroup.wait_group(1)
-                    self.probabilities(r, scores, factors, shared, following, count + 1, keys)
+                    self.probabilities(r, scores, factors, shared, following, count + 1, t)
+                    p = self.rounded(r, scores)
                     self.finish_values(shared, at)
-                    self.put_dq(sums, shared, mma, at, place.t)
-                    self.load_p(r, shared, keys)
+                    self.replace(r, p, count)
                     count += 1
                 last = Step(self.parts.stage(count), slot, self.traits.query_tile(steps - 1, steps))
-                self.issue_values(r, shared, mma, last, keys)
+                self.issue_values(r, shared, mma, last, t)
                 self.finish_values(shared, last)
-                self.put_dq(sums, shared, mma, last, place.t)
                 count += 1
-            release(shared.k.empty)
-            release(shared.v.empty)
+            self.release_keys(shared)
             first_column = traits.nope_columns if traits.rope_columns else 0
             columns = range(first_column, first_column + traits.v_head_dim)
-            self.parts.store(gradients.dv, columns, r.total, factors.output, shared.tiles, slot, keys)
+            self.parts.store(gradients.dv, columns, r.total, factors.output, shared.tiles, slot, t)
             tiles += 1
             cute.arch.mbarrier_wait(shared.k.full, tiles & 1)
             head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
@@ -222,14 +206,6 @@ class WideConsumer:
         release(shared.p.full)
 
     @cute.jit
-    def load_p(self, r: Registers, shared: Shared, t: ThreadIndex):
-        """Write P in 16 bits to the operand, from what this thread has passed to the other warpgroup: a copy in
-        registers would be spilled while dQ is computed."""
-        for g in cutlass.range_constexpr(Q_ROWS // 8):
-            four = cute.make_tensor(r.operand.iterator + 4 * g, cute.make_layout(4))
-            four.store(self.passed(shared, g, t).load().to(self.traits.dtype))
-
-    @cute.jit
     def passed(self, shared: Shared, g: cutlass.Constexpr[int], t: ThreadIndex) -> cute.Tensor:
         """P of this thread's keys and of its two among the g-th 8 queries."""
         p = cute.make_rmem_tensor((4,), Float32)
@@ -238,9 +214,22 @@ class WideConsumer:
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), p)
         return p
 
-    def pack(self, r: Registers, scores: cute.Tensor):
-        """Write dS in 16 bits to the operand."""
-        cute.make_tensor(r.operand.iterator, scores.layout).store(scores.load().to(self.traits.dtype))
+    def rounded(self, r: Registers, scores: cute.Tensor) -> cute.Tensor:
+        """P or dS in 16 bits, in registers of their own, because products may still read the operand of the step
+        before."""
+        operand = cute.make_rmem_tensor(r.operand.layout, self.traits.dtype)
+        cute.make_tensor(operand.iterator, scores.layout).store(scores.load().to(self.traits.dtype))
+        return operand
+
+    def replace(self, r: Registers, operand: cute.Tensor, count: Int32) -> None:
+        """Replace the operand, which no product reads any more. `count` is not negative.
+
+        The assembler must not see that this is a copy: it would take one register for both, find it written while
+        products run, and serialise them."""
+        none = count >> 31
+        target, words = cute.recast_tensor(r.operand, Int32), cute.recast_tensor(operand, Int32)
+        for i in range(Q_ROWS // 4):
+            target[i] = words[i] ^ none
 
     @cute.jit
     def issue_values(self, r: Registers, shared: Shared, mma: Mma, at: Step, t: ThreadIndex):
@@ -252,8 +241,7 @@ class WideConsumer:
 
     @cute.jit
     def finish_values(self, shared: Shared, at: Step):
-        """Wait for dV and for the step's dS, and release dO."""
-        cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
+        """Wait for dV, and release dO."""
         warpgroup.wait_group(0)
         release(shared.dout.empty + at.stage.index)
 
@@ -261,11 +249,11 @@ class WideConsumer:
 
     @cute.jit
     def compute_keys(
-        self, gradients: KeyGradients, sums: Sums, factors: Factors, shared: Shared, mma: Mma, place: Place
+        self, gradients: KeyGradients, sums: Sums, factors: Factors, shared: Shared, mma: Mma, t: ThreadIndex
     ):
         """Run warpgroup 1."""
-        traits, keys = self.traits, place.keys
-        r = self.registers(mma.dk, traits.qk_head_dim, keys)
+        traits = self.traits
+        r = self.registers(mma.dk, traits.qk_head_dim, t)
         tiles, count = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.k.full, tiles)
         head = uniform(shared.tiles[Tile.HEAD, tiles])
@@ -274,37 +262,30 @@ class WideConsumer:
             steps = uniform(shared.tiles[Tile.STEPS, slot])
             r.total.fill(0.0)
             cute.arch.mbarrier_wait(shared.v.full, tiles & 1)
-            self.zero_keys(shared, slot, place)
+            self.zero_values(shared, slot, t)
             if steps > 0:
                 first = Step(self.parts.stage(count), slot, self.traits.query_tile(Int32(0), steps))
-                first_dp = self.issue_dp(shared, mma, first, keys)
-                self.finish_dp(first_dp, factors, shared, first, count, keys, pending=0)
-                self.pack(r, first_dp)
-                self.store_ds(r, shared, first, keys)
+                first_dp = self.issue_dp(shared, mma, first, t)
+                r.operand.store(self.finish_dp(r, first_dp, factors, shared, first, count, t, pending=0).load())
                 for step in cutlass.range(1, steps, unroll=1):
                     at = Step(self.parts.stage(count), slot, self.traits.query_tile(step - 1, steps))
                     following = Step(self.parts.stage(count + 1), slot, self.traits.query_tile(step, steps))
-                    dp = self.issue_dp(shared, mma, following, keys)
-                    self.issue_keys(r, shared, mma, at, keys)
-                    self.finish_dp(dp, factors, shared, following, count + 1, keys, pending=1)
+                    dp = self.issue_dp(shared, mma, following, t)
+                    self.issue_keys(r, shared, mma, at, t)
+                    ds = self.finish_dp(r, dp, factors, shared, following, count + 1, t, pending=1)
                     self.finish_keys(shared, at)
-                    self.pack(r, dp)
-                    self.store_ds(r, shared, following, keys)
-                    self.put_dq(sums, shared, mma, at, place.t)
-                    self.parts.load_ds(shared, r.operand, following.stage, keys)
+                    self.replace(r, ds, count)
                     count += 1
                 last = Step(self.parts.stage(count), slot, self.traits.query_tile(steps - 1, steps))
-                self.issue_keys(r, shared, mma, last, keys)
+                self.issue_keys(r, shared, mma, last, t)
                 self.finish_keys(shared, last)
-                self.put_dq(sums, shared, mma, last, place.t)
                 count += 1
-            release(shared.k.empty)
-            release(shared.v.empty)
+            self.release_keys(shared)
             if const_expr(traits.rope_columns > 0):
                 if steps > 0:
-                    self.add_rope(sums, shared, r.total, slot, keys)
+                    self.register_sums.add_rope(sums, shared, r.total, slot, t)
             columns = range(traits.nope_columns)
-            self.parts.store(gradients.dk, columns, r.total, factors.logits, shared.tiles, slot, keys)
+            self.parts.store(gradients.dk, columns, r.total, factors.logits, shared.tiles, slot, t)
             tiles += 1
             cute.arch.mbarrier_wait(shared.k.full, tiles & 1)
             head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
@@ -323,6 +304,7 @@ class WideConsumer:
     @cute.jit
     def finish_dp(
         self,
+        r: Registers,
         dp: cute.Tensor,
         factors: Factors,
         shared: Shared,
@@ -331,29 +313,32 @@ class WideConsumer:
         t: ThreadIndex,
         *,
         pending: cutlass.Constexpr[int],
-    ):
-        """Wait for dP, but not for the `pending` products that were issued after it. Release dO, and replace dP by
-        dS."""
+    ) -> cute.Tensor:
+        """Wait for dP, but not for the `pending` products that were issued after it. Release dO, compute dS, store it
+        in 16 bits for dQ, and return it."""
         stage = at.stage
         cute.arch.mbarrier_wait(shared.p.full, count & 1)
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)  # the rows' terms arrive with Q
         warpgroup.wait_group(pending)
         release(shared.dout.empty + stage.index)
-        for g in cutlass.range_constexpr(Q_ROWS // 8):
-            delta = self.parts.terms(shared, stage, Term.DELTA, g, t)
-            p = self.passed(shared, g, t)
-            for i in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    at_value = 4 * g + 2 * i + e
-                    dp[at_value] = p[2 * i + e] * (dp[at_value] * factors.output + delta[e])
-        cute.arch.sync_warp()
+        cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
+        operand = cute.make_rmem_tensor(r.operand.layout, self.traits.dtype)
+        words, target = cute.recast_tensor(operand, Int32), self.parts.ds_address(shared, stage, t)
+        # Each 16 queries' stores come before the next loads, or the assembler would load P of all 64 at once and spill.
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            eight = cute.make_rmem_tensor((8,), Float32)
+            for g in cutlass.range_constexpr(2):
+                delta = self.parts.terms(shared, stage, Term.DELTA, 2 * k + g, t)
+                p = self.passed(shared, 2 * k + g, t)
+                for i in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        at_value = 4 * g + 2 * i + e
+                        eight[at_value] = p[2 * i + e] * (dp[8 * k + at_value] * factors.output + delta[e])
+            cute.make_tensor(operand.iterator + 8 * k, cute.make_layout(8)).store(eight.load().to(self.traits.dtype))
+            store_matrices(target ^ (32 * k), *(words[4 * k + w] for w in range(4)))
+        self.parts.stored_ds(shared, stage)
         release(shared.p.empty)
-
-    @cute.jit
-    def store_ds(self, r: Registers, shared: Shared, at: Step, t: ThreadIndex):
-        """Store dS once its buffer is free."""
-        cute.arch.mbarrier_wait(shared.ds.empty + at.stage.index, at.stage.phase ^ 1)
-        self.parts.store_ds(shared, r.operand, at.stage, t)
+        return operand
 
     @cute.jit
     def issue_keys(self, r: Registers, shared: Shared, mma: Mma, at: Step, t: ThreadIndex):
@@ -363,110 +348,26 @@ class WideConsumer:
 
     @cute.jit
     def finish_keys(self, shared: Shared, at: Step):
-        """Wait for dK and for the step's dS, and release Q. All lanes arrive: see `Consumer.compute`."""
-        cute.arch.mbarrier_wait(shared.ds.full + at.stage.index, at.stage.phase)
+        """Wait for dK, and release Q. All lanes arrive: see `Consumer.compute`."""
         warpgroup.wait_group(0)
         cute.arch.mbarrier_arrive(shared.q.empty + at.stage.index)
 
     @cute.jit
-    def add_rope(self, sums: Sums, shared: Shared, dk: cute.Tensor, slot: Int32, t: ThreadIndex):
-        """Add the shared rope columns of dK to their sums."""
-        traits, tiles = self.traits, shared.tiles
-        head, first_key = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
-        keys = tiles[Tile.KEYS, slot]
-        partial, before = Int32(0), head
-        if const_expr(traits.deterministic):
-            partial, before = head % ROPE_PARTIALS, head // ROPE_PARTIALS
-        turn = self.turn(sums.rope_turns, partial, tiles[Tile.ROPE_TURN, slot], Int32(0))
-        self.take_turn(turn, before, t)
-        values = self.parts.rows_of(dk, traits.qk_head_dim)
-        first = traits.nope_columns // SIXTEEN
-        for i in cutlass.range_constexpr(2):
-            key = t.row + 8 * i
-            row = first_key + key
-            line = Int64(partial) * sums.rope_sum.shape[1] + row
-            address = sums.rope_sum.iterator.toint() + (line * traits.rope_columns + t.lane % 4 * 4) * 4
-            if key < keys:
-                for c in cutlass.range_constexpr(traits.rope_columns // SIXTEEN):
-                    # The order of `sum_position`: odd rows swap neighbouring groups of 16 columns.
-                    target = address + (c ^ (row & 1)) * (4 * SIXTEEN)
-                    self.add_four(target, 0, [values[i, 4 * (first + c) + j] for j in range(4)])
-        self.pass_turn(turn, t)
-
-    # ---- dQ
-
-    @cute.jit
-    def put_dq(self, sums: Sums, shared: Shared, mma: Mma, at: Step, t: ThreadIndex):
-        """Compute this warpgroup's half of dQ's columns for a step, and add it to the sums in global memory: whole
-        blocks of 8 rows, for which dq_sum has room at a request's end."""
-        traits, tiles, slot = self.traits, shared.tiles, at.slot
-        acc = self.parts.multiply_dq(shared, mma, at.stage, t)
-        values = self.parts.rows_of(acc, traits.dq_columns)
-        head, rows = tiles[Tile.HEAD, slot], tiles[Tile.ROWS, slot] - at.queries * Q_ROWS
-        terms = tiles[Tile.FIRST_TERMS, slot] + at.queries
-        block = tiles[Tile.FIRST_BLOCK, slot] + at.queries * (Q_ROWS // BLOCK_ROWS)
-        turn = self.turn(sums.turns, head, terms, t.group)
-        self.take_turn(turn, tiles[Tile.ORDER, slot], t)
-        line = (Int64(head) * 2 + t.group) * sums.dq_sum.shape[2] + block
-        for i in cutlass.range_constexpr(2):
-            block_in_tile = t.thread // 32 * 2 + i
-            address = sums.dq_sum.iterator.toint()
-            address += (line + block_in_tile) * (BLOCK_ROWS * traits.dq_columns * 4) + t.lane * 16
-            if block_in_tile * BLOCK_ROWS < rows:
-                for c in cutlass.range_constexpr(traits.dq_columns // SIXTEEN):
-                    offset = c * (BLOCK_ROWS * SIXTEEN * 4)
-                    self.add_four(address, offset, [values[i, 4 * c + j] for j in range(4)])
-        self.pass_turn(turn, t)
-
-    def add_four(self, address: Int64, offset: int, four: list[Float32]):
-        """Add four numbers to those `offset` bytes after `address` in global memory."""
-        cute.arch.inline_ptx(
-            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-            read_only_args=[address, *four],
-        )
-
-    @cute.jit
-    def turn(self, turns: cute.Tensor, line: Int32, tile: Int32, half: Int32) -> Int64:
-        """The address of a counter; `line` is a head or a partial sum."""
-        return turns.iterator.toint() + ((Int64(line) * turns.shape[1] + tile) * 2 + half) * 4
-
-    @cute.jit
-    def take_turn(self, turn: Int64, order: Int32, t: ThreadIndex):
-        """If deterministic, wait in one lane until the four warps of each of `order` other tiles have added. This wait
-        ends for the reason that `Reducer.add` gives."""
-        if const_expr(self.traits.deterministic):
-            if t.lane == 0:
-                cute.arch.inline_ptx(
-                    "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.b32 n, [{$r0}];"
-                    " setp.lt.s32 p, n, {$r1}; @p bra AGAIN; }",
-                    read_only_args=[turn, order * WARPS],
-                )
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def pass_turn(self, turn: Int64, t: ThreadIndex):
-        """If deterministic, count this warp's addition."""
-        if const_expr(self.traits.deterministic):
-            cute.arch.sync_warp()
-            if t.lane == 0:
-                cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[turn])
+    def release_keys(self, shared: Shared):
+        """Release K and V, and the descriptor of the tile before. All lanes have read it, so they meet."""
+        cute.arch.sync_warp()
+        release(shared.k.empty)
+        release(shared.v.empty)
 
     # ---- the ends of requests
 
     @cute.jit
-    def zero_keys(self, shared: Shared, slot: Int32, place: Place):
-        """Zero the rows of K and V past a request's keys, for the reason that `Consumer.zero_keys` gives: K in this
-        warpgroup's half of dQ's columns, V in the warpgroup that reads it."""
-        traits, t = self.traits, place.t
+    def zero_values(self, shared: Shared, slot: Int32, t: ThreadIndex):
+        """Zero the rows of V past a request's keys, for the reason that `Consumer.zero_keys` gives."""
         keys = uniform(shared.tiles[Tile.KEYS, slot])
-        if keys < traits.key_rows:
-            k = traits.k
-            columns = Block(k.rows, traits.dq_columns, k.width, k.pitch)
-            offset = t.group * (traits.dq_columns * k.pitch * traits.element_bytes)
-            self.parts.zero_rows(shared.k.memory, offset, columns, keys, t)
-            if t.group == 1:
-                self.parts.zero_rows(shared.v.memory, Int32(0), traits.v, keys, t)
-            self.parts.zeroed(t)
+        if keys < self.traits.key_rows:
+            self.parts.zero_rows(shared.v.memory, Int32(0), self.traits.v, keys, t)
+            self.parts.zeroed(t._replace(group=Int32(1)))
 
     @cute.jit
     def zero_queries(
