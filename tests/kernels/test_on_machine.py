@@ -124,6 +124,28 @@ def test_kernels_of_all_architectures_on_a_machine_of_blackwells(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("op", ["mla_prefill_gradient", "mla_prefill_wide_gradient"])
+def test_a_gradient_of_whole_tiles_has_no_hazards(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rows are zeroed where requests end with a tile, so not even the hazards of MASKED_KEYS are there."""
+    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    drawn = next(call for call in CALLS[op](generator) if call.name.endswith("[130, 1] over [131, 64] causal"))
+    rows = {"q": 256, "k": 384, "v": 384, "dout": 256, "dlse": 256}
+    tensors = {
+        name: torch.randn(count, 2, *drawn.tensors[name].shape[2:], generator=generator).to(drawn.tensors[name].dtype)
+        for name, count in rows.items()
+    }
+    tensors |= {"cu_seqlens_q": int32([0, 192, 256]), "cu_seqlens_kv": int32([0, 256, 384])}
+    call = drawn._replace(tensors=tensors, options=drawn.options | {"max_q_len": 192, "max_kv_len": 256})
+    want = call.on(cpu)
+    forget()
+    launcher.install(monkeypatch)
+    for order in ORDERS[:2]:
+        monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
+        assert wrong(call, call.on(cpu), want) == []
+    assert launcher.EmulatedLauncher.hazards == []
+
+
+@pytest.mark.slow
 def test_the_bits_of_a_deterministic_sparse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks run in other orders and add to the same keys."""
     name = "deterministic bfloat16 {'heads': 80, "
