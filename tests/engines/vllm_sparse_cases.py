@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.mla import sparse_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -331,6 +332,36 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
 
         steps = itertools.product((*range(1, 1000), 1024, 5000), (1, sparse.SEVERAL))
         assert {served(*step) for step in steps} == {served(*kind) for kind in kinds}
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_vllms_operations_are_all_of_a_decode_steps_metadata(
+    layer: SparseLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At few requests a step waits for the host, and what it does there is a step's time."""
+
+    def operations_of(build: Any) -> list[str]:
+        given: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(layer.builder, "build", lambda *arguments: given.extend(arguments))
+            layer.metadata(layer.batch([1, 1], [70, 300]))
+        with Operations() as operations:
+            build(layer.builder, *given)
+        return operations.names
+
+    own, vllms = (kind.build for kind in type(layer.builder).__mro__[:2])
+    assert operations_of(own) == operations_of(vllms) != []
 
 
 # ---- registration and refusals
