@@ -1,6 +1,7 @@
 """What every test shares: eight simulated CPU devices, repeatable property tests, what goes with the gpu marker."""
 
 import collections
+import contextlib
 import functools
 import os
 import sys
@@ -36,24 +37,27 @@ def compiled_programs_are_freed() -> Iterator[None]:
     speed.forget_programs()
 
 
-@pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """LLVM optimises little in this module: toy sizes run for milliseconds and compile for seconds. Tests
-    that say which bits come out however a program is compiled have optimised_compilation beside it."""
+@contextlib.contextmanager
+def _optimised() -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()  # a program that was compiled quickly would serve
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
 def optimised_compilation() -> Iterator[None]:
-    """As on a user's machine: for a test of bits in a module that has quick_compilation."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.clear_caches()  # a program that was compiled quickly would serve
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """As on a user's machine: for a test of which bits come out however a program is compiled."""
+    with _optimised():
+        yield
+
+
+@pytest.fixture(scope="module")
+def optimised_module() -> Iterator[None]:
+    """optimised_compilation for all tests of a module, which share their programs."""
+    with _optimised():
+        yield
 
 
 @pytest.fixture
@@ -114,8 +118,9 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A GPU's programs are left out: they are large, and few."""
+    """On a GPU programs are optimised as for a user and not shared: they are large, and few."""
     if config.option.markexpr != "gpu":
+        speed.optimise_little()
         speed.share_programs()
 
 

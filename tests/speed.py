@@ -4,12 +4,9 @@ so that a suspect among these can be told from a fault.
 Most of the suite's time is XLA compiling some ten thousand programs, most of them small.
 """
 
-import atexit
 import functools
 import gc
 import os
-import shutil
-import tempfile
 
 import jax
 import jaxlib
@@ -18,6 +15,8 @@ from jax._src.interpreters import mlir
 PLAIN = bool(os.environ.get("TSMLA_PLAIN_TESTS"))
 # Versions that were seen to know the flags, and to make their MLIR contexts by the function that is replaced.
 KNOWN = jaxlib.__version__.startswith(("0.9.", "0.10.")) and not PLAIN
+# Less than half of Linux's limit for a process: a module's tests add some thousands.
+MOST_MAPPED = 30_000
 
 
 def compile_quickly() -> None:
@@ -33,16 +32,19 @@ def compile_quickly() -> None:
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
+def optimise_little() -> None:
+    """Before the first program: LLVM optimises little, for toy sizes run for milliseconds and compile for seconds.
+    Tests of which bits come out however a program is compiled use optimised_compilation."""
+    if not PLAIN:
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 def share_programs() -> None:
-    """Before the first program: the processes of a run and their modules share what they compile, by jax's persistent
-    cache, in a folder that ends with the run. TSMLA_TEST_PROGRAMS names a folder that is kept: a run that finds the
-    programs of an earlier one there compiles only what has changed."""
-    if PLAIN:
+    """Before the first program: if TSMLA_TEST_PROGRAMS names a folder, jax's persistent cache is there. A run that
+    finds the programs of an earlier one compiles only what has changed. Without one nothing is written: that takes
+    longer than what the processes of one run have in common."""
+    if PLAIN or not os.environ.get("TSMLA_TEST_PROGRAMS"):
         return
-    if not os.environ.get("TSMLA_TEST_PROGRAMS"):
-        folder = tempfile.mkdtemp(prefix="tsmla-test-programs-")
-        os.environ["TSMLA_TEST_PROGRAMS"] = folder  # for the workers that this process starts
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # Absolute: some tests change the working directory.
     jax.config.update("jax_compilation_cache_dir", os.path.abspath(os.environ["TSMLA_TEST_PROGRAMS"]))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -50,12 +52,24 @@ def share_programs() -> None:
 
 
 def forget_programs() -> None:
-    """Ends the programs that are loaded. Each of XLA's programs for a CPU maps pieces of memory: a worker that keeps
-    those of the whole suite meets Linux's limit (vm.max_map_count, 65,530) and is ended by a signal."""
+    """Ends the programs that are loaded: another module's tests trace under other circumstances. Each of XLA's programs
+    for a CPU maps pieces of memory: a worker that keeps those of the whole suite meets Linux's limit (vm.max_map_count,
+    65,530) and is ended by a signal. Those in cycles of references go where there are many: looking for them takes as
+    long as a small module's tests."""
     jax.clear_caches()
     if hasattr(mlir.make_ir_context, "cache_clear"):
         mlir.make_ir_context.cache_clear()
-    gc.collect()
+    if PLAIN or _mapped() > MOST_MAPPED:
+        gc.collect()
+
+
+def _mapped() -> int:
+    """The number of this process's pieces of memory; where there is no /proc, as if they were too many."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return MOST_MAPPED + 1
 
 
 def collect_no_garbage() -> None:
@@ -66,10 +80,10 @@ def collect_no_garbage() -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """After collection: what there is lives until the end. Tracing makes objects by the hundred thousand, and a
-    module's end collects them: rarely in between."""
+    """After collection: what there is lives until the end. Tracing makes objects by the hundred thousand, which
+    reference counts free, all but a few."""
     if not PLAIN:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(100_000, 20, 20)
+        gc.set_threshold(1_000_000, 20, 20)
         gc.enable()

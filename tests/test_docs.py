@@ -18,7 +18,6 @@ from tsmla_kernels import __version__
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 EXAMPLES = re.compile(r"```pycon\n(.*?)```", re.DOTALL)
 
 

@@ -30,7 +30,7 @@ jax.jit(lambda x: x * 3 + 1)(1.0)
 """
 
 
-def test_processes_share_their_programs(tmp_path: Path, child_environment: dict[str, str]) -> None:
+def test_a_kept_folder_serves_later_processes(tmp_path: Path, child_environment: dict[str, str]) -> None:
     """The second process finds what the first one compiled, and compiles nothing else."""
     environment = child_environment | {"TSMLA_TEST_PROGRAMS": str(tmp_path), "TSMLA_PLAIN_TESTS": ""}
     found = []
@@ -38,9 +38,3 @@ def test_processes_share_their_programs(tmp_path: Path, child_environment: dict[
         subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
         found.append(sorted(path.name for path in tmp_path.glob("jit_*-cache")))
     assert found[0] and found[0] == found[1]
-
-
-def test_a_run_without_a_folder_leaves_none(child_environment: dict[str, str], tmp_path: Path) -> None:
-    environment = child_environment | {"TSMLA_TEST_PROGRAMS": "", "TSMLA_PLAIN_TESTS": "", "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
-    assert not list(tmp_path.glob("tsmla-test-programs-*"))

@@ -306,7 +306,6 @@ def test_cudnns_layout() -> None:
     assert [sorted(set(row) - {0}) for row in ids.tolist()] == [[1, 2, 3, 4, 5]] * 3
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["tsmla", "tsmla_kv"])
 def test_errors_of_packed_rows(name: str) -> None:
     found = segment_attention.errors(segment_attention.Shape(1, 24, 2, 3), name, "xla")

@@ -23,7 +23,6 @@ class Rows:
         self.rows.append(row)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("values", [0, 128])
 def test_keys_on_one_device_and_on_two(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(step: Any, turns: int) -> float:

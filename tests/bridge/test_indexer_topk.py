@@ -20,8 +20,6 @@ from tests.emulator.launcher import Gpu
 from tsmla_bridge.ops import indexer_topk as module
 from tsmla_kernels.topk import chunks
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HEADS, DIM, P, Z, M, T, K = 8, 128, 7, 16, 3, 23, 6
 OFFSETS, LENS = (0, 5, 5, 20, 22), (9, 5, 2, M * Z)  # a request without tokens, one with fewer keys, a row of none
 

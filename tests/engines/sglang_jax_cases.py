@@ -38,8 +38,6 @@ from examples.sglang_jax.tsmla_backend import TsmlaMLABackend, TsmlaMLATokenToKV
 from tests.oracles import attention as oracle
 from tsmla_jax import generate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HEADS, LATENT, ROPE, PAGE, PAGES, CONTEXT = 4, 256, 64, 16, 24, 48
 SCALE = 0.2
 

@@ -24,7 +24,6 @@ from latent_attention import LatentAttention, attend_to_cache, deepseekv3, insta
 TheirAttention = deepseekv3.DeepseekV3Attention
 LENS, LEN, ADAPTERS = (9, 5, 12, 1), 12, 3
 MASK = np.arange(LEN)[None] < np.array(LENS)[:, None]
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(autouse=True)

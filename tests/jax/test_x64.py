@@ -17,8 +17,6 @@ from tsmla_jax.nn.step import Step
 from tsmla_jax.ops.explain import OPERATIONS
 from tsmla_jax.sparse import CompressorState, init_v4_cache, write_indexer_cache, write_v4_cache
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BF16, F32, I32, FP8, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.float8_e4m3fn, jnp.uint8
 
 

@@ -35,7 +35,6 @@ from tsmla_kernels.sparse_cache.config import IndexerQuantizeConfig, IndexerWrit
 
 pytestmark = [
     pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine"),
-    pytest.mark.usefixtures("quick_compilation"),
 ]
 
 BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"

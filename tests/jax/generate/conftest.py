@@ -9,11 +9,6 @@ from tests.jax.generate.tiny import write_tiny
 from tsmla_jax.generate import ModelConfig, command, load_model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_quickly(quick_compilation: None) -> None:
-    """In every module here."""
-
-
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command would write to the user's cache, for this process and all later ones."""

@@ -17,7 +17,6 @@ from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
 VOCABULARY, HIDDEN, TEXTS = 24, 8, 6
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("shape", [MeshShape(1, 2, 2), MeshShape(2, 1, 2), MeshShape(1, 2, 1)])
 def test_parts_of_the_vocabulary(shape: MeshShape, greedy: bool) -> None:

@@ -36,11 +36,6 @@ YARN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_quickly(quick_compilation: None) -> None:
-    """In every module here."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Oracle:
     """One attention layer of transformers and its results.

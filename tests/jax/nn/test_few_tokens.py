@@ -22,8 +22,6 @@ from tsmla_jax.nn.v32 import V32Config
 from tsmla_jax.nn.v32 import few_tokens as v32_few_tokens
 from tsmla_jax.ops.kernel_call import kernel_call_p
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PAGE = 64
 LOW_RANK = MLAConfig(
     hidden_size=256,

@@ -16,8 +16,6 @@ from tests.jax.nn import hf_layers
 from tsmla_jax.nn import MLAConfig, Segments, functional, v32
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MLA = MLAConfig(
     hidden_size=24,
     num_attention_heads=4,

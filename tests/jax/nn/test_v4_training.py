@@ -15,8 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 from tests.jax.nn import hf_layers
 from tsmla_jax.nn import Segments, v4
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = ("sliding", "csa", "hca")
 IMPLEMENTATIONS = ("xla", "reference")
 TOKENS, USED, MAX_LEN = 48, 45, 30

@@ -23,7 +23,7 @@ from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.explain import OPERATIONS
 
 pytestmark = [
-    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
+    pytest.mark.usefixtures("for_hopper"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about machines without a GPU"),
 ]
 

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 import tsmla_jax
 from tests.oracles.inputs import POISON
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = ("reference", "xla")
 FP8 = jnp.float8_e4m3fn
 

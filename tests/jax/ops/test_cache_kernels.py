@@ -30,7 +30,7 @@ from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV
 from tsmla_kernels.cli import objects as kernel_commands
 from tsmla_kernels.resources import resource_report
 
-pytestmark = pytest.mark.usefixtures("for_hopper", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("for_hopper")
 
 ARCH = "sm_90a"
 BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"

@@ -13,8 +13,6 @@ import pytest
 import tsmla_jax
 from tests.oracles.wrong_values import RIGHT, TABLES, WRONG, decode
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def ints(arguments: tuple[Any, ...]) -> list[np.ndarray]:
     return [np.asarray(x, np.int32) for x in arguments]

@@ -110,6 +110,7 @@ def test_against_the_definition(ratio: int, channels: int, implementation: str) 
         assert (cache[r, len(pooled) :] == 0).all()
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 @settings(max_examples=10)
 @given(data=st.data())
 @pytest.mark.parametrize(
@@ -131,6 +132,7 @@ def test_no_split_shows_in_a_bit(ratio: int, channels: int, layout: str, data: s
     same(p.run(calls, rows=16 if ratio == 4 else 2 * 127), p.run([(length, length)]))
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 @pytest.mark.parametrize(("ratio", "channels"), [(4, 128), (128, 64)])
 def test_no_compiled_size_shows_in_a_bit(ratio: int, channels: int) -> None:
     # The other way round: programs of many sizes, so that a size whose code rounds differently is found.

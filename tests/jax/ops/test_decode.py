@@ -16,8 +16,6 @@ from tests.jax.ops.programs import assert_same_lse
 from tests.oracles import attention as oracle
 from tests.oracles.inputs import Paged, paged
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = ("reference", "xla")
 KEYS = [0, 1, 63, 64, 65, 4096]
 STATIC = ("latent_dim", "max_q_len", "causal", "batch_invariant", "fp8_probabilities")

@@ -27,8 +27,6 @@ from tsmla_jax.ops.mla_decode import cute
 from tsmla_jax.ops.mla_decode.api import OPERATION
 from tsmla_kernels import object_cache
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ARCH = "sm_90a"
 Struct = jax.ShapeDtypeStruct
 attend: Callable[..., Any] = partial(tsmla_jax.mla_decode, softmax_scale=0.135, implementation="cute")

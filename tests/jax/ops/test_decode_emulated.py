@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.latent import shape as latent_shape
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
-    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
+    pytest.mark.usefixtures("for_hopper"),
 ]
 
 BATCH, Q_LEN, HEADS, LATENT, ROPE, PAGE, PAGES, MAX_PAGES = 8, 2, 4, 256, 64, 16, 24, 3

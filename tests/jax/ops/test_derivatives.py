@@ -15,8 +15,6 @@ from tests.jax.ops.prefill_calls import arrays, attend, attend_kv, layer_arrays
 from tests.jax.ops.programs import ints
 from tsmla_jax import sparse
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Arrays = tuple[jax.Array, ...]
 
 

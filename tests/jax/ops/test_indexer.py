@@ -17,8 +17,6 @@ from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 from tsmla_jax.ops import device
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 P, Z, M, T, HEADS, DIM = 7, 4, 5, 6, 3, 128
 IMPLEMENTATIONS = ("xla", "reference")
 

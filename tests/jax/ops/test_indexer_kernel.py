@@ -16,7 +16,7 @@ from tsmla_jax.ops import device
 HEADS, DIM, PAGES, Z, M, T = 8, 128, 5, 16, 2, 4
 RUN = functools.partial(tsmla_jax.indexer_logits, implementation="cute")
 
-pytestmark = pytest.mark.usefixtures("cache_directory", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("cache_directory")
 
 
 def arrays(rows: int = T) -> dict[str, jax.Array]:

@@ -18,8 +18,6 @@ from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax.ops.selected import index_scores
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = ("xla", "reference")
 
 

@@ -20,8 +20,6 @@ from tsmla_kernels.topk import chunks
 HEADS, DIM, PAGES, Z, M, T, K = 8, 128, 5, 16, 4, 23, 6
 REQUESTS = [0, 5, 5, 20, 22]  # one has no token, and the last row is of no request
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def arrays(ragged: bool, dtype: Any = jnp.float32, tokens: int = T) -> dict[str, jax.Array]:
     """Arguments; with `ragged` a row of the block table for each request. Many scores tie: weights are small integers,

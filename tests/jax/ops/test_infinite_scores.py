@@ -13,8 +13,6 @@ import pytest
 
 import tsmla_jax
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = ("xla", "reference")
 KEYS = np.ones((2, 16, 24), np.float32)
 STARTS = np.int32([0, 2, 3])

@@ -20,7 +20,7 @@ from tsmla_kernels.merge import config as merge_rules
 from tsmla_kernels.merge.config import MergeConfig
 from tsmla_kernels.resources import resource_report
 
-pytestmark = pytest.mark.usefixtures("for_hopper", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("for_hopper")
 
 ARCH = "sm_90a"
 BF16, F16, F32 = "bfloat16", "float16", "float32"

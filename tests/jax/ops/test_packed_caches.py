@@ -17,8 +17,6 @@ from tsmla_jax.ops.write_indexer_cache.api import OPERATION as KEYS
 from tsmla_jax.ops.write_packed_kv_cache.api import OPERATION as PACKED
 from tsmla_jax.sparse import CompressorState
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOKENS, PAGES, PAGE, HEADS = 6, 4, 16, 4
 OPERATIONS = {operation.name: operation for operation in (PACKED, KEYS, QUANTIZE)}
 WRITES = (PACKED.name, KEYS.name)

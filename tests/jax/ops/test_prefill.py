@@ -17,8 +17,6 @@ import tsmla_jax
 from tests.jax.ops.programs import assert_same_lse
 from tests.oracles import attention as oracle
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = ("reference", "xla")
 STATIC = ("max_q_len", "max_kv_len", "causal")
 RUN = {

@@ -26,7 +26,7 @@ from tsmla_jax.nn import Segments, segment_attention_kv
 FP8 = jnp.float8_e4m3fn
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
-    pytest.mark.usefixtures("quick_compilation", "emulated_prefill"),
+    pytest.mark.usefixtures("emulated_prefill"),
 ]
 
 

@@ -19,7 +19,7 @@ from tests.jax.ops.programs import calls
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernels on CPUs"),
-    pytest.mark.usefixtures("quick_compilation", "emulated_prefill"),
+    pytest.mark.usefixtures("emulated_prefill"),
 ]
 
 Attend = Callable[..., Callable[..., Results]]

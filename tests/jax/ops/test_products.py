@@ -15,7 +15,7 @@ from tests.jax.ops.programs import ints, kernels, lower
 from tsmla_jax.ops import device
 from tsmla_jax.ops.block_scaled_matmul.reference import power
 
-pytestmark = pytest.mark.usefixtures("cache_directory", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("cache_directory")
 
 ROWS, COLUMNS, TERMS, GROUPS = 12, 512, 336, 3
 FLOAT32 = {"out_dtype": "float32"}

@@ -66,6 +66,7 @@ def test_rotation_is_that_of_complex_numbers(name: str, interleave: bool, layout
     np.testing.assert_allclose(np.asarray(cache).reshape(want.shape), want, atol=1e-6)
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.sampled(2)
@@ -90,6 +91,7 @@ def test_it_is_the_separate_steps_bit_for_bit(name: str, kv_dtype: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 def test_implementations_agree_and_xla_writes_in_place() -> None:
     given = arrays(ml_dtypes.bfloat16, ml_dtypes.bfloat16)
     want = jax.jit(functools.partial(tsmla_jax.rope_write_kv_cache, implementation="reference"))(**given)

@@ -168,7 +168,7 @@ def kernel() -> Iterator[None]:
         yield
 
 
-on_hopper = pytest.mark.usefixtures("for_hopper", "kernel", "quick_compilation")
+on_hopper = pytest.mark.usefixtures("for_hopper", "kernel")
 
 
 @on_hopper

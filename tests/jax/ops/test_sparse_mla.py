@@ -18,8 +18,6 @@ from tests.oracles import sparse_inputs
 from tests.oracles.sparse_refusals import ARGUMENTS, REFUSED
 from tsmla_jax import sparse
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @settings(max_examples=12)
 @given(

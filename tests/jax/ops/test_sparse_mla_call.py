@@ -27,7 +27,7 @@ from tsmla_kernels.sm90.latent import shape as latent_shape
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
-    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
+    pytest.mark.usefixtures("for_hopper"),
 ]
 
 TOKENS, HEADS, SELECTED, WINDOW, PAGE = 8, 4, 12, 4, 8

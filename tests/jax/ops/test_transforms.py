@@ -25,7 +25,7 @@ from tsmla_jax.ops.explain import OPERATIONS
 pytestmark = [
     pytest.mark.sampled(5),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernels on CPUs"),
-    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
+    pytest.mark.usefixtures("for_hopper"),
 ]
 
 

@@ -18,8 +18,6 @@ from tests.oracles import attention as oracle
 from tests.oracles.inputs import Paged, paged
 from tsmla_jax.ops.mla_decode import api
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LENS, S = [40, 1, 0, 65], 3
 VISIBLE = np.asarray([[38, 40, 7], [1, 0, 1], [0, 0, 0], [65, 13, 64]], np.int32)
 UNSOUND = np.asarray([[-1, 41, 2**31 - 1], [-(2**31), 0, 5], [9, 9, 9], [66, -5, 64]], np.int32)

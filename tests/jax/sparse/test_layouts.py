@@ -15,6 +15,8 @@ from tsmla_jax.ops.selected import numerics
 from tsmla_kernels.contract.layouts import cache_spec
 from tsmla_kernels.contract.rules import Array
 
+pytestmark = pytest.mark.usefixtures("optimised_module")
+
 # Compiled as a whole: eagerly, each operation would be compiled for every small shape.
 PACK_V32, UNPACK_V32 = jax.jit(sparse.pack_v32_rows), jax.jit(sparse.unpack_v32_rows)
 PACK_V4, UNPACK_V4 = jax.jit(sparse.pack_v4_rows), jax.jit(sparse.unpack_v4_rows)

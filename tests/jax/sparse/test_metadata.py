@@ -12,8 +12,6 @@ from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 EXPAND = jax.jit(sparse.expand_decode_metadata, static_argnames="total_tokens")
 
 

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 import tsmla_jax
 from tsmla_jax import sparse
 
+pytestmark = pytest.mark.usefixtures("optimised_module")
+
 TOKENS = 6
 TABLE = jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)), jnp.float32)
 

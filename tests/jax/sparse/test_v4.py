@@ -11,8 +11,6 @@ from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 INV_FREQ = (1e4 ** (-np.arange(4) / 4)).astype(np.float32)
 Z, PAGES = 4, 8
 

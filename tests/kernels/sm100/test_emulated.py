@@ -22,8 +22,6 @@ from tsmla_jax.ops.inputs import as_scale
 from tsmla_jax.ops.mla_decode import blackwell as decode
 from tsmla_jax.ops.mla_prefill import blackwell as prefill
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(autouse=True)
 def emulated(blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def indexer_arrays(seed: int, lens: list[int], tokens: int) -> dict[str, jax.Arr
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 70]], ids=["a token each", "ragged"])
-@pytest.mark.usefixtures("blackwell", "emulated", "quick_compilation")
+@pytest.mark.usefixtures("blackwell", "emulated")
 def test_logits_around_the_kernel(offsets: list[int] | None) -> None:
     lens = [576, 0, 257] if offsets else [300, 0, 1, 576]
     arrays = indexer_arrays(0, lens, 72 if offsets else 4)
@@ -297,7 +297,7 @@ CACHES: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("layout", CACHES)
 @pytest.mark.parametrize(("tokens", "heads", "selected"), [(5, 16, 72), (1, 64, 32), (2, 130, 64)])
-@pytest.mark.usefixtures("blackwell", "emulated", "quick_compilation")
+@pytest.mark.usefixtures("blackwell", "emulated")
 @pytest.mark.sampled(2)
 def test_attention_around_the_kernel(layout: str, tokens: int, heads: int, selected: int) -> None:
     rng = np.random.default_rng(tokens)
