@@ -26,7 +26,8 @@ from tsmla_jax.ops.sparse_mla import api
 from tsmla_kernels.cli import command as cli
 
 NEW = 12
-PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 150, 100)]
+# The first two share a step of the size that the others' chunks have: every size compiles each kind of layer once more.
+PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (25, 1, 150, 100)]
 # Too few pages and state slots for all texts at once: some wait, and get pages and state slots that were another's.
 OPTIONS = {
     "v3.2": EngineOptions(page_size=16, chunk=64, max_batch=3, num_pages=11),
