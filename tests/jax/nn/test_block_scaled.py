@@ -34,6 +34,20 @@ def widened(weight: BlockScaled) -> np.ndarray:
     return np.asarray(weight.values, np.float64) * scales
 
 
+# Compiled as a whole: eagerly, each operation would be compiled for itself.
+MIX, SORT = jax.jit(moe.mix_experts), jax.jit(sort_rows, static_argnums=1)
+
+
+@jax.jit
+def widen(weight: BlockScaled) -> jax.Array:
+    return weight.widened(jnp.float32)
+
+
+def apart(got: jax.Array, want: jax.Array) -> float:
+    got, want = np.asarray(got, np.float32), np.asarray(want)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
 def test_products_with_block_scaled_weights() -> None:
     rng = np.random.default_rng(0)
     weight = narrow(rng, 200, 300)
@@ -202,21 +216,22 @@ def test_layers_by_calls_of_the_kernel(products: str | None, limit: float, token
 
     gate_up, down = stack(5, 512, 256), stack(6, 256, 256)
     x = jnp.asarray(rng.standard_normal((tokens, 256)), jnp.bfloat16)
-    experts = jnp.asarray([rng.permutation(5)[:2] for _ in range(tokens)], jnp.int32).at[0, 1].set(5)
-    shares = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
-    wide = [BlockScaled(w.values[:5], w.scales).widened(jnp.float32) for w in (gate_up, down)]
-    first = [jax.tree.map(lambda x: x[0], w) for w in (gate_up, down)]
-    floats = x.astype(jnp.float32)
+    experts = np.asarray([rng.permutation(5)[:2] for _ in range(tokens)], np.int32)
+    experts[0, 1] = 5
+    shares = np.asarray(rng.random((tokens, 2)), np.float32)
+    wide = [widen(replace(w, values=np.asarray(w.values)[:5])) for w in (gate_up, down)]
+    first = [jax.tree.map(lambda x: np.asarray(x)[0], w) for w in (gate_up, down)]
+    floats = np.asarray(x, np.float32)
     with device.planned_for("sm_90a"), operations.emulated():
         mix = jax.jit(lambda *arrays: moe.mix_experts(*arrays, 1.5))
         assert str(jax.make_jaxpr(mix)(x, experts, shares, gate_up, down)).count("tsmla_kernel_call") >= 2
         mixed = mix(x, experts, shares, gate_up, down)
         mlp = jax.jit(lambda x: moe.gated_mlp(x, *first, 1.5))(x)
     for got, want in (
-        (mixed, moe.mix_experts(floats, experts, shares, *wide, 1.5)),
-        (mlp, moe.gated_mlp(floats, wide[0][0], wide[1][0], 1.5)),
+        (mixed, jax.jit(lambda *arrays: moe.mix_experts(*arrays, 1.5))(floats, experts, shares, *wide)),
+        (mlp, jax.jit(lambda *arrays: moe.gated_mlp(*arrays, 1.5))(floats, *(np.asarray(w)[0] for w in wide))),
     ):
-        assert float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)) < limit
+        assert apart(got, want) < limit
 
 
 def test_nothing_on_hopper_needs_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,12 +318,12 @@ def test_folded_parameters_mean_the_same(rank: int | None, bias: bool, latent: i
         v_head_dim=12, q_lora_rank=rank, attention_bias=bias,
     )  # fmt: skip
     keys = iter(jax.random.split(jax.random.key(0), 9))
-    params = init_params(next(keys), config)
+    rng = np.random.default_rng(0)
     params = {
-        name: value + jax.random.normal(next(keys), value.shape) if name.endswith("bias") else value
-        for name, value in params.items()
+        name: value + rng.standard_normal(value.shape, np.float32) if name.endswith("bias") else value
+        for name, value in jax.jit(init_params, static_argnums=1)(next(keys), config).items()
     }
-    folded = functional.fold(params, config)
+    folded = jax.jit(functional.fold, static_argnums=1)(params, config)
     x = jax.random.normal(next(keys), (6, 40))
     cu = jnp.asarray([0, 4, 6], jnp.int32)
     fixed: Any = {"cu_seqlens_q": cu, "max_q_len": 4, "implementation": "xla"}
@@ -337,26 +352,24 @@ def test_products_as_the_weight_says(products: str, limit: float) -> None:
         values = jnp.asarray(rng.standard_normal(shape).clip(-3, 3) * 50, jnp.float8_e4m3fn)
         return BlockScaled(values, jnp.asarray(rng.uniform(5e-4, 2e-3, blocks), jnp.float32), products)
 
-    def apart(got: jax.Array, want: jax.Array) -> float:
-        return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
-
     x, dense = jnp.asarray(rng.standard_normal((3, 5, 272)), jnp.bfloat16), weight(392, 272)
-    wide = x.astype(jnp.float32)
-    assert apart(linear(x, dense), wide @ dense.widened(jnp.float32).T) < limit
+    wide = np.asarray(x, np.float32)
+    assert apart(jax.jit(linear)(x, dense), wide @ np.asarray(widen(dense)).T) < limit
     assert [part.products for part in split_rows(dense, 128)] == [products] * 2
     gate_up, down = weight(8, 256, 272), weight(7, 272, 128)  # one of the first stack is unused, and has no scales
-    gate_up = replace(gate_up, scales=gate_up.scales[:7])
-    rows, top = x.reshape(15, -1), np.stack([rng.permutation(7)[:3] for _ in range(15)])
-    experts = jnp.asarray(top, jnp.int32).at[2, 1].set(7)
-    shares = jnp.asarray(rng.random((15, 3)), jnp.float32)
-    floats = [BlockScaled(w.values[:7], w.scales).widened(jnp.float32) for w in (gate_up, down)]
-    want = moe.mix_experts(rows.astype(jnp.float32), experts, shares, *floats)
-    assert apart(moe.mix_experts(rows, experts, shares, gate_up, down), want) < limit
+    gate_up = replace(gate_up, scales=np.asarray(gate_up.scales)[:7])
+    rows = np.asarray(x).reshape(15, -1)
+    experts = np.asarray([rng.permutation(7)[:3] for _ in range(15)], np.int32)
+    experts[2, 1] = 7
+    shares = np.asarray(rng.random((15, 3)), np.float32)
+    floats = [widen(BlockScaled(np.asarray(w.values)[:7], w.scales)) for w in (gate_up, down)]
+    want = np.asarray(MIX(rows.astype(np.float32), experts, shares, *floats))
+    assert apart(MIX(rows, experts, shares, gate_up, down), want) < limit
     changed = with_products({"down": down, "other": rows}, None)
     assert changed["down"].products is None and changed["other"] is rows
     with pytest.raises(ValueError, match="products: got 'fp8'; legal: None, 'quantized', 'exact'"):
         with_products(down, "fp8")
-    one = moe.mix_experts(rows[:1], experts[:1], shares[:1], gate_up, down)
+    one = MIX(rows[:1], experts[:1], shares[:1], gate_up, down)
     assert apart(one, want[:1]) < limit
 
 
@@ -364,7 +377,7 @@ def test_rows_sorted_by_group() -> None:
     rng = np.random.default_rng(9)
     for tokens, most, groups in ((1, 8, 20), (40, 3, 7), (900, 4, 9), (1024, 3, 40), (4100, 8, 256)):
         chosen = np.stack([rng.permutation(groups + 1)[:most] for _ in range(tokens)]).astype(np.int32)
-        found = sort_rows(jnp.asarray(chosen), groups)
+        found = SORT(chosen, groups)
         order = np.argsort(chosen.ravel(), kind="stable")
         np.testing.assert_array_equal(found.rows, order // most)
         np.testing.assert_array_equal(np.asarray(found.places).ravel()[order], np.arange(chosen.size))
@@ -384,10 +397,10 @@ def test_gated_activations_of_f16_keep_their_bits() -> None:
 
     x, shares = jnp.asarray(rng.standard_normal((6, 256)), jnp.float16), jnp.asarray(rng.random((6, 2)), jnp.float32)
     gate_up, down = weight(2, 512, 256), weight(2, 256, 256)
-    down = replace(down, scales=down.scales * 1e9)
+    down = replace(down, scales=np.asarray(down.scales) * np.float32(1e9))
     experts = jnp.asarray([[0, 1]] * 5 + [[1, 2]], jnp.int32)
     assert moe.takes_scaled_products(x.dtype, gate_up, down)
-    floats = [np.float64(w.widened(jnp.float32)) for w in (gate_up, down)]
+    floats = [np.float64(widen(w)) for w in (gate_up, down)]
     each = []
     for up, last in zip(*floats, strict=True):
         gate, other = np.split(np.float64(x) @ up.T, 2, axis=1)
@@ -396,7 +409,7 @@ def test_gated_activations_of_f16_keep_their_bits() -> None:
     want = share[:, :1] * each[0] + share[:, 1:] * each[1]
     want[5] = share[5, 0] * each[1][5]
     for got, right in (
-        (moe.mix_experts(x, experts, shares, gate_up, down), want),
-        (moe.gated_mlp(x, *(replace(w, values=w.values[0], scales=w.scales[0]) for w in (gate_up, down))), each[0]),
+        (MIX(x, experts, shares, gate_up, down), want),
+        (jax.jit(moe.gated_mlp)(x, *(jax.tree.map(lambda x: np.asarray(x)[0], w) for w in (gate_up, down))), each[0]),
     ):
         assert np.linalg.norm(np.float64(got) - right) < 1e-3 * np.linalg.norm(right)

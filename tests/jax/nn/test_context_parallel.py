@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, QueryScale, Step, context_parallel, functional, init_params, v4, v32
+from tests.jax.nn.drawn import draw_mla, draw_v32
+from tsmla_jax.nn import MLAConfig, QueryScale, Step, context_parallel, functional, v4, v32
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
 from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
 
@@ -117,7 +118,7 @@ def test_a_layer_decodes_several_tokens(
     mesh: Mesh, ragged: bool, few_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context_parallel, "FEW_TOKENS", few_tokens)
-    params, cache, lens = init_params(jax.random.key(0), CONFIG), random_cache(), LENS + 2
+    params, cache, lens = draw_mla(jax.random.key(0), CONFIG), random_cache(), LENS + 2
     new = np.asarray([0, 2, 3, 5, 7], np.int32)
     shape = (8,) if ragged else (len(LENS), 2)
     x = np.random.default_rng(1).normal(size=(*shape, CONFIG.hidden_size)).astype(np.float32)
@@ -138,7 +139,7 @@ def test_a_layer_decodes_several_tokens(
 
 
 def test_a_chunk_of_prompts_over_a_context(mesh: Mesh) -> None:
-    params, cache = init_params(jax.random.key(0), CONFIG), random_cache()
+    params, cache = draw_mla(jax.random.key(0), CONFIG), random_cache()
     lens, new = LENS + np.asarray([4, 5, 0, 1], np.int32), np.asarray([0, 4, 9, 9, 10], np.int32)
     x = np.random.default_rng(1).normal(size=(11, CONFIG.hidden_size)).astype(np.float32)
 
@@ -156,7 +157,7 @@ def test_a_chunk_of_prompts_over_a_context(mesh: Mesh) -> None:
 @pytest.mark.parametrize("made_with", [None, "context"])
 def test_a_step_of_another_axis_is_refused(made_with: str | None) -> None:
     """Its slots would be those of another way to deal out keys. A step remembers its axis through every change."""
-    params, x = init_params(jax.random.key(0), CONFIG), jnp.zeros((2, CONFIG.hidden_size))
+    params, x = draw_mla(jax.random.key(0), CONFIG), jnp.zeros((2, CONFIG.hidden_size))
     offsets = jnp.asarray([0, 2, 2, 2, 2], jnp.int32)
     step = Step(jnp.asarray(TABLES), jnp.asarray(LENS), jnp.zeros(2, jnp.int32), offsets, 2, made_with)
     step = jax.tree.map(lambda leaf: leaf, step).checked(2)
@@ -171,7 +172,7 @@ def test_a_step_of_another_axis_is_refused(made_with: str | None) -> None:
 
 def test_the_derivative_of_whole_prompts(mesh: Mesh) -> None:
     """Of one device, around `shard_map`, and inside it as the mean over the devices."""
-    params, offsets = init_params(jax.random.key(0), CONFIG), np.asarray([0, 7, 7, 10], np.int32)
+    params, offsets = draw_mla(jax.random.key(0), CONFIG), np.asarray([0, 7, 7, 10], np.int32)
     x, cotangent = np.random.default_rng(1).normal(size=(2, 11, CONFIG.hidden_size)).astype(np.float32)
 
     def loss(axis: str | None, params: Any, x: jax.Array) -> jax.Array:
@@ -255,7 +256,7 @@ def test_a_chunk_of_prompts_whose_indexer_chooses(mesh: Mesh, few_tokens: int, m
     """The keys of one device, with fewer of them than are chosen, and with more."""
     monkeypatch.setattr(context_parallel, "FEW_TOKENS", few_tokens)
     config = replace(V32, index_topk=7)
-    params, rng = V32_WEIGHTS.init_params(jax.random.key(0), config, jnp.float32), np.random.default_rng(1)
+    params, rng = draw_v32(jax.random.key(0), config, jnp.float32), np.random.default_rng(1)
     lens, new = LENS + np.asarray([4, 5, 0, 1], np.int32), np.asarray([0, 4, 9, 9, 10], np.int32)
     x = rng.normal(size=(11, config.mla.hidden_size)).astype(np.float32)
     cache = v32.V32Cache(random_cache(), rng.normal(size=(WHOLE_TABLES.size, PAGE, 12)).astype(np.float32))

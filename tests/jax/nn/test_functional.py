@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
-from tsmla_jax import nn
-from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, init_params, param_shapes, param_specs, v32
+from tests.jax.nn.drawn import draw_mla, draw_v32
+from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, param_shapes, param_specs, v32
 from tsmla_jax.nn.checkpoints.weights import check_params
 
 CONFIG = MLAConfig(
@@ -30,10 +30,13 @@ CU = np.asarray([0, 5, 5, 8], np.int32)  # three requests of 5, 0 and 3 tokens
 TOTAL = 10
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
 @functools.cache
 def inputs() -> tuple[dict[str, jax.Array], jax.Array]:
-    params = init_params(jax.random.key(0), CONFIG)
-    return params, jax.random.normal(jax.random.key(1), (TOTAL, CONFIG.hidden_size))
+    return draw_mla(jax.random.key(0), CONFIG), normal(1, TOTAL, CONFIG.hidden_size)
 
 
 jitted_decode = jax.jit(functools.partial(functional.decode, config=CONFIG), static_argnames=("implementation",))
@@ -218,9 +221,8 @@ def test_shard_map_over_heads_adds_the_bias_once(path: str) -> None:
         pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
     config = dataclasses.replace(CONFIG, attention_bias=True)
     layer = v32.V32Config(config, index_n_heads=2, index_head_dim=16, index_topk=4) if path == "v32" else config
-    module = v32 if path == "v32" else nn
-    params = module.init_params(jax.random.key(0), layer)
-    params["o_proj_bias"] = jax.random.normal(jax.random.key(1), params["o_proj_bias"].shape)
+    params = (draw_v32 if path == "v32" else draw_mla)(jax.random.key(0), layer)
+    params["o_proj_bias"] = normal(1, *params["o_proj_bias"].shape)
     arguments = decode_arguments()
 
     def run(params: Any) -> jax.Array:
@@ -235,7 +237,7 @@ def test_shard_map_over_heads_adds_the_bias_once(path: str) -> None:
     sharded = jax.shard_map(
         lambda params: jax.lax.psum(run(params), "heads"),
         mesh=Mesh(np.asarray(jax.devices()[:2]), ("heads",)),
-        in_specs=(module.param_specs(layer, "heads"),),
+        in_specs=((v32.param_specs if path == "v32" else param_specs)(layer, "heads"),),
         out_specs=PartitionSpec(),
     )
     np.testing.assert_allclose(jax.jit(sharded)(params), jax.jit(run)(params), atol=1e-5)
@@ -265,7 +267,7 @@ def test_shard_map_over_the_batch() -> None:
 def test_decode_equals_prefill_through_the_cache() -> None:
     """Absorbed over the cache and expanded without it are one function of the tokens."""
     params, _ = inputs()
-    x = jax.random.normal(jax.random.key(4), (9, CONFIG.hidden_size))
+    x = normal(4, 9, CONFIG.hidden_size)
     y, latent, k_rope = prefill(params, x, cu=jnp.asarray([0, 9], jnp.int32), implementation="reference")
     tables = jnp.asarray([[2, 0, 1]], jnp.int32)
     slots = functional.slots_of(tables, jnp.zeros(9, jnp.int32), jnp.arange(9), page_size=PAGE)
@@ -315,7 +317,7 @@ def assert_near(got: Any, want: Any) -> None:
 def test_fp8_cache_is_dequantised_by_its_scale(quantise_q: bool) -> None:
     """kv_scale reaches the write, the gather of the context and the decode: with a scale far from 1 all paths agree."""
     params, _ = inputs()
-    x = jax.random.normal(jax.random.key(4), (9, CONFIG.hidden_size))
+    x = normal(4, 9, CONFIG.hidden_size)
     expected = dense(params, x)
     tables = jnp.asarray([[2, 0, 1]], jnp.int32)
     cache = jnp.zeros((3, PAGE, CONFIG.cache_dim), jnp.float8_e4m3fn)
@@ -337,7 +339,7 @@ def test_fp8_cache_is_dequantised_by_its_scale(quantise_q: bool) -> None:
 
 def test_too_few_passes_over_the_context_give_nan() -> None:
     params, _ = inputs()
-    x, cache = jax.random.normal(jax.random.key(5), (2, CONFIG.hidden_size)), jnp.ones((3, PAGE, CONFIG.cache_dim))
+    x, cache = normal(5, 2, CONFIG.hidden_size), jnp.ones((3, PAGE, CONFIG.cache_dim))
     tables, lens = jnp.asarray([[2, 0, 1]], jnp.int32), jnp.asarray([9], jnp.int32)
     step = Step.ragged(tables, lens, jnp.asarray([0, 2], jnp.int32), total_tokens=2, page_size=PAGE)
 
@@ -414,10 +416,10 @@ def test_parameters_are_checked_by_name() -> None:
 
 def test_random_parameters_keep_the_scale() -> None:
     """Unit inputs stay near unit size through every projection."""
-    params = init_params(jax.random.key(3), CONFIG, jnp.bfloat16)
+    params = draw_mla(jax.random.key(3), CONFIG, jnp.bfloat16)
     assert {name: value.shape for name, value in params.items()} == param_shapes(CONFIG)
     assert all(value.dtype == jnp.bfloat16 for value in params.values())
-    x = jax.random.normal(jax.random.key(1), (64, CONFIG.hidden_size))
+    x = normal(1, 64, CONFIG.hidden_size)
 
     @jax.jit
     def every_projection(params: Any, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -428,4 +430,4 @@ def test_random_parameters_keep_the_scale() -> None:
         return q_nope, latent, k, v, functional.project_out(params, CONFIG, v)
 
     for array in every_projection(params, x):
-        assert 0.7 < float(jnp.std(array)) < 1.4
+        assert 0.7 < np.std(array) < 1.4

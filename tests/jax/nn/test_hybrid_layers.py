@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.jax.nn.conftest import TINY
-from tsmla_jax.nn import MLAConfig, Step, functional, init_params, params_from_hf, params_to_hf
+from tests.jax.nn.drawn import draw_mla
+from tsmla_jax.nn import MLAConfig, Step, functional, params_from_hf, params_to_hf
 from tsmla_jax.nn.mla import few_tokens
 from tsmla_jax.nn.norms import Norm
 
@@ -59,7 +60,7 @@ def written_out(tensors: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 def layer(fields: dict[str, Any]) -> tuple[MLAConfig, dict[str, jax.Array], np.ndarray]:
     """A layer's config, random parameters, and its input [T, E]."""
     config = MLAConfig.from_hf(fields)
-    params = init_params(jax.random.key(0), config)
+    params = draw_mla(jax.random.key(0), config)
     return config, params, np.random.default_rng(0).normal(size=(LENGTH, config.hidden_size))
 
 

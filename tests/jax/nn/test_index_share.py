@@ -67,15 +67,15 @@ def test_a_narrow_selection_of_a_short_text_is_no_selection_of_all() -> None:
     """Given positions are not the greatest of a text: a token with few keys may have fewer."""
     case = cases()[0]
     step = Step.ragged(ints([[0, 1]]), ints([20]), ints([0, 20]), total_tokens=20, page_size=16)
-    own = jnp.broadcast_to(jnp.arange(20)[:, None], (20, 30)).astype(jnp.int32)
-    selected = jnp.where(jnp.arange(30) == 3, own, -1).at[:, 5].set(99)  # 99 is after all of them
+    selected = np.full((20, 30), -1, np.int32)
+    selected[:, 3], selected[:, 5] = np.arange(20), 99  # 99 is after all of them
+    attend = functools.partial(v32.attend, case.params, case.config, case.x[0, :20], case.cache(2), step)
     ys = [
-        v32.attend(case.params, case.config, case.x[0, :20], case.cache(2), step, selected=selected, form=form)[0]
-        for form in ("direct", "mask")
+        np.asarray(jax.jit(functools.partial(attend, form=form))(selected=selected)[0]) for form in ("direct", "mask")
     ]
     np.testing.assert_allclose(ys[0], ys[1], atol=1e-5)
-    everything, _ = v32.attend(case.params, case.config, case.x[0, :20], case.cache(2), step)
-    assert np.abs(np.asarray(ys[0][1:] - everything[1:])).max() > 1e-2
+    everything = np.asarray(jax.jit(attend)()[0])
+    assert np.abs(ys[0][1:] - everything[1:]).max() > 1e-2
     np.testing.assert_allclose(ys[0][0], everything[0], atol=1e-5)
 
 
@@ -105,11 +105,12 @@ def test_keys_on_several_devices() -> None:
 def test_whole_texts_in_training() -> None:
     full, shared = cases()[:2]
     texts = {"cu_seqlens_q": ints([0, LENGTH]), "max_q_len": LENGTH}
-    chosen = v32.prefill(full.params, full.config, jnp.asarray(full.x[0, :LENGTH]), **texts)
+    of_full = functools.partial(v32.prefill, full.params, full.config, **texts)
+    chosen = jax.jit(of_full)(full.x[0, :LENGTH])
     np.testing.assert_allclose(chosen.y, full.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
     x = jnp.asarray(shared.x[0, :LENGTH])
     of_shared = functools.partial(v32.prefill, shared.params, shared.config, x, **texts)
-    found = of_shared(selected=chosen.selected, index_loss=False)
+    found = jax.jit(functools.partial(of_shared, index_loss=False))(selected=chosen.selected)
     np.testing.assert_allclose(found.y, shared.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="selected: got None; legal: "):
         of_shared(index_loss=False)
@@ -130,9 +131,9 @@ def test_a_module_without_an_indexer() -> None:
 
     for case, y in zip((full, shared), run(layers, [case.x[0, :40] for case in (full, shared)]), strict=True):
         np.testing.assert_allclose(y, case.y[0, :40], rtol=1e-5, atol=1e-5)
-    folded = v32.functional.fold(shared.params, shared.config)
-    again = v32.functional.unfold(folded, shared.config)
-    assert all((again[name] == value).all() for name, value in shared.params.items())
+    folded = jax.jit(v32.functional.fold, static_argnums=1)(shared.params, shared.config)
+    again = jax.jit(v32.functional.unfold, static_argnums=1)(folded, shared.config)
+    assert all((np.asarray(again[name]) == value).all() for name, value in shared.params.items())
 
 
 def test_what_is_refused() -> None:

@@ -14,13 +14,13 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx", reason="MLAttention needs flax: pip install 'tsmla-jax[flax]'")
 
+from tests.jax.nn.drawn import draw_mla  # noqa: E402
 from tsmla_jax.nn import (  # noqa: E402
     MLAConfig,
     MLAttention,
     Step,
     functional,
     hf_attention_shapes,
-    init_params,
     param_shapes,
 )
 
@@ -125,7 +125,7 @@ def test_from_hf(tmp_path: Path) -> None:
 def test_refused_arguments() -> None:
     with pytest.raises(ValueError, match="MLAttention needs params, or rngs to draw them"):
         MLAttention(CONFIG)
-    params = init_params(jax.random.key(0), CONFIG)
+    params = draw_mla(jax.random.key(0), CONFIG)
     with pytest.raises(ValueError, match=r"'w_uv' must have shape \(3, 12, 32\)"):
         MLAttention(CONFIG, params={**params, "w_uv": params["w_uk"]})
     layer = MLAttention(CONFIG, params=params)

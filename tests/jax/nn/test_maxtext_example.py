@@ -96,9 +96,9 @@ def call(op: AttentionOp, *arrays: Any, ids: Any = IDS, model_mode: str = "train
 
 def operands() -> list[jax.Array]:
     """query, key and value as MLA makes them: all heads of a key have its rope columns."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    query, key, value = (jax.random.normal(key, (2, 12, 2, d)) for key, d in zip(keys, (12, 12, 8), strict=True))
-    return [query, shared_columns(key), value]
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, 12, 2, d), np.float32) for d in (12, 12, 8))
+    return [jnp.asarray(query), jax.jit(shared_columns)(key), jnp.asarray(value)]
 
 
 def shared_columns(key: jax.Array) -> jax.Array:
@@ -174,7 +174,8 @@ def test_rows_that_are_not_packed() -> None:
     """One segment a row, and None for the ids of rows without padding."""
     op = AttentionOp(packing=False, max_segments_per_seq=-1)
     out = jax.jit(lambda *arrays: call(op, *arrays, ids=None)[0])(*operands())
-    np.testing.assert_allclose(out[1], dense(*operands())[1], rtol=1e-5, atol=1e-5)
+    want = jax.jit(dense)(*operands())
+    np.testing.assert_allclose(np.asarray(out)[1], np.asarray(want)[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("example")
@@ -184,11 +185,11 @@ def test_qk_clip_sinks_and_the_indexers_mask(chosen: bool) -> None:
     """Of V3.2's indexer as MaxText hands it over: 0 for the keys that a token selects, a large negative for others."""
     pytest.importorskip("flax", reason="max_logits is a flax.nnx.Intermediate")
     op, arrays = AttentionOp(), operands()
-    mask = jnp.asarray(np.random.default_rng(1).random((2, 12, 12)) < 0.5) | jnp.eye(12, dtype=bool)
+    mask = (np.random.default_rng(1).random((2, 12, 12)) < 0.5) | np.eye(12, dtype=bool)
     sinks = jnp.asarray([0.5, 2.0])
-    given = {"indexer_mask": jnp.where(mask, 0.0, -1e9)} if chosen else {}
+    given = {"indexer_mask": jnp.asarray(np.where(mask, np.float32(0), np.float32(-1e9)))} if chosen else {}
     with jax.set_mesh(op.mesh):
         out = call(op, *arrays, sinks=sinks, record_max_logits=True, **given)[0]
-    want, maxima = with_maxima(*arrays, chosen=mask if chosen else True, sinks=sinks)
+    want, maxima = jax.jit(with_maxima)(*arrays, chosen=mask if chosen else True, sinks=sinks)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(op.max_logits.get_value(), maxima, rtol=1e-5)  # type: ignore[attr-defined]

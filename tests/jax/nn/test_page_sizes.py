@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -150,7 +151,12 @@ def test_make_step_refuses_another_page_size_than_its_steps() -> None:
 
 def test_packed_pages_of_every_size_differ() -> None:
     """So that the bytes of a packed page tell its size."""
-    widths = [init_v4_cache(1, layout="packed", cache_dtype="fp8", page_size=size).shape[1] for size in range(1, 130)]
+
+    def width(page_size: int) -> int:
+        make = partial(init_v4_cache, 1, layout="packed", cache_dtype="fp8", page_size=page_size)
+        return jax.eval_shape(make).shape[1]
+
+    widths = [width(page_size) for page_size in range(1, 130)]
     assert len(set(widths)) == len(widths)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tsmla_jax
+from tests.jax.nn.drawn import draw_v32
 from tsmla_jax.nn import MLAConfig, Step, v32
 from tsmla_jax.nn.v32 import expanded
 from tsmla_kernels.contract.forms import StepSizes, selected_form
@@ -33,18 +34,19 @@ def run(
     """The outputs of `new` tokens of each request behind `done` tokens, which the direct form wrote; NaN where padding
     is and in unused slots."""
     config = v32.V32Config(mla, index_n_heads=2, index_head_dim=mla.qk_rope_head_dim * 2, index_topk=top)
-    params = v32.init_params(jax.random.key(0), config)
+    params = draw_v32(jax.random.key(0), config)
     indexer_dtype = jnp.float32
     cache = v32.init_cache(config, PAGES, PAGE, kv_dtype=kv_dtype, indexer_dtype=indexer_dtype)
     if kv_dtype == jnp.float32:
-        cache = cache._replace(kv=jnp.full_like(cache.kv, jnp.nan))
+        cache = cache._replace(kv=np.full_like(cache.kv, np.nan))
     per = PAGES // len(new)
     tables = jnp.asarray(np.random.default_rng(1).permutation(PAGES)[: per * len(new)].reshape(-1, per), jnp.int32)
-    x = jax.random.normal(jax.random.key(1), (len(new), max(map(sum, zip(new, done, strict=True))), mla.hidden_size))
+    longest = max(map(sum, zip(new, done, strict=True)))
+    x = np.random.default_rng(1).standard_normal((len(new), longest, mla.hidden_size), np.float32)
 
     def step(counts: list[int], lens: list[int], cache: Any, padding: int, **options: Any) -> Any:
         rows = [x[r, n - count : n] for r, (count, n) in enumerate(zip(counts, lens, strict=True))]
-        packed = jnp.concatenate([*rows, jnp.full((padding, mla.hidden_size), jnp.nan)])
+        packed = np.concatenate([*rows, np.full((padding, mla.hidden_size), np.nan, np.float32)])
         cu = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
         made = Step.ragged(tables, jnp.asarray(lens, jnp.int32), cu, total_tokens=len(packed), page_size=PAGE)
         attend = jax.jit(functools.partial(v32.attend, config=config, **options))

@@ -35,14 +35,23 @@ IMPLEMENTATIONS = ("xla", "reference")
 @functools.cache
 def inputs(dtype: str = "float32") -> tuple[dict[str, jax.Array], jax.Array]:
     """Parameters whose indexer chooses sharply, and x."""
-    params = v32.init_params(jax.random.key(0), CONFIG, jnp.float32)
-    params = {name: x * (4 if "indexer_w" in name else 1) for name, x in params.items()}
-    x = jax.random.normal(jax.random.key(1), (TOKENS, MLA.hidden_size))
-    return {name: value.astype(dtype) for name, value in params.items()}, x.astype(dtype)
+
+    @jax.jit
+    def make() -> tuple[dict[str, jax.Array], jax.Array]:
+        params = v32.init_params(jax.random.key(0), CONFIG, jnp.float32)
+        params = {name: x * (4 if "indexer_w" in name else 1) for name, x in params.items()}
+        x = jax.random.normal(jax.random.key(1), (TOKENS, MLA.hidden_size))
+        return {name: value.astype(dtype) for name, value in params.items()}, x.astype(dtype)
+
+    return make()
 
 
 def run(params: Any, x: jax.Array, config: v32.V32Config = CONFIG, **options: Any) -> v32.V32Prefill:
     return v32.prefill(params, config, x, cu_seqlens_q=OFFSETS, max_q_len=MAX_LEN, **options)
+
+
+# Compiled as a whole: eagerly, each operation would be compiled for itself.
+RUN = jax.jit(run, static_argnames=("config", "dense", "form", "index_loss"))
 
 
 def both(params: Any, x: jax.Array, **options: Any) -> jax.Array:
@@ -53,10 +62,16 @@ def both(params: Any, x: jax.Array, **options: Any) -> jax.Array:
     return jnp.sin(found.y[:USED].astype(jnp.float32)).sum() + (found.index_loss * weights).sum()
 
 
+@functools.cache
+def gradient_of(dense: bool = False, implementation: str = "xla") -> Any:
+    """The compiled loss of `both` and its gradients by parameters and x, which several tests run."""
+    return jax.jit(jax.value_and_grad(functools.partial(both, dense=dense, implementation=implementation), (0, 1)))
+
+
 def assert_close(got: Any, want: Any, rtol: float = 1e-4) -> None:
     """Trees of gradients, by the greatest number of each leaf."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=rtol * float(np.abs(b).max()))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -65,13 +80,14 @@ def test_it_is_the_layer_of_transformers(implementation: str) -> None:
     lens = 40, 33
     x = jnp.asarray(np.concatenate([case.x[0, : lens[0]], case.x[1, : lens[1]], case.x[0, :3]]))
     offsets = jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
-    found = v32.prefill(case.params, case.config, x, cu_seqlens_q=offsets, max_q_len=40, implementation=implementation)
+    prefill = functools.partial(v32.prefill, config=case.config, max_q_len=40, implementation=implementation)
+    found = jax.device_get(jax.jit(prefill)(case.params, x=x, cu_seqlens_q=offsets))
     want = np.concatenate([case.y[0, : lens[0]], case.y[1, : lens[1]]])
     np.testing.assert_allclose(found.y[: sum(lens)], want, rtol=1e-5, atol=1e-5)
     assert found.index_loss is not None and found.selected is not None
     # The first 12 tokens of a text see no more keys than are chosen, the others choose.
     assert found.selected.shape == (len(x), 12) and (found.selected[30] >= 0).all()
-    assert (found.index_loss[jnp.asarray([0, 40])] < 1e-5).all() and (found.index_loss[13:40] > 1e-3).all()
+    assert (found.index_loss[[0, 40]] < 1e-5).all() and (found.index_loss[13:40] > 1e-3).all()
     assert not found.index_loss[sum(lens) :].any()
 
 
@@ -79,11 +95,8 @@ def test_it_is_the_layer_of_transformers(implementation: str) -> None:
 @pytest.mark.sampled(2)
 def test_gradients_are_the_references(dense: bool) -> None:
     params, x = inputs()
-    got, want = (
-        jax.jit(jax.value_and_grad(functools.partial(both, dense=dense, implementation=name), (0, 1)))(params, x)
-        for name in IMPLEMENTATIONS
-    )
-    assert all(float(jnp.abs(gradient).max()) > 0.01 for gradient in want[1][0].values())
+    got, want = (gradient_of(dense, name)(params, x) for name in IMPLEMENTATIONS)
+    assert all(np.abs(gradient).max() > 0.01 for gradient in want[1][0].values())
     assert_close(got, want)
 
 
@@ -167,31 +180,31 @@ def test_the_warm_ups_loss_goes_down() -> None:
 
 def test_a_choice_is_returned_and_given() -> None:
     params, x = inputs()
-    own = run(params, x)
-    again = run(params, x, selected=own.selected)
+    own = jax.device_get(RUN(params, x))
+    again = jax.device_get(RUN(params, x, selected=own.selected))
     assert (again.y == own.y).all() and (again.index_loss == own.index_loss).all()
-    others = dict(params) | {name: jnp.roll(params[name], 1) for name in params if "indexer_w" in name}
-    assert float(jnp.abs(run(others, x).y[:USED] - own.y[:USED]).max()) > 1e-3
-    kept = run(others, x, selected=own.selected, index_loss=False)
-    assert (kept.y == own.y).all() and kept.index_loss is None
+    others = dict(params) | {name: np.roll(params[name], 1) for name in params if "indexer_w" in name}
+    assert np.abs(np.asarray(RUN(others, x).y)[:USED] - own.y[:USED]).max() > 1e-3
+    kept = RUN(others, x, selected=own.selected, index_loss=False)
+    assert (np.asarray(kept.y) == own.y).all() and kept.index_loss is None
     without = {name: value for name, value in params.items() if "indexer" not in name}
-    shared = run(without, x, selected=own.selected, index_loss=False)  # a layer that shares another one's choice
-    assert (shared.y == own.y).all()
+    shared = RUN(without, x, selected=own.selected, index_loss=False)  # a layer that shares another one's choice
+    assert (np.asarray(shared.y) == own.y).all()
 
 
 def test_a_choice_never_shows_the_future() -> None:
     params, x = inputs()
-    own = run(params, x)
-    assert own.selected is not None
-    later = jnp.concatenate([own.selected, jnp.full((TOKENS, 3), MAX_LEN - 1, jnp.int32)], axis=1)
-    later = later.at[OFFSETS[1] - 1, -3:].set(-1)
-    np.testing.assert_allclose(run(params, x, selected=later).y[:16], own.y[:16], rtol=1e-6, atol=1e-6)
+    own = jax.device_get(RUN(params, x))
+    later = np.concatenate([own.selected, np.full((TOKENS, 3), MAX_LEN - 1, np.int32)], axis=1)
+    later[OFFSETS[1] - 1, -3:] = -1
+    got = np.asarray(RUN(params, x, selected=later).y)
+    np.testing.assert_allclose(got[:16], own.y[:16], rtol=1e-6, atol=1e-6)
 
 
 def test_a_rollouts_choice_is_replayed() -> None:
     """attend returns what it chose, step by step, and prefill attends to the same."""
     params, x = inputs()
-    x = x[: OFFSETS[1]]
+    x = np.asarray(x)[: OFFSETS[1]]
     length = x.shape[0]
     cache = v32.init_cache(CONFIG, 5, 4, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
     tables = jnp.asarray([[3, 1, 4, 0, 2]], jnp.int32)
@@ -207,14 +220,15 @@ def test_a_rollouts_choice_is_replayed() -> None:
         y, cache, selected = decode(x[first:stop], cache, jnp.int32(stop), stop - first)
         ys.append(y)
         chosen.append(selected)
-    selected = jnp.concatenate(chosen)
-    offsets = jnp.asarray([0, length], jnp.int32)
-    found = v32.prefill(params, CONFIG, x, cu_seqlens_q=offsets, max_q_len=length, selected=selected)
-    np.testing.assert_allclose(found.y, jnp.concatenate(ys), rtol=1e-5, atol=1e-5)
-    assert (found.selected == run(params, inputs()[1]).selected[:length]).all()  # type: ignore[index]
+    selected = np.concatenate(chosen)
+    offsets = np.asarray([0, length], np.int32)
+    prefill = functools.partial(v32.prefill, config=CONFIG, max_q_len=length)
+    found = jax.device_get(jax.jit(prefill)(params, x=x, cu_seqlens_q=offsets, selected=selected))
+    np.testing.assert_allclose(found.y, np.concatenate(ys), rtol=1e-5, atol=1e-5)
+    assert (found.selected == np.asarray(RUN(params, inputs()[1]).selected)[:length]).all()
     given, _, same = decode(x[-1:], cache, jnp.int32(length), 1, selected=selected[-1:])
     np.testing.assert_allclose(given, found.y[-1:], rtol=1e-5, atol=1e-5)
-    assert (same == selected[-1:]).all()
+    assert (np.asarray(same) == selected[-1:]).all()
 
 
 def test_remat_keeps_what_is_named() -> None:
@@ -222,7 +236,7 @@ def test_remat_keeps_what_is_named() -> None:
     policy = jax.checkpoint_policies.save_only_these_names(*v32.CHECKPOINT_NAMES)
     kept = jax.checkpoint(both, policy=policy)
     everything = jax.checkpoint(both)
-    want = jax.jit(jax.grad(both))(params, x)
+    _, (want, _) = gradient_of()(params, x)
     for loss in (kept, everything):
         assert_close(jax.jit(jax.grad(loss))(params, x), want, rtol=1e-5)
     sorts = [str(jax.make_jaxpr(jax.grad(loss))(params, x)).count("top_k[") for loss in (both, kept, everything)]
@@ -231,10 +245,11 @@ def test_remat_keeps_what_is_named() -> None:
 
 def test_under_vmap() -> None:
     params, x = inputs()
-    several = jnp.stack([x, x[::-1]])
+    several = np.stack([x, np.asarray(x)[::-1]])
     got = jax.jit(jax.vmap(jax.grad(both, 1), (None, 0)))(params, several)
     for i in range(2):
-        assert_close(got[i], jax.grad(both, 1)(params, several[i]))
+        _, (_, want) = gradient_of()(params, several[i])
+        assert_close(np.asarray(got)[i], want)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -254,10 +269,7 @@ def test_heads_on_several_devices(dense: bool) -> None:
         y, index_loss = split(params, x)
         return jnp.sin(y[:USED]).sum() + (index_loss * jnp.arange(1, TOKENS + 1)).sum()
 
-    got, want = (
-        jax.jit(jax.value_and_grad(f, (0, 1)))(params, x) for f in (loss, functools.partial(both, dense=dense))
-    )
-    assert_close(got, want)
+    assert_close(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x), gradient_of(dense)(params, x))
 
 
 def test_texts_on_several_devices() -> None:
@@ -319,14 +331,14 @@ def test_16_bits(dense: bool) -> None:
     params, x = inputs("bfloat16")
     loss, found = jax.jit(jax.value_and_grad(functools.partial(both, dense=dense)))(params, x)
     assert {gradient.dtype.name for gradient in found.values()} == {"bfloat16"}
-    wide = {name: value.astype(jnp.float32) for name, value in params.items()}
-    selected = None if dense else run(params, x).selected
-    want_loss, want = jax.value_and_grad(functools.partial(both, dense=dense, selected=selected))(
-        wide, x.astype(jnp.float32)
+    wide = {name: np.asarray(value, np.float32) for name, value in params.items()}
+    selected = None if dense else RUN(params, x).selected
+    want_loss, want = jax.jit(jax.value_and_grad(functools.partial(both, dense=dense, selected=selected)))(
+        wide, np.asarray(x, np.float32)
     )
     assert abs(float(loss - want_loss)) < 0.03 * abs(float(want_loss))
     for name, gradient in found.items():
-        error = jnp.linalg.norm(gradient.astype(jnp.float32) - want[name]) / jnp.linalg.norm(want[name])
+        error = np.linalg.norm(np.asarray(gradient, np.float32) - want[name]) / np.linalg.norm(want[name])
         assert error < 0.1, name
 
 

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from tests.jax.nn.drawn import draw_v4
 from tsmla_jax.nn import Step, V4Attention, context_parallel, v4
-from tsmla_jax.nn.v4.weights import WEIGHTS
 
 TEXTS, SPARE = 3, 4
 PAGE = 16  # rows of the window's pages
@@ -56,7 +56,7 @@ class Layer:
 
     def __init__(self, config: v4.V4Config, dtype: Any = jnp.float32, indexer_dtype: Any = jnp.float32) -> None:
         self.config, self.dtypes = config, {"dtype": dtype, "indexer_dtype": indexer_dtype}
-        self.params = WEIGHTS.init_params(jax.random.key(0), config, jnp.float32)
+        self.params = draw_v4(jax.random.key(0), config, jnp.float32)
         self.params["sinks"] = jnp.asarray([0.5, -1.0, 2.0, -np.inf])
         self.entries = {"sliding": 1, "csa": 4, "hca": 1}[config.kind]  # a page's
         self.pages = -(-MOST // max(config.ratio, 1) // self.entries)  # of a text's entries

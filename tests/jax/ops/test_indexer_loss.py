@@ -92,8 +92,8 @@ def test_gradients_are_the_references(call: str) -> None:
     floats = floats_of(x, which)
     got, want = (jax.jit(jax.grad(functools.partial(run, x, name), (0, 1, 2)))(*floats) for name in IMPLEMENTATIONS)
     for a, b in zip(got, want, strict=True):
-        assert float(jnp.abs(b).max()) > 0.1
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(jnp.abs(b).max()))
+        assert float(np.abs(b).max()) > 0.1
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(np.abs(b).max()))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -110,7 +110,7 @@ def test_gradients_of_16_bits(call: str, dtype: str) -> None:
     wide = tuple(a.astype(jnp.float32) for a in floats)
     want = jax.jit(jax.grad(functools.partial(run, x, "xla"), (0, 1, 2)))(*wide)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.float32(a), b, rtol=2**-7, atol=1e-4 * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(np.float32(a), b, rtol=2**-7, atol=1e-4 * float(np.abs(b).max()))
 
 
 def test_no_gradient_passes_through_the_attention() -> None:
@@ -140,13 +140,14 @@ def test_under_vmap_and_remat(call: str) -> None:
     run, which = CALLS[call]
     x = Problem(7)
     floats = floats_of(x, which)
-    several = tuple(jnp.stack([a, 2 * a]) for a in floats)
+    several = tuple(np.stack([a, 2 * np.asarray(a)]) for a in floats)
     one = jax.checkpoint(functools.partial(run, x, "xla"))
-    got = jax.jit(jax.vmap(jax.grad(one, (0, 1, 2))))(*several)
+    got = jax.device_get(jax.jit(jax.vmap(jax.grad(one, (0, 1, 2))))(*several))
+    alone = jax.jit(jax.grad(functools.partial(run, x, "xla"), (0, 1, 2)))
     for i in range(2):
-        want = jax.grad(functools.partial(run, x, "xla"), (0, 1, 2))(*(a[i] for a in several))
+        want = alone(*(a[i] for a in several))
         for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max()))
 
 
 @pytest.mark.parametrize("which", ["selected", "all keys"])
@@ -180,12 +181,11 @@ def test_heads_on_several_devices(which: str, implementation: str) -> None:
     whole = PartitionSpec()
     run = jax.shard_map(gradient, mesh=mesh, in_specs=(whole, heads, heads), out_specs=whole)
     loss, got = jax.jit(run)(floats, x.q, x.lse)
-    want_loss, want = jax.value_and_grad(
-        lambda *floats: (x.loss(which, "reference", *floats) * weights).sum(), (0, 1, 2)
-    )(*floats)
+    alone = jax.value_and_grad(lambda *floats: (x.loss(which, "reference", *floats) * weights).sum(), (0, 1, 2))
+    want_loss, want = jax.jit(alone)(*floats)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(np.abs(b).max()))
 
 
 def test_tokens_on_several_devices() -> None:
@@ -208,9 +208,9 @@ def test_tokens_on_several_devices() -> None:
 
     floats = floats_of(x, "selected")
     got = jax.jit(jax.grad(loss))(floats)
-    want = jax.grad(lambda floats: x.loss("selected", "reference", *floats).sum())(floats)
+    want = jax.jit(jax.grad(lambda floats: x.loss("selected", "reference", *floats).sum()))(floats)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(np.abs(b).max()))
 
 
 def test_explicitly_sharded_tokens() -> None:

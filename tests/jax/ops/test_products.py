@@ -36,6 +36,21 @@ def grouped(offsets: list[int], **sizes: int) -> dict[str, Any]:
     return operands(len(offsets) - 1, **sizes) | {"cu_rows": ints(offsets)}
 
 
+OPTIONS = ("out_dtype", "gated", "limit", "implementation")
+_MULTIPLY = jax.jit(tsmla_jax.block_scaled_matmul, static_argnames=OPTIONS)
+_MULTIPLY_GROUPS = jax.jit(tsmla_jax.grouped_block_scaled_matmul, static_argnames=OPTIONS)
+
+
+def multiply(*arrays: Any, **options: Any) -> Any:
+    """The product in numpy, compiled as a whole: eagerly, each operation would be compiled for itself."""
+    return jax.device_get(_MULTIPLY(*arrays, **options))
+
+
+def multiply_groups(*arrays: Any, **options: Any) -> Any:
+    """The grouped product, as `multiply`."""
+    return jax.device_get(_MULTIPLY_GROUPS(*arrays, **options))
+
+
 def exact(x: Any, weight: Any, x_scales: Any, weight_scales: Any) -> np.ndarray:
     """The product in float64."""
     rows, columns = (np.asarray(values, np.float64) for values in (x, weight))
@@ -48,9 +63,9 @@ def exact(x: Any, weight: Any, x_scales: Any, weight_scales: Any) -> np.ndarray:
 @pytest.mark.parametrize(("rows", "columns", "terms"), [(12, 264, 336), (1, 8, 16), (5, 128, 384)])
 def test_a_product_of_any_size(name: str, rows: int, columns: int, terms: int) -> None:
     given = operands(rows=rows, columns=columns, terms=terms)
-    out = tsmla_jax.block_scaled_matmul(**given, **FLOAT32, implementation=name)
+    out = multiply(**given, **FLOAT32, implementation=name)
     np.testing.assert_allclose(out, exact(**given), rtol=1e-5, atol=1e-4)
-    rounded = tsmla_jax.block_scaled_matmul(**given, implementation=name)
+    rounded = multiply(**given, implementation=name)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(rounded), out, rtol=1e-2)
 
@@ -58,11 +73,9 @@ def test_a_product_of_any_size(name: str, rows: int, columns: int, terms: int) -
 @pytest.mark.parametrize("name", ["reference", "xla"])
 @pytest.mark.parametrize("offsets", [[0, 0, 5, 9], [0, 0, 12, 12], [0, 0, 0, 0], [0, 12]])
 def test_groups_without_rows_with_all_and_rows_of_none(name: str, offsets: list[int]) -> None:
-    given = grouped(offsets, columns=136)
-    unused = np.arange(ROWS) >= offsets[-1]
-    given["x"] = jnp.where(unused[:, None], jnp.nan, given["x"].astype(jnp.float32)).astype(jnp.float8_e4m3fn)
-    given["x_scales"] = jnp.where(unused[:, None], jnp.nan, given["x_scales"])
-    out = tsmla_jax.grouped_block_scaled_matmul(**given, **FLOAT32, implementation=name)
+    given = {argument: np.array(x) for argument, x in grouped(offsets, columns=136).items()}
+    given["x"][offsets[-1] :] = given["x_scales"][offsets[-1] :] = np.nan
+    out = multiply_groups(**given, **FLOAT32, implementation=name)
     want = np.zeros((ROWS, 136))
     for group in range(len(offsets) - 1):
         own = slice(offsets[group], offsets[group + 1])
@@ -75,14 +88,14 @@ def test_groups_without_rows_with_all_and_rows_of_none(name: str, offsets: list[
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_without_scales_meet_the_weights_as_they_are(name: str, dtype: str) -> None:
     rng = np.random.default_rng(5)
-    dense, stack = operands(), grouped([0, 0, 5, 9])
+    dense, stack = jax.device_get((operands(), grouped([0, 0, 5, 9])))
     ones = np.ones((ROWS, 3), np.float32)
     for function, given in (
-        (tsmla_jax.block_scaled_matmul, dense),
-        (tsmla_jax.grouped_block_scaled_matmul, stack),
+        (multiply, dense),
+        (multiply_groups, stack),
     ):
-        given["x"], given["x_scales"] = jnp.asarray(rng.standard_normal((ROWS, TERMS)), dtype), None
-        out = np.asarray(function(**given, **FLOAT32, implementation=name))
+        given["x"], given["x_scales"] = np.asarray(jnp.asarray(rng.standard_normal((ROWS, TERMS)), dtype)), None
+        out = function(**given, **FLOAT32, implementation=name)
         if given is dense:
             want = exact(**dense | {"x_scales": ones})
         else:
@@ -112,12 +125,12 @@ def test_packed_weights(name: str, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(1).standard_normal((7, 336)), dtype)
     wide = np.asarray(x, np.float64)
     weight, exponents, values = packed(columns=40, terms=336)
-    out = tsmla_jax.block_scaled_matmul(x, weight, None, exponents, **FLOAT32, implementation=name)
+    out = multiply(x, weight, None, exponents, **FLOAT32, implementation=name)
     np.testing.assert_allclose(out, wide @ values.T, rtol=1e-5, atol=1e-4)
     weight, exponents, values = packed(4, columns=16, terms=336)  # one more than there are groups
     cu_rows, rows = ints([0, 2, 2, 6]), ints([3, 1, 0, 6, 6, 2, 5])
     form = {"rows": rows, "gated": True, **FLOAT32, "implementation": name}
-    got = tsmla_jax.grouped_block_scaled_matmul(x, weight, None, exponents[:3], cu_rows, **form)
+    got = multiply_groups(x, weight, None, np.asarray(exponents)[:3], cu_rows, **form)
     for group, picks in ((0, [3, 1]), (2, [0, 6, 6, 2])):
         want = gated_of(wide[picks] @ values[group].T, None)
         np.testing.assert_allclose(got[:2] if group == 0 else got[2:6], want, rtol=1e-5, atol=1e-4)
@@ -126,11 +139,11 @@ def test_packed_weights(name: str, dtype: str) -> None:
 
 def test_the_least_and_the_greatest_scale_of_packed_weights() -> None:
     exponents = jnp.array([0, 1, 127, 254, 255], jnp.uint8)
-    np.testing.assert_array_equal(power(exponents), np.float32([2.0**-127, 2.0**-126, 1, 2.0**127, np.nan]))
+    np.testing.assert_array_equal(jax.jit(power)(exponents), np.float32([2.0**-127, 2.0**-126, 1, 2.0**127, np.nan]))
     weight, x = jnp.full((1, 16), 0x22, jnp.uint8), jnp.ones((1, 32), jnp.bfloat16)
     for exponent, want in ((30, 32 * 2.0**-97), (240, 32 * 2.0**113), (255, np.nan)):
-        scales = jnp.full((1, 1), exponent, jnp.uint8)
-        out = tsmla_jax.block_scaled_matmul(x, weight, None, scales, **FLOAT32, implementation="reference")
+        scales = np.full((1, 1), exponent, np.uint8)
+        out = multiply(x, weight, None, scales, **FLOAT32, implementation="reference")
         np.testing.assert_array_equal(np.float64(out), want)
 
 
@@ -178,11 +191,12 @@ def test_packed_calls_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_16_bits(name: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.standard_normal((9, 104)), dtype).at[7:].set(jnp.nan)
-    weight = jnp.asarray(rng.standard_normal((4, 32, 104)), dtype).at[3].set(jnp.nan)  # one more than there are groups
+    x, weight = rng.standard_normal((9, 104)), rng.standard_normal((4, 32, 104))
+    x[7:] = weight[3] = np.nan  # one weight more than there are groups
+    x, weight = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
     given, form = (x, weight, None, None, ints([0, 0, 5, 7])), {**FLOAT32, "implementation": name}
-    out = tsmla_jax.grouped_block_scaled_matmul(*given, **form)
-    gated = tsmla_jax.grouped_block_scaled_matmul(*given, rows=ints([6, 0, 0, 3, 2, 5, 4, 8]), gated=True, **form)
+    out = multiply_groups(*given, **form)
+    gated = multiply_groups(*given, rows=ints([6, 0, 0, 3, 2, 5, 4, 8]), gated=True, **form)
     rows, columns = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     for group, own, picks in ((1, slice(0, 5), [6, 0, 0, 3, 2]), (2, slice(5, 7), [5, 4])):
         np.testing.assert_allclose(out[own], rows[own] @ columns[group].T, rtol=1e-5, atol=1e-4)
@@ -238,28 +252,29 @@ def gated_of(product: np.ndarray, limit: float | None) -> np.ndarray:
 def test_gated_products_and_picked_rows(name: str, limit: float | None) -> None:
     """Dense and grouped; rows of a group in any order, one of them twice; indices behind the last group are not read,
     and nor are rows of x that none picks."""
-    given = operands(columns=256)
+    given = jax.device_get(operands(columns=256))
     given["weight_scales"] = given["weight_scales"] / 40
     form: Any = {"gated": True, "limit": limit, "implementation": name}
-    out = tsmla_jax.block_scaled_matmul(**given, **FLOAT32, **form)
+    out = multiply(**given, **FLOAT32, **form)
     np.testing.assert_allclose(out, gated_of(exact(**given), limit), rtol=1e-4, atol=1e-5)
-    values, scales = tsmla_jax.block_scaled_matmul(**given, out_dtype="float8_e4m3fn", **form)
-    want, factors = tsmla_jax.quantize_blocks(out, implementation="reference")
+    values, scales = multiply(**given, out_dtype="float8_e4m3fn", **form)
+    want, factors = jax.jit(functools.partial(tsmla_jax.quantize_blocks, implementation="reference"))(out)
     np.testing.assert_allclose(scales, factors, rtol=1e-4)
-    assert (np.asarray(values) == np.asarray(want)).mean() > 0.99
+    assert (values == np.asarray(want)).mean() > 0.99
 
-    stack, rows = grouped([0, 0, 5, 9], columns=256), [3, 7, 7, 0, 11, 2, 3, 8, 4, -5, 1 << 30]
+    stack, rows = jax.device_get(grouped([0, 0, 5, 9], columns=256)), [3, 7, 7, 0, 11, 2, 3, 8, 4, -5, 1 << 30]
     stack["weight_scales"] = stack["weight_scales"] / 40
-    stack["x"] = stack["x"].at[1].set(jnp.nan)
-    out = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints(rows), **FLOAT32, **form)
-    plain = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints(rows), **FLOAT32, implementation=name)
+    stack["x"] = np.array(stack["x"])
+    stack["x"][1] = np.nan
+    out = multiply_groups(**stack, rows=ints(rows), **FLOAT32, **form)
+    plain = multiply_groups(**stack, rows=ints(rows), **FLOAT32, implementation=name)
     assert out.shape == (11, 128) and plain.shape == (11, 256) and not np.any(out[9:]) and not np.any(plain[9:])
     for group, own in ((1, slice(0, 5)), (2, slice(5, 9))):
         picked = np.array(rows[own])
         parts = (stack["x"][picked], stack["weight"][group], stack["x_scales"][picked], stack["weight_scales"][group])
         np.testing.assert_allclose(plain[own], exact(*parts), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(out[own], gated_of(exact(*parts), limit), rtol=1e-4, atol=1e-5)
-    values, scales = tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints(rows), out_dtype="float8_e4m3fn", **form)
+    values, scales = multiply_groups(**stack, rows=ints(rows), out_dtype="float8_e4m3fn", **form)
     assert values.shape == (11, 128) and scales.shape == (11, 1)
     restored = np.float32(values) * scales
     np.testing.assert_allclose(restored, out, atol=np.abs(out).max() * 2**-4)

@@ -65,7 +65,7 @@ def masked(
 
 
 def call(implementation: str, words: Any, rows: Any = None, **options: Any) -> Callable[..., Any]:
-    return prefill_calls.attend(implementation, selection=words, selection_rows=rows, **options)
+    return jax.jit(prefill_calls.attend(implementation, selection=words, selection_rows=rows, **options))
 
 
 # ---- selection_bits
@@ -148,18 +148,9 @@ def test_long_requests(implementation: str) -> None:
     sizes = ((sum(q_lens), 24), (sum(kv_lens), 24), (sum(kv_lens), 16))
     arrays = [rng.normal(size=(rows, heads, width)).astype(np.float32) for rows, width in sizes]
     words, rows = selection(2, sum(q_lens), max(kv_lens))
-    out, lse = tsmla_jax.mla_prefill(
-        *arrays,
-        cu_seqlens_q=offsets(q_lens),
-        cu_seqlens_kv=offsets(kv_lens),
-        max_q_len=max(q_lens),
-        max_kv_len=max(kv_lens),
-        softmax_scale=0.3,
-        return_lse=True,
-        selection=words,
-        selection_rows=rows,
-        implementation=implementation,
-    )
+    options = {"cu_seqlens_q": offsets(q_lens), "cu_seqlens_kv": offsets(kv_lens)}
+    options |= {"max_q_len": max(q_lens), "max_kv_len": max(kv_lens), "softmax_scale": 0.3}
+    out, lse = call(implementation, words, rows, **options)(*arrays)
     want = masked(*arrays, words, rows, causal=True, q_lens=q_lens, kv_lens=kv_lens, scale=0.3)
     np.testing.assert_allclose(out, want[0], atol=5e-6)
     np.testing.assert_allclose(lse, want[1], atol=5e-6)
@@ -185,12 +176,14 @@ def test_chunks_of_context_merge_to_the_whole(implementation: str) -> None:
     positions = rng.integers(-1, context, (tokens, 50), np.int32)
     offsets_q = offsets((tokens,))
 
-    def attend(first: int, count: int) -> Any:
-        words = tsmla_jax.selection_bits(positions, count, starts=np.full(tokens, first, np.int32))
+    @jax.jit
+    def attend(k: jax.Array, v: jax.Array, first: jax.Array) -> Any:
+        count = len(k)
+        words = tsmla_jax.selection_bits(positions, count, starts=jnp.full(tokens, first))
         return tsmla_jax.mla_prefill(
             q,
-            k[first : first + count],
-            v[first : first + count],
+            k,
+            v,
             cu_seqlens_q=offsets_q,
             cu_seqlens_kv=offsets((count,)),
             max_q_len=tokens,
@@ -202,9 +195,10 @@ def test_chunks_of_context_merge_to_the_whole(implementation: str) -> None:
             implementation=implementation,
         )
 
-    parts = [attend(first, min(chunk, context - first)) for first in range(0, context, chunk)]
+    slices = [(slice(first, first + chunk), np.int32(first)) for first in range(0, context, chunk)]
+    parts = [attend(k[part], v[part], first) for part, first in slices]
     merged = tsmla_jax.merge_attention_states(*zip(*parts, strict=True))
-    for a, b in zip(merged, attend(0, context), strict=True):
+    for a, b in zip(merged, attend(k, v, np.int32(0)), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6)
 
 
@@ -221,12 +215,13 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
 @pytest.mark.sampled(2)
 def test_gradient(causal: bool) -> None:
     """That of XLA's loop against automatic differentiation of the definition; keys that no row selects have none."""
-    arrays = [x.at[:].set(jnp.nan_to_num(x)) for x in prefill_calls.arrays(dtype=jnp.float32)]
+    arrays = prefill_calls.arrays(dtype=jnp.float32)
     words, rows = selection()
     rows[:] = np.maximum(rows, 0)
     words[:, 0] &= ~1  # nobody selects the first key of a request
     got, want = (
-        jax.grad(loss_of(call(name, words, rows, causal=causal)), (0, 1, 2))(*arrays) for name in ("xla", "reference")
+        jax.jit(jax.grad(loss_of(call(name, words, rows, causal=causal)), (0, 1, 2)))(*arrays)
+        for name in ("xla", "reference")
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -235,18 +230,18 @@ def test_gradient(causal: bool) -> None:
 
 
 def test_gradient_of_kv_and_k_rope() -> None:
-    arrays = [x.astype(jnp.float32) for x in prefill_calls.layer_arrays()]
+    arrays = [np.asarray(x, np.float32) for x in prefill_calls.layer_arrays()]
     words, rows = selection()
 
     def attend(name: str) -> Any:
-        return prefill_calls.attend_kv(name, selection=words, selection_rows=rows)
+        return jax.jit(prefill_calls.attend_kv(name, selection=words, selection_rows=rows))
 
     got, want = (attend(name)(*arrays) for name in ("xla", "reference"))
     expanded = masked(arrays[0], *expand(arrays[1], arrays[2], 192), words, rows, causal=True)
     for a, b, c in zip(got, want, expanded, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6)
         np.testing.assert_allclose(a, c, atol=3e-6)
-    grads = [jax.grad(loss_of(attend(name)), (0, 1, 2))(*arrays) for name in ("xla", "reference")]
+    grads = [jax.jit(jax.grad(loss_of(attend(name)), (0, 1, 2)))(*arrays) for name in ("xla", "reference")]
     for a, b in zip(*grads, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
@@ -260,24 +255,27 @@ def test_the_kernels_call(emulated_prefill: None, mesh: jax.sharding.Mesh, layer
 
     def attend(name: str) -> Any:
         make = prefill_calls.attend_kv if layer else prefill_calls.attend
-        return make(name, selection=words, selection_rows=rows)
+        return jax.jit(make(name, selection=words, selection_rows=rows))
 
     got, want = attend("cute")(*arrays), attend("reference")(*arrays)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=1e-2)
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=1e-2)
 
     def loss(function: Any, *arrays: Any) -> Any:
         return jnp.sin(function(*arrays)[0].astype(jnp.float32)).sum()
 
-    grads = [jax.grad(functools.partial(loss, attend(name)), (0, 1, 2))(*arrays) for name in ("cute", "reference")]
+    grads = [
+        jax.jit(jax.grad(functools.partial(loss, attend(name)), (0, 1, 2)))(*arrays) for name in ("cute", "reference")
+    ]
     for a, b in zip(*grads, strict=True):
-        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=5e-2)
-    several = [jnp.stack([x, 2 * x]) for x in arrays]
-    for a, b in zip(jax.vmap(attend("cute"))(*several), jax.vmap(attend("reference"))(*several), strict=True):
-        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=1e-2)
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=5e-2)
+    several = [np.stack([x, 2 * np.asarray(x)]) for x in arrays]
+    by_vmap = [jax.jit(jax.vmap(attend(name)))(*several) for name in ("cute", "reference")]
+    for a, b in zip(*by_vmap, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=1e-2)
     specs = (P(None, "model"), P(None, "model"), P() if layer else P(None, "model"))
     sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-    for a, b in zip(jax.jit(attend("cute"))(*sharded), got, strict=True):
+    for a, b in zip(attend("cute")(*sharded), got, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
