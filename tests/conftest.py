@@ -121,6 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """On a GPU programs are optimised as for a user and not shared: they are large, and few."""
     if config.option.markexpr != "gpu":
         speed.optimise_little()
+        speed.compile_once()
         speed.share_programs()
 
 

@@ -6,15 +6,22 @@ Most of the suite's time is XLA compiling some ten thousand programs, most of th
 
 import functools
 import gc
+import io
 import os
+from typing import Any
 
 import jax
 import jaxlib
+from jax._src import compiler
 from jax._src.interpreters import mlir
 
 PLAIN = bool(os.environ.get("TSMLA_PLAIN_TESTS"))
 # Versions that were seen to know the flags, and to make their MLIR contexts by the function that is replaced.
 KNOWN = jaxlib.__version__.startswith(("0.9.", "0.10.")) and not PLAIN
+MOST_SHARED = 20_000
+"""Bytes of a program that compile_once keeps: larger ones have no twin."""
+OF_THIS_PROCESS = (b"callback", b"CustomSPMDPartitioning")
+_compiled: dict[tuple[Any, ...], Any] = {}
 # Less than half of Linux's limit for a process: a module's tests add some thousands.
 MOST_MAPPED = 30_000
 
@@ -39,6 +46,33 @@ def optimise_little() -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+def compile_once() -> None:
+    """Before the first program: a small program is compiled once in a process. The modules have many in common, those
+    of single operations above all, and each begins with empty caches of jax's. A program that names what is in this
+    process alone, a callback or a way to partition, is its own."""
+    if not KNOWN:
+        return
+    compile_anew = compiler.compile_or_get_cached
+
+    def compile_or_share(
+        backend: Any, computation: Any, devices: Any, options: Any, host_callbacks: Any, *others: Any, **named: Any
+    ) -> Any:
+        text = io.BytesIO()
+        computation.operation.write_bytecode(file=text)
+        program = text.getvalue()
+        given = (backend, computation, devices, options, host_callbacks, *others)
+        if host_callbacks or len(program) > MOST_SHARED or any(name in program for name in OF_THIS_PROCESS):
+            return compile_anew(*given, **named)
+        key = (program, options.SerializeAsString(), *(device.id for device in devices.flat))
+        if key not in _compiled:
+            _compiled[key] = compile_anew(*given, **named)
+        return _compiled[key]
+
+    compiler.compile_or_get_cached = compile_or_share
+    # The lines that made an operation would tell apart what is one program.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
 def share_programs() -> None:
     """Before the first program: if TSMLA_TEST_PROGRAMS names a folder, jax's persistent cache is there. A run that
     finds the programs of an earlier one compiles only what has changed. Without one nothing is written: that takes
@@ -54,12 +88,13 @@ def share_programs() -> None:
 def forget_programs() -> None:
     """Ends the programs that are loaded: another module's tests trace under other circumstances. Each of XLA's programs
     for a CPU maps pieces of memory: a worker that keeps those of the whole suite meets Linux's limit (vm.max_map_count,
-    65,530) and is ended by a signal. Those in cycles of references go where there are many: looking for them takes as
-    long as a small module's tests."""
+    65,530) and is ended by a signal. Those that compile_once keeps and those in cycles of references go where there are
+    many: looking for cycles takes as long as a small module's tests."""
     jax.clear_caches()
     if hasattr(mlir.make_ir_context, "cache_clear"):
         mlir.make_ir_context.cache_clear()
     if PLAIN or _mapped() > MOST_MAPPED:
+        _compiled.clear()
         gc.collect()
 
 

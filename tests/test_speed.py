@@ -6,7 +6,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src import compiler
 from jax._src.interpreters import mlir
 
 from tests import speed
@@ -20,6 +22,20 @@ def test_programs_of_a_module_share_an_mlir_context() -> None:
         jax.jit(lambda x, shift=shift: x + shift)(jnp.ones(3))
     after = context.cache_info()  # type: ignore[attr-defined]
     assert after.misses <= before.misses + 1 and after.hits > before.hits
+
+
+@pytest.mark.skipif(not speed.KNOWN, reason="this jax compiles as it does for its users")
+def test_a_program_is_compiled_once_for_each_way_to_optimise(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_it = [], compiler.backend_compile_and_load
+    note = lambda *given, **named: (compiled.append(given), compile_it(*given, **named))[1]  # noqa: E731
+    monkeypatch.setattr(compiler, "backend_compile_and_load", note)
+    before = jax.config.read("jax_disable_most_optimizations")
+    for little in (True, True, False, False, True):
+        jax.config.update("jax_disable_most_optimizations", little)
+        jax.clear_caches()
+        assert float(jax.jit(lambda x: x * 2.5 + 7.25)(np.float32(2))) == 12.25
+    jax.config.update("jax_disable_most_optimizations", before)
+    assert len(compiled) == 2
 
 
 PROGRAM = """
