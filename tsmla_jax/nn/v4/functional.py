@@ -117,11 +117,14 @@ def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
     norms and ropes, so it has no derivative, is not partitioned automatically, can't be exported, and runs under
     `jax.shard_map` with check_vma=False. The last axis of every matrix is the one that a product sums over: o_a_proj is
     [G, o_rank, H D / G], the others are [N, K]. in_proj [rank + D + Hi, E] joins all matrices that multiply x, except
-    the compressors'.
+    the compressors'; each compressor has its two as NAME_rows_proj [2 W, E].
     """
     folded = dict(params)
     folded["in_proj"] = cast(jax.Array, joined_rows([rows_of(folded.pop(name)) for name, _ in _inputs(config)]))
     folded |= {name: cast(jax.Array, rows_of(folded[name])) for name in _matrices(config)}
+    for name, _ in config.compressors:
+        parts = [rows_of(folded.pop(f"{name}_{part}_proj")) for part in _ROWS]
+        folded[f"{name}_rows_proj"] = cast(jax.Array, joined_rows(parts))
     return folded | {"o_a_proj": params["o_a_proj"].swapaxes(1, 2)}
 
 
@@ -135,6 +138,9 @@ def unfold(params: Params, config: V4Config) -> dict[str, Any]:
     for name in _matrices(config):
         columns, depth = params[name].shape
         unfolded[name] = params[name].T.reshape(depth, *heads.get(name, (columns,)))
+    for name, _ in config.compressors:
+        halves = jnp.split(unfolded.pop(f"{name}_rows_proj"), 2)
+        unfolded |= {f"{name}_{part}_proj": half.T for part, half in zip(_ROWS, halves, strict=True)}
     return unfolded | {"o_a_proj": params["o_a_proj"].swapaxes(1, 2)}
 
 
@@ -145,9 +151,12 @@ def _inputs(config: V4Config) -> list[tuple[str, int]]:
 
 
 def _matrices(config: V4Config) -> list[str]:
-    """The other matrices but o_a_proj."""
-    names = [f"{name}_{part}_proj" for name, _ in config.compressors for part in ("kv", "gate")]
-    return ["q_b_proj", "o_b_proj", *names, *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
+    """The other matrices but o_a_proj and the compressors'."""
+    return ["q_b_proj", "o_b_proj", *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
+
+
+_ROWS = ("kv", "gate")
+"""The parts of a compressor's rows."""
 
 
 def project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -303,8 +312,11 @@ def compressor_rows(params: Params, name: str, x: jax.Array) -> jax.Array:
             return jnp.einsum(axes, wide, weight, precision="highest")
         return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32)
 
+    if "in_proj" in params:
+        both = project(params[f"{name}_rows_proj"])
+        return both.reshape(both.shape[0], 2, both.shape[1] // 2)
     # The products are put side by side, not the matrices, because a step would copy these.
-    return jnp.stack([project(params[f"{name}_{part}_proj"]) for part in ("kv", "gate")], axis=1)
+    return jnp.stack([project(params[f"{name}_{part}_proj"]) for part in _ROWS], axis=1)
 
 
 def project_out(params: Params, config: V4Config, out: jax.Array, back: Rope, dtype: jnp.dtype) -> jax.Array:
@@ -350,10 +362,10 @@ def _choose(
     where = (q, weights, keys, step.token_tables, cast(jax.Array, step.compressed_lens))
     if step.context_axis is None:
         most = min(config.index_topk, step.token_tables.shape[1] * keys.shape[1])
-        chosen, _ = tsmla_jax.indexer_topk(*where, most, return_slots=True, implementation=implementation)
+        chosen, lens = tsmla_jax.indexer_topk(*where, most, return_slots=True, implementation=implementation)
     else:
-        chosen, _ = context_parallel.indexer_topk(
+        chosen, lens = context_parallel.indexer_topk(
             *where, config.index_topk, context_axis=step.context_axis, implementation=implementation
         )
-    rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen)
+    rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen, lens)
     return rows, cache._replace(indexer=keys, indexer_compressor=state)
