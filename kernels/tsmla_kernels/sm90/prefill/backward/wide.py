@@ -323,7 +323,7 @@ class WideConsumer:
         release(shared.dout.empty + stage.index)
         cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
         operand = cute.make_rmem_tensor(r.operand.layout, self.traits.dtype)
-        words, target = cute.recast_tensor(operand, Int32), self.parts.ds_address(shared, stage, t)
+        packed, target = cute.recast_tensor(operand, Int32), self.parts.ds_address(shared, stage, t)
         # Each 16 queries' stores come before the next loads, or the assembler would load P of all 64 at once and spill.
         for k in cutlass.range_constexpr(Q_ROWS // 16):
             eight = cute.make_rmem_tensor((8,), Float32)
@@ -335,7 +335,7 @@ class WideConsumer:
                         at_value = 4 * g + 2 * i + e
                         eight[at_value] = p[2 * i + e] * (dp[8 * k + at_value] * factors.output + delta[e])
             cute.make_tensor(operand.iterator + 8 * k, cute.make_layout(8)).store(eight.load().to(self.traits.dtype))
-            store_matrices(target ^ (32 * k), *(words[4 * k + w] for w in range(4)))
+            store_matrices(target ^ (32 * k), *(packed[4 * k + w] for w in range(4)))
         self.parts.stored_ds(shared, stage)
         release(shared.p.empty)
         return operand
