@@ -91,8 +91,8 @@ class Producer:
             cute.arch.mbarrier_arrive(shared.k.full)
 
     def keys_phase(self, slot: Int32, keys_phase: Int32) -> Int32:
-        """The parity of the barriers of K and V for the tile in `slot`: `keys_phase`, or, if wide, what the
-        slot says, because the warp has no register there that lives from tile to tile."""
+        """The parity of the barriers of K and V for the tile in `slot`: `keys_phase`. If the config is wide, the slot
+        says it, because the warp has no register there that lives from tile to tile."""
         return (slot & 1) ^ 1 if self.traits.wide else keys_phase
 
     @cute.jit

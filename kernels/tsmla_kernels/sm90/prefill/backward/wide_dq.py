@@ -116,8 +116,8 @@ class RegisterSums:
 
 
 class QueryConsumer:
-    """Device code of warpgroup 2, which computes dQ from the dS that warpgroup 1 stores. It computes one
-    part of the columns after the other, because its registers have no room for all of them."""
+    """Device code of warpgroup 2, which computes dQ from the dS that warpgroup 1 stores. It computes one part of the
+    columns after the other, because its registers have no room for all of them."""
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
