@@ -1,7 +1,8 @@
-"""indexer_logits beside DeepGEMM's kernels, checked against torch first. A point is requests, query tokens of each and
-keys of each. "decode": DeepGEMM as vLLM calls it (4 tokens go flat); "prefill", from 64 tokens on: one request's newest
-tokens see its keys, each up to its own position, and DeepGEMM's keys lie in one piece. Every query has 64 heads of 128,
-keys are packed in pages of 64, and a row of logits is as wide as the keys.
+"""indexer_logits beside DeepGEMM's kernels and cudnn-frontend's, checked against torch first. A point is requests,
+query tokens of each and keys of each. "decode": DeepGEMM as vLLM calls it (4 tokens go flat); "prefill", from 64 tokens
+on: one request's newest tokens see its keys, each up to its own position, and DeepGEMM's keys lie in one piece, as
+cudnn-frontend's do at all points. Every query has 64 heads of 128, keys are packed in pages of 64, and a row of logits
+is as wide as the keys.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Logits(Case):
         *(Point(1, 4096, keys) for keys in (8192, 32768, 131072)),
     )
     common: ClassVar = {"h": HEADS, "page": PAGE}
-    peers: ClassVar = {"deep_gemm": "deep_gemm"}
+    peers: ClassVar = {"deep_gemm": "deep_gemm", "cudnn": "cudnn_frontend"}
 
     def __init__(self, point: Point) -> None:
         super().__init__(point)
@@ -90,6 +91,11 @@ class Logits(Case):
 
     def of_peer(self, name: str) -> Run:
         b, s, keys = self.point
+        if name == "cudnn":
+            rows, scales = map(torch.stack, zip(*map(self.keys_of, range(b)), strict=True))
+            run = sparse.cudnn_logits(self.q.view(b, s, HEADS, DIM), (rows, scales), self.weights, keys - s)
+            self.check(run().view(b * s, keys))
+            return run
         if s >= 64:
             return sparse.deep_gemm_prefill(self.q, self.keys_of(0), self.weights, self.seen)
         q = self.q.view(b, s, HEADS, DIM)

@@ -130,8 +130,36 @@ def deep_gemm_prefill(q: Any, keys: tuple[Any, Any], weights: Any, ends: Any) ->
     return lambda: deep_gemm.fp8_fp4_mqa_logits((q, None), keys, weights, starts, ends, clean_logits=False)
 
 
+def cudnn_logits(q: Any, keys: tuple[Any, Any], weights: Any, first: int) -> Run:
+    """cudnn-frontend's logits of q e4m3 [B, S, H, 128], weights [B * S, H], over keys [B, N, 128] and their scales
+    [B, N], each request's in one piece; a request's token s sees its keys up to first + s. A first call compiles. The
+    function takes scales of q too: here 1, as the weights hold them."""
+    from cudnn.deepseek_sparse_attention.indexer_forward.api import indexer_forward_wrapper
+
+    values, scales = (x.unsqueeze(2) for x in keys)
+    weights, q_scale = weights.view(q.shape[:3]), torch.ones(q.shape[:3], device=q.device)
+    firsts = torch.full((len(q),), first, dtype=torch.int32, device=q.device)
+    out = torch.empty(*q.shape[:2], values.shape[1], device=q.device)
+    return lambda: indexer_forward_wrapper(
+        q, values, weights, ratio=1, out=out, precision="fp8", q_scale=q_scale, k_scale=scales, q_causal_offsets=firsts
+    )["scores"]
+
+
+def cudnn_topk(logits: Any, lens: Any, k: int, ordered: bool) -> Run:
+    """cudnn-frontend's positions of the k largest of each row, in any order, or ascending. A first call compiles."""
+    from cudnn.deepseek_sparse_attention.indexer_top_k.api import IndexerTopK
+
+    kernel = IndexerTopK(logits, lens, k, return_val=False, deterministic=ordered)
+    kernel.check_support()
+    kernel.compile()
+    out = torch.full((len(logits), k), -1, dtype=torch.int32, device=logits.device)
+    work = torch.empty(kernel.scratch_workspace_bytes(), dtype=torch.uint8, device=logits.device)
+    return lambda: kernel.execute(logits, lens, out_indices=out, workspace=work)[0]
+
+
 MOST_COOPERATIVE = 32  # rows
-TOPK = {"vllm_cooperative": "vllm_c", "vllm_persistent": "vllm_c", "vllm_rows": "vllm_c", "sgl": "sgl"}
+TOPK = {"vllm_cooperative": "vllm_c", "vllm_persistent": "vllm_c", "vllm_rows": "vllm_c", "sgl": "sgl",
+        "cudnn": "cudnn_frontend", "cudnn_ordered": "cudnn_frontend"}  # fmt: skip
 """Kernels for the largest logits of each row, and the library of each."""
 
 
@@ -150,6 +178,8 @@ def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None
       ValueError: the kernel takes fewer rows.
     """
     rows, columns = logits.shape
+    if name.startswith("cudnn"):
+        return cudnn_topk(logits, lens, k, name.endswith("ordered"))
     if memory is None:
         work = torch.zeros(1 << 20, dtype=torch.uint8, device=logits.device)
         memory = Memory(torch.full((rows, k), -1, dtype=torch.int32, device=logits.device), work, int(lens.max()))
