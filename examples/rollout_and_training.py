@@ -5,14 +5,17 @@
     python examples/rollout_and_training.py --model v3.2 --layers 4      # a slice of DeepSeek-V3.2
 
 A rollout decodes texts token by token over a paged latent cache, in the absorbed form, with `batch_invariant=True`. A
-trainer computes the log-probabilities of these tokens again, from the texts as a whole. Three ways are compared:
+trainer computes the log-probabilities of these tokens again, from the texts as a whole. These ways are compared:
 
   whole      all tokens at once in the expanded form, as trainers do; for V3.2 with an indexer of 16 bits
   replayed   V3.2 alone: the same, with the keys that the rollout chose
+  repeated   by rows: the rollout's own steps again, each text in its row
   exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)
 
-"exact" has the rollout's bits, because the rollout's own compiled programs compute it: a program computes a row in one
-way, whichever rows stand beside it, and its attention reads the same cache in the same order. The last table says which
+The rollout's own compiled programs compute the last two, and their attention reads the same cache in the same order.
+"repeated" has the rollout's bits if the programs' results repeat. "exact" has them if a program also computes a row in
+one way, wherever the row stands and whichever rows stand beside it: attention does with `batch_invariant=True`, while a
+library's product may add up a row's terms in an order that depends on the row's place. The last table says which
 operation differs: each is given the rollout's own inputs. Its last lines compare a step's results with those of the
 same rows in the batches of "exact": where these differ, "exact" has other bits than the rollout.
 Weights are random and MLPs dense, of the width of a token's experts.
@@ -311,26 +314,37 @@ def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Arra
     return whole_end(texts, {"head": params["head"]}, x, tokens)
 
 
+def in_place(texts: Texts) -> np.ndarray:
+    """The rollout's own batches [N - 1, B]: row b of each is a token of text b. The numbers count the new tokens but
+    each text's last, text after text."""
+    return np.arange(texts.count * (texts.new - 1)).reshape(texts.count, -1).T
+
+
+def text_after_text(texts: Texts) -> np.ndarray:
+    """Other batches of the same rows [N - 1, B]: the rows of a text stand together."""
+    return np.arange(texts.count * (texts.new - 1)).reshape(-1, texts.count)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def batch_of_rows(texts: Texts, params: Params, tokens: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
-    """Batch `step` of the new tokens of all texts but each text's last, text after text, as many rows as a step of the
-    rollout has: the rows [B, E], their tables and lengths, and the tokens that follow them."""
-    text, i = jnp.divmod(step * texts.count + jnp.arange(texts.count), texts.new - 1)
+def batch_of_rows(texts: Texts, params: Params, tokens: jax.Array, numbers: jax.Array) -> tuple[jax.Array, ...]:
+    """A batch of rows by their numbers [B], as `in_place` counts them: the rows [B, E], their tables and lengths, and
+    the tokens that follow them."""
+    text, i = jnp.divmod(numbers, texts.new - 1)
     place = texts.prompt + i
     return params["embedding"][tokens[text, place]], texts.tables[text], place + 1, tokens[text, place + 1]
 
 
-def recompute_exact(model: Model, texts: Texts, params: Params, tokens: jax.Array) -> jax.Array:
-    """The log-probabilities [B, N - 1] by the rollout's programs, on as many rows at a time as it has texts. Rows of
-    one text stand together, so a batch has other rows than any of the rollout's."""
+def recompute_exact(model: Model, texts: Texts, params: Params, tokens: jax.Array, batches: np.ndarray) -> jax.Array:
+    """The log-probabilities [B, N - 1] by the rollout's programs, on as many rows at a time as it has texts. batches:
+    of `in_place` or `text_after_text`."""
     caches, _ = run_prompts(model, texts, params, tokens[:, : texts.prompt], params["head"].dtype)
     end, first, found = {"head": params["head"]}, {"embedding": params["embedding"]}, []
-    for step in range(texts.new - 1):
-        x, tables, lens, following = batch_of_rows(texts, first, tokens, jnp.int32(step))
+    for numbers in batches:
+        x, tables, lens, following = batch_of_rows(texts, first, tokens, jnp.asarray(numbers, jnp.int32))
         for n, layer in enumerate(params["layers"]):
             x, caches[n], _ = step_layer(model, layer, x, caches[n], tables, lens)
         found.append(of_tokens(step_end(end, x), following))
-    return jnp.stack(found).reshape(texts.count, -1)
+    return jnp.concatenate(found)[np.argsort(batches.reshape(-1))].reshape(texts.count, -1)
 
 
 # ---- counting
@@ -432,14 +446,12 @@ def in_other_company(model: Model, texts: Texts, params: Params, rollout: Rollou
     """How each part of a layer, given the rollout's inputs, differs between the rollout's steps and the same rows in
     the batches of `recompute_exact`. Where the two differ, "exact" has other bits than the rollout."""
     caches, _ = run_prompts(model, texts, params, rollout.tokens[:, : texts.prompt], params["head"].dtype)
-    rows = np.arange(texts.count * (texts.new - 1)).reshape(-1, texts.count)
     for layer, inputs, prompts in zip(params["layers"], rollout.inputs, caches, strict=True):
         found = []
-        # The rows of a batch, as indices of text after text: a step of the rollout, then a batch of one text's rows.
-        for batches in (rows.reshape(texts.count, -1).T, rows):
+        for batches in (in_place(texts), text_after_text(texts)):
             cache, results = jax.tree.map(jnp.copy, prompts), []
-            for batch in batches:
-                text, i = np.divmod(batch, texts.new - 1)
+            for numbers in batches:
+                text, i = np.divmod(numbers, texts.new - 1)
                 lens = jnp.asarray(texts.prompt + i + 1, jnp.int32)
                 parts, cache = step_parts(model, layer, inputs[text, i], cache, texts.tables[text], lens)
                 results.append(parts)
@@ -491,7 +503,8 @@ def compare(model: Model, texts: Texts, params: Params, rollout: Rollout, *, rep
     }
     if isinstance(model.attention, V32Config):
         ways["replayed"] = lambda: recompute_whole(model, texts, params, rollout.tokens, rollout.selected)
-    ways["exact"] = lambda: recompute_exact(model, texts, params, rollout.tokens)
+    ways["repeated"] = lambda: recompute_exact(model, texts, params, rollout.tokens, in_place(texts))
+    ways["exact"] = lambda: recompute_exact(model, texts, params, rollout.tokens, text_after_text(texts))
     for name, run in ways.items():
         found = difference(rollout.log_probs, run())
         times = []
@@ -540,7 +553,7 @@ def main(arguments: list[str] | None = None) -> None:
         with open(options.json, "w") as file:
             json.dump(run | {"options": vars(options), "ways": ways, "operations": of_operations}, file, indent=1)
     if not exact:
-        raise SystemExit("the exact way has other bits than the rollout")
+        raise SystemExit("a row's bits depend on its place in a step, or on the rows beside it")
 
 
 if __name__ == "__main__":
