@@ -457,6 +457,7 @@ def test_a_scale_byte_of_255_is_nan() -> None:
 
 @pytest.mark.parametrize("layout", ["v32", "v4"])
 @pytest.mark.parametrize("heads", [8, 16, 40, 64, 96, 128, 256])
+@pytest.mark.sampled(3)
 def test_few_numbers_of_tokens_have_every_kernel_of_a_kind(layout: str, heads: int) -> None:
     """An engine loads the kernels of WARM_TOKENS before the first request, whatever numbers of tokens follow."""
     for selected, window in itertools.product((128, 256, 640, 2048), ("", "128") if layout == "v4" else ("",)):

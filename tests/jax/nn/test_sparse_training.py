@@ -379,4 +379,4 @@ def test_memory_is_linear_in_the_tokens() -> None:
 def test_illegal_arguments(change: dict[str, Any], options: dict[str, Any], message: str) -> None:
     params, x = inputs()
     with pytest.raises(ValueError, match=message):
-        run({**params, **change}, **{"x": x, **options})
+        jax.eval_shape(lambda: run({**params, **change}, **{"x": x, **options}))

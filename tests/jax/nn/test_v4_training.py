@@ -238,4 +238,4 @@ def test_16_bits(kind: str) -> None:
 def test_illegal_arguments(kind: str, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
     params, x = inputs(kind)
     with pytest.raises(ValueError, match=message):
-        run(kind, {**params, **change}, **{"x": x, **options})
+        jax.eval_shape(lambda: run(kind, {**params, **change}, **{"x": x, **options}))
