@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.moe import choose_experts
 from tsmla_jax.nn import few_tokens
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.products.block_scaled import BlockScaled
-from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
-from tsmla_jax.nn.products.row_blocks import Blocks, sort_rows
-from tsmla_jax.nn.products.tiles import expert_tiles
-from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec
-
-LARGE_EXPERT = 20 << 20
-"""With this many values in an e4m3 expert's gate and up, products of groups of rows take a single token, too. On an
-H200 the first products of V3's experts (28 million numbers each) then take 89 us, in place of 115 together with the
-choice of the experts, which takes 5."""
 
 
 def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm | None) -> list[str]:
@@ -34,8 +22,6 @@ def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, n
     assert config is not None
     if x.shape[0] != 1:
         return ["several tokens share experts: products of groups of rows read their weights faster"]
-    if isinstance(gate_up, BlockScaled) and math.prod(gate_up.shape[1:]) >= LARGE_EXPERT:
-        return ["experts are large, and in e4m3: products of groups of rows read them faster"]
     return few_tokens.why_not_experts(x, gate_up, down, config.top_k + config.num_shared, norm)
 
 
@@ -72,28 +58,7 @@ def mlp(
     else:
         bias = params["correction_bias"] if config.routing == "noaux_tc" else None
         inner, experts, weights = few_tokens.choose_up_by_kernel(x, gate_up, logits, bias, spec, norm=norm)
-        return _down_of_one(inner, down, experts, weights, more)
     return few_tokens.experts_down(inner, down, experts, weights, residual=more)
-
-
-def _down_of_one(
-    inner: jax.Array, down: few_tokens.Weight, experts: jax.Array, weights: jax.Array, residual: jax.Array | None
-) -> jax.Array:
-    """The weighted sum of one token's experts' second products of inner [P, I], plus the residual [1, C]."""
-    choices, count, each = experts[0][:, None], down.shape[0], jnp.arange(experts.shape[1], dtype=jnp.int32)
-    if isinstance(down, BlockScaled):
-        rows, cu_rows, places = sort_rows(choices, down.scales.shape[0])
-        made = grouped_block_scaled_matmul(
-            inner, down.values, None, down.scales, cu_rows, rows=rows, out_dtype=inner.dtype.name
-        )
-        out = made[places[:, 0]]
-    else:
-        _, hidden, width = down.shape
-        block, _, tile = expert_tiles(experts.size, count, hidden, width, False)
-        blocks = Blocks(jnp.repeat(each, block), experts[0], (each * block)[:, None], count)
-        out = grouped_matmul(inner, down, blocks, tile, gather=True)[each * block]
-    total = (out.astype(jnp.float32) * weights[0][:, None]).sum(axis=0, keepdims=True)
-    return (total if residual is None else residual + total).astype(inner.dtype)
 
 
 def _choice(config: MoEConfig, hidden: int, gate_up: few_tokens.Weight, norm: Norm | None) -> ChoiceSpec:

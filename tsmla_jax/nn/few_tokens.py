@@ -33,6 +33,7 @@ from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens import record
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
 from tsmla_kernels.sm90.few_tokens.config import (
+    REGISTERS,
     ChoiceSpec,
     ExpertsSpec,
     IndexKeySpec,
@@ -102,9 +103,12 @@ def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: b
     """Why `matmul` of these arguments can't be one kernel; empty if it can."""
     if reasons := why_not_dtypes(x, weight, norm=norm):
         return reasons
-    if isinstance(weight, BlockScaled):
-        return ["block_scaled_matmul reads e4m3 weights faster"]
-    return record.FEW_TOKEN_MATMUL.reasons(_matmul_spec(x, weight, norm, gated, None, False))
+    spec = _matmul_spec(x, weight, norm, gated, None, False)
+    if reasons := record.FEW_TOKEN_MATMUL.reasons(spec):
+        return reasons
+    if isinstance(weight, BlockScaled) and record.FEW_TOKEN_MATMUL.config_for(spec).form == REGISTERS:
+        return ["block_scaled_matmul reads e4m3 weights faster, but for one token"]
+    return []
 
 
 def matmul(

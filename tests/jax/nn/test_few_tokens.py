@@ -144,22 +144,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cache_directory: Any) -> Any:
     jax.clear_caches()
 
 
-def test_one_token_of_large_experts_in_e4m3_takes_products_of_groups(hopper: Any) -> None:
-    def reasons(columns: int, depth: int, dtype: Any) -> list[str]:
-        def stack(*shape: int) -> Any:
-            values = jax.ShapeDtypeStruct(shape, dtype)
-            blocks = jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.float32)
-            return values if dtype == jnp.bfloat16 else BlockScaled(values, blocks)  # type: ignore[arg-type]
-
-        params = {"router": None, "gate_up": stack(9, columns, depth), "down": stack(9, depth, columns // 2)}
-        x = jax.ShapeDtypeStruct((1, depth), jnp.bfloat16)
-        return few_token_mlp.why_not(params, EXPERTS, x, None)  # type: ignore[arg-type]
-
-    assert reasons(4096, 7168, jnp.float8_e4m3fn)[0].startswith("experts are large, and in e4m3")
-    for sizes in ((4096, 4096, jnp.float8_e4m3fn), (2816, 2048, jnp.float8_e4m3fn), (4096, 7168, jnp.bfloat16)):
-        assert not reasons(*sizes)
-
-
 def primitives(jaxpr: Any) -> list[str]:
     """The kernels and products of a traced program: names of kernels, and of the primitives that are some of XLA's."""
     found: list[str] = []
@@ -193,8 +177,8 @@ def traced(config: MLAConfig, experts: int | None, texts: int, **changes: Any) -
 ATTENTION = ["few_token_matmul", "few_token_queries", "mla_decode", "dot_general", "few_token_matmul"]
 """mla_decode is two kernels."""
 DENSE = ["few_token_matmul", "few_token_matmul"]
-MIXTURE = ["few_token_router", "few_token_choose_up", "grouped_matmul", "reduce_sum"]
-"""Of one token; the last is its weighted sum."""
+MIXTURE = ["few_token_router", "few_token_choose_up", "few_token_experts_down"]
+"""Of one token."""
 
 
 def test_the_kernels_of_a_layer(hopper: None) -> None:
@@ -252,6 +236,10 @@ def test_weights_that_other_products_multiply(hopper: None) -> None:
     (reason,) = few_tokens.why_not_matmul(x, weight, norm)
     assert "block_scaled_matmul" in reason
     assert few_tokens.why_not_matmul(x, weight.widened(jnp.bfloat16), norm) == []
+    assert few_tokens.why_not_matmul(x[:1], weight, norm) == []
+    long = BlockScaled(jnp.zeros((256, 18560), jnp.float8_e4m3fn), jnp.ones((2, 145)))
+    (reason,) = few_tokens.why_not_matmul(random(1, 1, 18560), long)
+    assert "block_scaled_matmul" in reason
     assert few_tokens.why_not_experts(x, weight_stack(), weight_stack(), 3, norm) == []
     (reason,) = few_tokens.why_not_dtypes(x, with_products(weight, "quantized"), norm=norm)
     assert "quantized" in reason

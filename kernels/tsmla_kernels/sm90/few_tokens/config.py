@@ -30,6 +30,14 @@ PACKED = "uint8"
 MOST_EXPERTS = 512
 """Experts among which a warp chooses: their scores lie in registers."""
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+REGISTERS, SIXTEEN, HALVES = "registers", "sixteen", "halves"
+"""How a kernel reads its weights: straight to registers; or, for one token, through a ring in shared memory, in tiles
+of sixteen rows, or of eight rows whose first and second half of terms are multiplied at once."""
+MOST_TERMS, MOST_NORMED_TERMS = 18_432, 12_288
+"""Terms of a token, or of all its experts' second products, that have room beside the ring: in shared memory without a
+norm, in registers with one."""
+LOADED_TERMS = 2048
+"""Terms that a CTA loads at once to bring them there."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class MatmulConfig:
       gated: the result has N / 2 columns, silu(x W_gate^T) * (x W_up^T).
       limit: if gated, gate is clipped to at most `limit`, and up to [-limit, limit]; None clips nothing.
       residual: whether an array is added to the result.
+      form: REGISTERS, or for e4m3 weights SIXTEEN or, unless gated, HALVES.
+      loads: with a ring, how often LOADED_TERMS are loaded to bring all terms; else 0.
     """
 
     weight_dtype: str
@@ -66,6 +76,8 @@ class MatmulConfig:
     gated: bool = False
     limit: float | None = None
     residual: bool = False
+    form: str = REGISTERS
+    loads: int = 0
 
     @property
     def narrow(self) -> bool:
@@ -96,6 +108,7 @@ class ExpertsConfig:
       weight_dtype, token_tiles, eps, limit: as in MatmulConfig; eps and limit are None in few_token_experts_down.
       choices: how many experts a token has, the shared ones among them.
       residual: in few_token_experts_down, whether an array is added to the result.
+      form, loads: as in MatmulConfig; REGISTERS in few_token_experts_up.
     """
 
     weight_dtype: str
@@ -104,6 +117,8 @@ class ExpertsConfig:
     eps: float | None = None
     limit: float | None = None
     residual: bool = True
+    form: str = REGISTERS
+    loads: int = 0
 
     @property
     def narrow(self) -> bool:
@@ -138,6 +153,7 @@ class ChoiceConfig:
 
     Attributes:
       weight_dtype, eps, limit: as in ExpertsConfig.
+      form: REGISTERS or SIXTEEN. loads: as in MatmulConfig.
       num_experts, top_k, num_shared, routing, scoring, n_group, topk_group, norm_topk_prob, routed_scaling_factor: as
         in `tsmla_jax.generate.config.MoEConfig`.
     """
@@ -154,6 +170,8 @@ class ChoiceConfig:
     routed_scaling_factor: float = 1.0
     eps: float | None = None
     limit: float | None = None
+    form: str = REGISTERS
+    loads: int = 0
 
     @property
     def narrow(self) -> bool:
@@ -326,6 +344,8 @@ def matmul_reasons(spec: MatmulSpec) -> list[str]:
 
 def matmul_config(spec: MatmulSpec) -> MatmulConfig:
     """The configuration that serves `spec`."""
+    # Matrices of bf16 are read no faster through a ring.
+    rings = spec.tokens == 1 and spec.weight_dtype == FP8 and not too_long(spec.terms, spec.eps)
     return MatmulConfig(
         spec.weight_dtype,
         token_tiles(spec.tokens),
@@ -333,7 +353,30 @@ def matmul_config(spec: MatmulSpec) -> MatmulConfig:
         gated=spec.gated,
         limit=spec.limit,
         residual=spec.residual,
+        form=_tiles(spec) if rings else REGISTERS,
+        loads=_loads(spec.terms) if rings else 0,
     )
+
+
+def too_long(terms: int, eps: float | None) -> bool:
+    """Whether a token's terms have no room beside the ring. eps: of its norm, None for no norm."""
+    return terms > (MOST_TERMS if eps is None else MOST_NORMED_TERMS)
+
+
+def _loads(terms: int) -> int:
+    """How often LOADED_TERMS are loaded to bring so many."""
+    return -(-terms // LOADED_TERMS)
+
+
+def _tiles(spec: MatmulSpec) -> str:
+    """How the ring's tiles are made: SIXTEEN or HALVES."""
+    # A tile of eight rows is the smaller part of a CTA's work, but half of a short row leaves most of a stage empty.
+    row_bytes = spec.terms if spec.weight_dtype == FP8 else 2 * spec.terms
+    return HALVES if not spec.gated and spec.terms % (2 * UNIT) == 0 and row_bytes >= _LONG_ROW else SIXTEEN
+
+
+_LONG_ROW = 2048
+"""Bytes of a weight row from which on its halves are multiplied at once."""
 
 
 def experts_reasons(spec: ExpertsSpec) -> list[str]:
@@ -347,8 +390,8 @@ def experts_reasons(spec: ExpertsSpec) -> list[str]:
     return reasons
 
 
-def experts_config(spec: ExpertsSpec) -> ExpertsConfig:
-    """The configuration that serves `spec`."""
+def experts_up_config(spec: ExpertsSpec) -> ExpertsConfig:
+    """The configuration of few_token_experts_up that serves `spec`."""
     return ExpertsConfig(
         spec.weight_dtype,
         spec.choices,
@@ -357,6 +400,15 @@ def experts_config(spec: ExpertsSpec) -> ExpertsConfig:
         limit=spec.limit,
         residual=spec.residual,
     )
+
+
+def experts_down_config(spec: ExpertsSpec) -> ExpertsConfig:
+    """The configuration of few_token_experts_down that serves `spec`."""
+    rows = MatmulSpec(spec.tokens, spec.width, spec.hidden, spec.weight_dtype)
+    config, held = experts_up_config(spec), spec.choices * spec.width
+    if spec.tokens > 1 or too_long(held, None):
+        return config
+    return dataclasses.replace(config, form=_tiles(rows), loads=_loads(held))
 
 
 def choice_reasons(spec: ChoiceSpec) -> list[str]:
@@ -382,8 +434,11 @@ def choice_reasons(spec: ChoiceSpec) -> list[str]:
 
 def choice_config(spec: ChoiceSpec) -> ChoiceConfig:
     """The configuration that serves `spec`."""
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(ChoiceConfig)}
-    return ChoiceConfig(**fields)
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(ChoiceSpec)}
+    hidden, _ = fields.pop("hidden"), fields.pop("width")
+    if too_long(hidden, spec.eps):
+        return ChoiceConfig(**fields)
+    return ChoiceConfig(**fields, form=SIXTEEN, loads=_loads(hidden))
 
 
 def queries_reasons(spec: QueriesSpec) -> list[str]:

@@ -24,8 +24,9 @@ from tsmla_kernels.sm90.few_tokens.config import (
     WindowConfig,
     choice_config,
     choice_reasons,
-    experts_config,
+    experts_down_config,
     experts_reasons,
+    experts_up_config,
     index_key_config,
     index_key_reasons,
     matmul_config,
@@ -61,7 +62,7 @@ def matmul_operands(config: MatmulConfig) -> tuple[Operand, ...]:
 FEW_TOKEN_MATMUL = Kernel(
     name="few_token_matmul",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.few_tokens.matmul:FewTokenMatmul",
+    launcher="tsmla_kernels.sm90.few_tokens.launchers:matmul",
     config=MatmulConfig,
     operands=matmul_operands,
     spec_from_options=few_token_matmul_spec,
@@ -91,7 +92,7 @@ FEW_TOKEN_EXPERTS_UP = Kernel(
     operands=experts_up_operands,
     spec_from_options=few_token_experts_up_spec,
     reasons=experts_reasons,
-    config_for=experts_config,
+    config_for=experts_up_config,
     presets=(),
 )
 
@@ -112,12 +113,12 @@ def experts_down_operands(config: ExpertsConfig) -> tuple[Operand, ...]:
 FEW_TOKEN_EXPERTS_DOWN = Kernel(
     name="few_token_experts_down",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.few_tokens.experts_down:FewTokenExpertsDown",
+    launcher="tsmla_kernels.sm90.few_tokens.launchers:experts_down",
     config=ExpertsConfig,
     operands=experts_down_operands,
     spec_from_options=few_token_experts_down_spec,
     reasons=experts_reasons,
-    config_for=experts_config,
+    config_for=experts_down_config,
     presets=(),
 )
 
@@ -225,7 +226,7 @@ def choose_up_operands(config: ChoiceConfig) -> tuple[Operand, ...]:
 FEW_TOKEN_CHOOSE_UP = Kernel(
     name="few_token_choose_up",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.few_tokens.choose_up:FewTokenChooseUp",
+    launcher="tsmla_kernels.sm90.few_tokens.launchers:choose_up",
     config=ChoiceConfig,
     operands=choose_up_operands,
     spec_from_options=few_token_choose_up_spec,

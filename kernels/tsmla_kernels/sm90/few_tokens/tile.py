@@ -27,14 +27,14 @@ LINE = 128
 """Bytes that a prefetch brings to L2."""
 
 
-def start(kernel: Any, stream: cuda.CUstream, *grid: Int32, ctas: int = CTAS) -> None:
-    """Launch `kernel` over `grid` CTAs with THREADS threads each.
+def start(kernel: Any, stream: cuda.CUstream, *grid: Int32, ctas: int = CTAS, threads: int = THREADS) -> None:
+    """Launch `kernel` over `grid` CTAs with `threads` threads each.
 
     The kernel before may still run. ctas: how many CTAs of a multiprocessor the compiler leaves registers for.
     """
     kernel.launch(
         grid=[*grid, *[1] * (3 - len(grid))],
-        block=[THREADS, 1, 1],
+        block=[threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=ctas,
         preferred_smem_carveout=100,  # as attention: changing the split of L1 and shared memory takes 2 us

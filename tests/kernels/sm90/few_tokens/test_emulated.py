@@ -105,7 +105,12 @@ def slow(*values: Any) -> Any:
     [
         MatmulSpec(3, 384, 256, FP8, EPS, residual=True),
         MatmulSpec(16, 2432, 48, "bfloat16", EPS, gated=True),
+        MatmulSpec(1, 2048, 24, FP8, EPS, residual=True),
+        MatmulSpec(1, 3456, 48, FP8, EPS, gated=True),
         slow(MatmulSpec(1, 256, 40, "bfloat16", EPS)),
+        slow(MatmulSpec(1, 4608, 2144, FP8, EPS)),
+        slow(MatmulSpec(1, 1408, 136, FP8, residual=True)),
+        slow(MatmulSpec(1, 1280, 4352, FP8, EPS, gated=True, limit=3.0)),
         slow(MatmulSpec(9, 512, 256, FP8, None, gated=True, limit=3.0)),
     ],
 )
@@ -129,6 +134,9 @@ def test_a_product(spec: MatmulSpec) -> None:
     [
         ExpertsSpec(11, 3, 256, 128, FP8, EPS, 10.0, residual=False),
         slow(ExpertsSpec(1, 8, 256, 128, "bfloat16", EPS)),
+        ExpertsSpec(1, 5, 256, 2048, FP8, EPS),
+        slow(ExpertsSpec(1, 3, 2176, 1024, "bfloat16", EPS)),
+        slow(ExpertsSpec(1, 3, 2176, 1408, FP8, EPS, residual=False)),
         slow(ExpertsSpec(16, 4, 256, 128, "bfloat16", EPS)),
     ],
 )

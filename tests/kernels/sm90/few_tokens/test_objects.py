@@ -11,7 +11,11 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens.config import (
+    HALVES,
+    MOST_TERMS,
     PACKED,
+    REGISTERS,
+    SIXTEEN,
     ChoiceSpec,
     ExpertsSpec,
     IndexKeySpec,
@@ -41,12 +45,15 @@ CALLS: dict[
     "matmul of bf16": ("few_token_matmul", dataclasses.replace(MATMUL, weight_dtype="bfloat16")),
     "matmul residual": ("few_token_matmul", dataclasses.replace(MATMUL, eps=None, residual=True)),
     "matmul 1 token": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1)),
+    "matmul 1 token residual": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1, eps=None, residual=True)),
+    "matmul 1 token gated": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1, gated=True)),
     "up": ("few_token_experts_up", EXPERTS),
     "up of bf16": ("few_token_experts_up", dataclasses.replace(EXPERTS, weight_dtype="bfloat16", limit=10.0)),
     "up 1 token": ("few_token_experts_up", dataclasses.replace(EXPERTS, tokens=1)),
     "down": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None)),
     "down of bf16": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, weight_dtype="bfloat16")),
     "down 1 token": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, tokens=1)),
+    "down 1 token of bf16": ("few_token_experts_down", ExpertsSpec(1, 8, 2048, 1408, "bfloat16", residual=False)),
     "choose up": ("few_token_choose_up", CHOICE),
     "choose up of bf16": ("few_token_choose_up", ChoiceSpec(2048, 1408, "bfloat16", 64, 6, 2, eps=1e-6)),
     "queries": ("few_token_queries", QUERIES),
@@ -57,7 +64,7 @@ CALLS: dict[
     "router": ("few_token_router", ROUTER),
     "router 1 token": ("few_token_router", dataclasses.replace(ROUTER, tokens=1)),
 }
-FAST = ("matmul", "down", "index key")
+FAST = ("matmul", "down", "index key", "matmul 1 token", "choose up of bf16", "down 1 token")
 
 
 @pytest.mark.parametrize("name", all_but_slow(CALLS, FAST))
@@ -99,6 +106,28 @@ def test_what_the_kernels_refuse() -> None:
 
 def test_tokens_share_an_object() -> None:
     configs = {KERNELS["few_token_matmul"].config_for(dataclasses.replace(MATMUL, tokens=t)) for t in range(1, 17)}
-    assert len(configs) == 2
+    assert {(config.form, config.token_tiles) for config in configs} == {(HALVES, 1), (REGISTERS, 1), (REGISTERS, 2)}
+
+
+def test_the_form_of_one_token() -> None:
+    """Halves of long rows are multiplied at once, unless gated. Registers take what has no room beside the ring."""
+
+    def form(name: str, spec: MatmulSpec | ExpertsSpec) -> str:
+        return str(KERNELS[name].config_for(dataclasses.replace(spec, tokens=1)).form)
+
+    for changes, expected in (
+        ({}, HALVES), ({"gated": True}, SIXTEEN), ({"terms": 7040}, SIXTEEN), ({"terms": 1536}, SIXTEEN),
+        ({"weight_dtype": "bfloat16"}, REGISTERS), ({"terms": 12416}, REGISTERS),
+        ({"terms": 12416, "eps": None}, SIXTEEN), ({"terms": MOST_TERMS + 128, "eps": None}, REGISTERS),
+    ):  # fmt: skip
+        assert form("few_token_matmul", dataclasses.replace(MATMUL, **changes)) == expected
+    assert form("few_token_experts_down", EXPERTS) == HALVES
+    assert form("few_token_experts_down", dataclasses.replace(EXPERTS, choices=10)) == REGISTERS
+    assert form("few_token_experts_up", EXPERTS) == REGISTERS
+    choice = KERNELS["few_token_choose_up"]
+    assert [choice.config_for(dataclasses.replace(CHOICE, hidden=h)).form for h in (7168, 20480)] == [
+        SIXTEEN,
+        REGISTERS,
+    ]
     configs = {KERNELS["few_token_router"].config_for(dataclasses.replace(ROUTER, tokens=t)) for t in range(1, 17)}
     assert {config.tokens for config in configs} == {1, 2, 4, 8, 16}
