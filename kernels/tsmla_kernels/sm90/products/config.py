@@ -34,6 +34,8 @@ FEW_MEAN = 10
 _TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
 """Measured times of a block of terms of a tile, relative to (2, 1), by (groups, waves)."""
 X_DTYPES = (FP8, "bfloat16", "float16")
+QUANTIZE_CTAS = 5
+"""CTAs of quantize_blocks that a multiprocessor holds at a time."""
 _FIXED_BYTES = 2048
 """Bytes of shared memory for barriers and alignment."""
 
@@ -225,13 +227,13 @@ class QuantizeConfig:
 
     Attributes:
       in_dtype: the dtype of the activations. power_of_two: whether scales are rounded up to powers of two.
-      num_ctas: how many CTAs a launch has at most. A CTA takes 16 blocks at a time. If there are more blocks than all
+      num_ctas: how many CTAs a launch has at most. A CTA takes 32 blocks at a time. If there are more blocks than all
       CTAs take at once, each CTA takes further blocks in turn.
     """
 
     in_dtype: str
     power_of_two: bool = False
-    num_ctas: int = 1056
+    num_ctas: int = 132 * QUANTIZE_CTAS
 
 
 def quantize_reasons(spec: QuantizeBlocksSpec) -> list[str]:
@@ -242,7 +244,7 @@ def quantize_reasons(spec: QuantizeBlocksSpec) -> list[str]:
 
 def quantize_config(spec: QuantizeBlocksSpec, num_sms: int = 132) -> QuantizeConfig:
     """The configuration that serves `spec` on a GPU with `num_sms` multiprocessors."""
-    return QuantizeConfig(spec.in_dtype, spec.power_of_two, 8 * num_sms)
+    return QuantizeConfig(spec.in_dtype, spec.power_of_two, QUANTIZE_CTAS * num_sms)
 
 
 def product_reasons(spec: ProductSpec) -> list[str]:
