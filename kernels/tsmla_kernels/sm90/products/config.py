@@ -29,6 +29,10 @@ CTAs."""
 LARGE_MEAN = 128
 """If groups have this many rows on average and their sizes are random, a tile of 192 rows holds nearly every group.
 An unknown mean is taken to be this."""
+ONE_TILE_MEAN = 112
+"""If groups have this many rows on average and their sizes are random, a tile of 128 rows holds nearly every group."""
+MANY_TILES_MEAN = 384
+"""If groups have this many rows on average, few of a group's tiles are not full, whatever their height."""
 FEW_MEAN = 10
 """If groups have this many rows on average, a tile of 16 rows serves most of them."""
 _TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
@@ -305,7 +309,7 @@ def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
         return _whole_blocks(replace(config, tokens=tokens, waves=1))
     config = replace(config, tokens_first=True)
     # With picked rows the other warps need more registers than three math warpgroups leave.
-    whole = mean <= 80 or mean >= 4 * LARGE_MEAN or config.quantized or config.picked
+    whole = mean <= ONE_TILE_MEAN or mean >= MANY_TILES_MEAN or config.quantized or config.picked
     return config if whole else replace(config, tokens=192, groups=3, waves=1, tail=GROUP_ROWS)
 
 
@@ -317,9 +321,10 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
         return replace(config, tokens=48, tail=24)
     if mean <= 80:
         return replace(config, tokens=96, tail=48)
-    if 112 < mean <= 150 and not config.picked and not config.packed and not config.quantized:
+    second = ONE_TILE_MEAN < mean <= 150 or mean >= MANY_TILES_MEAN
+    if second and not config.picked and not config.packed and not config.quantized:
         return replace(config, tokens=144, waves=1)
-    return replace(config, tokens=176, waves=1) if mean <= 160 and not config.gated else config
+    return replace(config, tokens=176, waves=1) if ONE_TILE_MEAN < mean <= 160 and not config.gated else config
 
 
 def _whole_blocks(config: ProductConfig) -> ProductConfig:

@@ -155,6 +155,21 @@ def test_few_rows_take_smaller_tiles_if_larger_ones_take_rounds() -> None:
         assert product_config(dataclasses.replace(spec(rows, *size, groups=groups), **form)).waves == waves
 
 
+MANY_ROWS = ((66, 32768, 128, 144), (257, 28672, 128, 128), (257, 36864, 192, 144), (128, 32768, 192, 128))
+
+
+@pytest.mark.parametrize(("groups", "rows", "tokens", "exact"), MANY_ROWS)
+def test_groups_of_many_rows_take_the_tiles_that_were_fastest(groups: int, rows: int, tokens: int, exact: int) -> None:
+    """Down products of V2-Lite's, V4's and V3's experts in prompts of 4,096 tokens, and of groups between them."""
+    down = spec(rows, 7168, 2048, groups)
+    assert product_config(down).tokens == tokens
+    wide = dataclasses.replace(down, x_dtype="bfloat16")
+    assert product_config(wide).tokens == exact
+    picked = dataclasses.replace(wide, gated=True, num_picked=4096)
+    assert product_config(picked).tokens == 128
+    assert product_config(dataclasses.replace(wide, gated=True)).tokens == exact
+
+
 def test_rows_of_unknown_number_have_a_configuration() -> None:
     for groups in (None, 64):
         fits(product_config(dataclasses.replace(spec(1), num_rows="t", num_groups=groups)))
