@@ -24,7 +24,7 @@ from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.products.linear import by_scaled_products, linear, scaled_product
 from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_experts, why_not_mxfp4
 from tsmla_jax.nn.products.router import project, router_logits
-from tsmla_jax.nn.products.row_blocks import make_blocks, sort_rows
+from tsmla_jax.nn.products.row_blocks import make_blocks, picked_rows, sort_rows
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
 from tsmla_jax.nn.products.tiles import COPIED_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
@@ -341,7 +341,7 @@ def _sorted_experts(
     gated: dict[str, Any] = {"rows": rows, "gated": True, "limit": limit, "out_dtype": _inner_dtype(x, down)}
     given = quantized(x, gate_up) if isinstance(gate_up, BlockScaled) else (x, None)
     if _copies_rows(x, gate_up, experts.size if load is None else load, num_experts):
-        given, gated["rows"] = (x[rows], None), None
+        given, gated["rows"] = jax.tree.map(lambda array: picked_rows(array, rows), given), None
     inner = product(*given, weight=gate_up, **gated)
     return _down(functools.partial(product, weight=down), inner, x.dtype)[places]
 
@@ -351,8 +351,10 @@ def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> 
 
     load: how many (token, expert) pairs there are.
     """
-    exact = isinstance(gate_up, BlockScaled) and gate_up.products != "quantized" and x.dtype.itemsize == 2
-    return exact and COPIED_PAIRS[0] * num_experts <= load <= COPIED_PAIRS[1] * num_experts
+    if not isinstance(gate_up, BlockScaled) or x.dtype.itemsize != 2:
+        return False
+    ranges = COPIED_PAIRS["quantized" if gate_up.products == "quantized" else "exact"]
+    return any(fewest * num_experts <= load <= most * num_experts for fewest, most in ranges)
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:

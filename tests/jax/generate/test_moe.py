@@ -237,15 +237,18 @@ def test_grouped_experts_by_every_form_of_their_tiles(
     np.testing.assert_allclose(mix(), expected, atol=2**-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("products", ["exact", "quantized"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_copied_before_exact_products_change_nothing(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With experts without rows and tokens without experts; other products do not copy."""
+def test_rows_copied_before_products_change_nothing(
+    dtype: str, products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """With experts without rows and tokens without experts; experts of 16 bits do not copy."""
     rng, count = np.random.default_rng(0), 5
 
     def weight(*shape: int) -> BlockScaled:
         values = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
         scales = rng.uniform(0.02, 0.04, (shape[0], shape[1] // 128, shape[2] // 128))
-        return BlockScaled(values, jnp.asarray(scales, jnp.float32), "exact")
+        return BlockScaled(values, jnp.asarray(scales, jnp.float32), products)
 
     gate_up, down = weight(count, 256, 256), weight(count, 256, 128)
     experts = np.stack([rng.permutation([0, 1, 3, 4, count])[:3] for _ in range(30)]).astype(np.int32)
@@ -256,9 +259,10 @@ def test_rows_copied_before_exact_products_change_nothing(dtype: str, monkeypatc
         return np.asarray(program(x, experts, weights, gate_up, down))
 
     expected = mix()
-    monkeypatch.setattr(moe, "COPIED_PAIRS", (18, 18))
+    monkeypatch.setattr(moe, "COPIED_PAIRS", {products: ((2, 3), (18, 18))})
     assert moe._copies_rows(x, gate_up, 90, count) and not moe._copies_rows(x, gate_up, 91, count)
-    assert not moe._copies_rows(x, with_products(gate_up, "quantized"), 90, count)
+    assert moe._copies_rows(x, gate_up, 15, count) and not moe._copies_rows(x, gate_up, 16, count)
+    assert not moe._copies_rows(x, gate_up.widened(x.dtype), 90, count)
     assert not moe._copies_rows(x.astype(jnp.float32), gate_up, 90, count)
     np.testing.assert_array_equal(mix(), expected)
 

@@ -15,7 +15,7 @@ from tsmla_jax.nn.products import triton
 from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size, with_products
 from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.products.linear import contract, joined_rows, linear, linear_by_kernel, split_rows
-from tsmla_jax.nn.products.row_blocks import blocks_by_kernel, make_blocks, sort_rows
+from tsmla_jax.nn.products.row_blocks import blocks_by_kernel, make_blocks, picked_rows, sort_rows
 from tsmla_jax.nn.products.scaled_rows import scaled_rows
 from tsmla_jax.nn.products.tiles import Tile, linear_tile
 from tsmla_jax.ops import device
@@ -384,6 +384,20 @@ def test_rows_sorted_by_group() -> None:
         np.testing.assert_array_equal(found.cu_rows, np.searchsorted(np.sort(chosen.ravel()), np.arange(groups + 1)))
         # What gathers by the places must not compute them again: so took the experts of V2-Lite's prompts 2 ms a layer.
         assert "optimization_barrier" in str(jax.make_jaxpr(lambda x, n=groups: sort_rows(x, n).places)(chosen))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32"])
+def test_rows_picked_as_words(dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    rows = jnp.asarray([3, 0, 3, 6], jnp.int32)
+    for columns in (8, 6, 5):
+        x = jnp.asarray(rng.standard_normal((7, columns)), dtype)
+        picked = picked_rows(x, rows)
+        assert picked.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(picked, np.float32), np.asarray(x, np.float32)[np.asarray(rows)])
+    moved = jax.make_jaxpr(lambda x: picked_rows(x, rows))(jnp.zeros((7, 8), dtype)).out_avals[0].shape
+    words = str(jax.make_jaxpr(lambda x: picked_rows(x, rows))(jnp.zeros((7, 8), dtype)))
+    assert moved == (4, 8) and ("i32[4,2]" in words or "i32[4,4]" in words) == (dtype != "float32")
 
 
 def test_gated_activations_of_f16_keep_their_bits() -> None:

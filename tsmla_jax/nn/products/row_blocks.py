@@ -112,6 +112,16 @@ def sort_rows(groups: jax.Array, num_groups: int) -> SortedRows:
     return SortedRows(rows, cu_rows, _computed_once(places.reshape(num_rows, most)))
 
 
+def picked_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x[rows], for x [T, C] and rows [R] i32. XLA copies element by element, so narrow ones are copied as words of four
+    bytes, if a row has whole words."""
+    count = 4 // x.dtype.itemsize
+    if count < 2 or x.shape[1] % count:
+        return x[rows]
+    words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, count), jnp.int32)[rows]
+    return lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
+
+
 def _computed_once(places: jax.Array) -> jax.Array:
     """The places, behind a barrier: without it XLA may compute them again for every element that the caller gathers by
     them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tsmla_jax.nn.products.block_scaled import BLOCK
@@ -14,9 +15,10 @@ WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 most bytes that the larger of their two stacks may have then. Widening rounds them to 16 bits, which MANY_ROWS
 describes."""
 
-COPIED_PAIRS = (120, 150)
-"""Fewest and most pairs of each expert, on average, with which rows are copied before exact products of e4m3 experts:
-most experts' rows then fill one tile of the kernel of 144 rows that lie together, but two of 128 rows that it picks."""
+COPIED_PAIRS = {"quantized": ((100.0, 150.0),), "exact": ((120.0, 150.0), (384.0, math.inf))}
+"""By the products of block-scaled experts: fewest and most pairs of each expert, on average, with which rows are copied
+before the first products. The kernel then finds them together and need not pick them. With exact products its tiles
+have 144 rows then: between these ranges most experts' rows fill tiles of 128 rows better."""
 
 FEW_ROWS = 8
 """Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16."""
