@@ -347,10 +347,7 @@ def _sorted_experts(
 
 
 def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> bool:
-    """Whether the rows of x are copied, expert by expert, before the experts' first products.
-
-    load: how many (token, expert) pairs there are.
-    """
+    """Whether the rows of x are copied, expert by expert, before the first products of `load` (token, expert) pairs."""
     if not isinstance(gate_up, BlockScaled) or x.dtype.itemsize != 2:
         return False
     ranges = COPIED_PAIRS["quantized" if gate_up.products == "quantized" else "exact"]
