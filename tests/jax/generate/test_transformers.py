@@ -77,6 +77,7 @@ def test_greedy_tokens_of_sparse_models_equal_transformers(name: str, page_size:
 
 
 @pytest.mark.parametrize("name", ["glm-5", "glm-4.7-flash", "youtu", "longcat-flash", "mistral-small-4"])
+@pytest.mark.sampled(2)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """Of all tokens of a text, whose second half comes in a step of its own. Either side's float32 is up to 1e-5 of the
     largest logit away from float64."""
