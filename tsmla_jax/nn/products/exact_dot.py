@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from tsmla_jax.nn.products.triton import plgpu
+from tsmla_jax.nn.products.triton import dot
 
 
 def add_products(total: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -22,7 +22,7 @@ def add_products(total: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]])
         left, terms = weight, []
         for _ in range(1 if weight.dtype == x.dtype else 3):
             piece = left.astype(x.dtype)
-            terms.append(plgpu.dot(x, piece, trans_b=True))
+            terms.append(dot(x, piece, trans_b=True))
             left = left - piece.astype(left.dtype)
         products.append(sum(reversed(terms[:-1]), terms[-1]))
     return total + sum(products[1:], products[0])

@@ -21,7 +21,7 @@ from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.products.row_blocks import Blocks
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled
 from tsmla_jax.nn.products.tiles import Tile, fitting_stages
-from tsmla_jax.nn.products.triton import compute_capability, plgpu, shared_memory
+from tsmla_jax.nn.products.triton import compute_capability, dot, plgpu, shared_memory
 
 
 def _moved(right: int, kept: str, multiply: str) -> str:
@@ -192,7 +192,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: An
 
         def product(x: jax.Array, row_scale: Any, begin: Any, at: Any) -> jax.Array:
             values = plgpu.load(weight_ref.at[group, pl.ds(begin, tile.columns), pl.ds(at, kind.width)])
-            out = plgpu.dot(x, _widen(values, x.dtype) if narrow else values, trans_b=True)
+            out = dot(x, _widen(values, x.dtype) if narrow else values, trans_b=True)
             if not narrow:
                 return out
             scale = scales[0][group, begin // BLOCK, at // BLOCK]

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 
 from tsmla_jax.ops import device
 
@@ -14,6 +15,9 @@ try:
 except ImportError:
     # jax announces that a coming release removes it.
     plgpu = None  # type: ignore[assignment]
+
+dot = getattr(plgpu, "dot", None) or getattr(pl, "dot", None)
+"""The product of two tiles in a kernel. jax 0.9.1 has it outside of its Triton package."""
 
 _LEAST = 8, 0
 """The compute capability from which Triton multiplies bf16."""
