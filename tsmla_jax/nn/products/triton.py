@@ -16,7 +16,7 @@ except ImportError:
     # jax announces that a coming release removes it.
     plgpu = None  # type: ignore[assignment]
 
-dot = getattr(plgpu, "dot", None) or getattr(pl, "dot", None)
+dot: Any = getattr(plgpu, "dot", None) or getattr(pl, "dot", None)
 """The product of two tiles in a kernel. jax 0.9.1 has it outside of its Triton package."""
 
 _LEAST = 8, 0
