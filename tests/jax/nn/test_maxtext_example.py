@@ -193,3 +193,20 @@ def test_qk_clip_sinks_and_the_indexers_mask(chosen: bool) -> None:
     want, maxima = jax.jit(with_maxima)(*arrays, chosen=mask if chosen else True, sinks=sinks)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(op.max_logits.get_value(), maxima, rtol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_the_benchmarks_segments_and_stand_ins() -> None:
+    """A stand-in's names serve as base class, decorator and function; modules that are there keep their own."""
+    benchmark = load("maxtext/benchmark")
+    ids, positions = benchmark.segments_of(2, 8, 3)
+    assert ids.tolist() == [[1, 1, 2, 2, 2, 3, 3, 3]] * 2
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]] * 2
+    finder = benchmark.Finder()
+    assert finder.find_spec("jax") is None and finder.find_spec("googleapis") is None
+    package = finder.create_module(finder.find_spec("google.cloud.storage"))
+
+    class Derived(package.Client):  # type: ignore[misc]
+        pass
+
+    assert package.traced(test_it_trains_over_a_mesh) is test_it_trains_over_a_mesh
+    assert isinstance(Derived(1, name="bucket"), package.Other) and Derived().anything("a", "b") is not None
