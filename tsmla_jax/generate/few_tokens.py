@@ -11,7 +11,7 @@ from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.moe import choose_experts
 from tsmla_jax.nn import few_tokens
 from tsmla_jax.nn.norms import Norm
-from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec
+from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, too_long
 
 
 def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm | None) -> list[str]:
@@ -22,7 +22,11 @@ def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, n
     assert config is not None
     if x.shape[0] != 1:
         return ["several tokens share experts: products of groups of rows read their weights faster"]
-    return few_tokens.why_not_experts(x, gate_up, down, config.top_k + config.num_shared, norm)
+    (_, hidden, width), choices = down.shape, config.top_k + config.num_shared
+    if too_long(hidden, None if norm is None else norm.eps) or too_long(choices * width, None):
+        sizes = f"the token has {hidden} columns, and {choices} experts of {width}"
+        return [f"{sizes}, too many for one token's kernels: products of groups of rows read their weights faster"]
+    return few_tokens.why_not_experts(x, gate_up, down, choices, norm)
 
 
 def mlp(

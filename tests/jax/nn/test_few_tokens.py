@@ -217,6 +217,22 @@ def test_the_kernels_of_a_sparse_layer(hopper: None) -> None:
     assert "few_token_queries" in plain and "few_token_index_key" not in plain
 
 
+def test_one_token_with_many_terms_takes_products_of_groups(hopper: Any) -> None:
+    def reasons(hidden: int, width: int) -> list[str]:
+        def stack(*shape: int) -> BlockScaled:
+            values = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+            scales = jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.float32)
+            return BlockScaled(values, scales)  # type: ignore[arg-type]
+
+        params = {"router": None, "gate_up": stack(9, 2 * width, hidden), "down": stack(9, hidden, width)}
+        x, norm = jax.ShapeDtypeStruct((1, hidden), jnp.bfloat16), Norm(jnp.ones(hidden, jnp.bfloat16), 1e-6)
+        return few_token_mlp.why_not(params, EXPERTS, x, norm)  # type: ignore[arg-type]
+
+    assert not reasons(7168, 4608)
+    for sizes in ((7168, 4736), (12416, 2048)):
+        assert "products of groups of rows" in reasons(*sizes)[0]
+
+
 def test_what_keeps_the_kernels_from_a_step(hopper: None) -> None:
     def few(*args: Any, **changes: Any) -> list[str]:
         return [name for name in traced(*args, **changes) if name.startswith("few_token")]
