@@ -558,12 +558,12 @@ def rising_logits(generator: torch.Generator) -> Call:
     """sparse_mla whose blocks of keys have greater logits one after another for even heads, and smaller ones for odd
     heads. The running maximum stays where it is in the second block, and rises in the third for even heads; the second
     token does not select the third."""
-    keys = normal(generator, 4, 50, LATENT + ROPE, dtype=torch.float16)
-    logits = torch.tensor([0.0] * 64 + [3.0] * 64 + [20.0] * 72)
-    keys[..., 0] = (logits / SCALE / 16).view(4, 50)
+    keys = normal(generator, 4, 75, LATENT + ROPE, dtype=torch.float16)
+    logits = torch.tensor([0.0] * 64 + [3.0] * 64 + [20.0] * 172)
+    keys[..., 0] = (logits / SCALE / 16).view(4, 75)
     q = normal(generator, 2, 16, LATENT + ROPE, dtype=torch.float16) / 8
     q[:, ::2, 0], q[:, 1::2, 0] = 16, -16
-    indices = torch.arange(200, dtype=torch.int32).repeat(2, 1)
+    indices = torch.arange(300, dtype=torch.int32).repeat(2, 1)
     indices[1, 128:] = -1
     options = {"softmax_scale": SCALE, "latent_dim": LATENT, "return_lse": True, "return_max_logits": True}
     return Call("rising logits", tsmla_bridge.sparse_mla, {"q": q, "kv_cache": keys, "indices": indices}, options)
