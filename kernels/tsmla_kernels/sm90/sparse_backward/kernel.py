@@ -5,9 +5,9 @@ gradients; `finish` rounds these sums. If deterministic, `weigh` runs before `di
 the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one token, or all heads of a group of tokens
 (DESIGN.md), and the keys that they select, 64 at a time:
 
-  warpgroup 0          scores, P and dS (scores.py)
-  warpgroups 1 and 2   the keys' gradients (key_gradients.py), which they add to the sums in global memory (sums.py)
-  warps 12 to 15       gather keys; the first of them also copies Q and dO (gather.py)
+  warpgroup 0   gathers keys (gather.py), computes scores, P and dS (scores.py)
+  warpgroup 1   the keys' gradients (key_gradients.py), which it adds to the sums in global memory (sums.py); its first
+                warp also copies Q and dO
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS, WORTH, 
 from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.key_gradients import KeyGradients
 from tsmla_kernels.sm90.sparse_backward.memory import (
-    ADDING_GROUPS,
-    COMPUTE_REGISTERS,
-    GATHER_WARP,
-    OTHER_REGISTERS,
+    COPY_WARP,
     THREADS,
     Copies,
     Item,
@@ -77,7 +74,7 @@ class SparseMlaBackward:
         self.rows = RowKernels(self.traits)
         self.gatherer = Gatherer(self.traits, self.traits.keys)
         self.products = Products(self.traits)
-        self.scorer = Scorer(self.traits, self.products)
+        self.scorer = Scorer(self.traits, self.products, self.gatherer)
         self.key_gradients = KeyGradients(self.traits, self.products)
         self.weigher = Weigher(self.traits, self.products)
         self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
@@ -252,7 +249,7 @@ class SparseMlaBackward:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         shared = shared_memory(utils.SmemAllocator().allocate(self.storage), self.config.tokens)
-        if warp_idx == GATHER_WARP:
+        if warp_idx == COPY_WARP:
             for copy in copies:
                 cpasync.prefetch_descriptor(copy.atom)
         if warp_idx == 0:
@@ -268,17 +265,13 @@ class SparseMlaBackward:
         cute.arch.griddepcontrol_launch_dependents()
         self.products.set_flags(mma)
         if runs == 1:
-            if group == 1 + ADDING_GROUPS:
-                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-                if warp_idx == GATHER_WARP:
-                    self.gatherer.copy_queries(copies, shared, item)
-                self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP, groups)
+            if group == 0:
+                scale = Float32(scales[0])
+                self.scorer.run(keys, sums, scale, d_q, shared, mma, item, length, warp_idx, groups)
             else:
-                cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-                if group == 0:
-                    self.scorer.run(sums, Float32(scales[0]), d_q, shared, mma, item, groups)
-                else:
-                    self.key_gradients.run(sums, d_q, shared, mma, item, group - 1)
+                if warp_idx == COPY_WARP:
+                    self.gatherer.copy_queries(copies, shared, item)
+                self.key_gradients.run(sums, d_q, shared, mma, item)
 
     @cute.kernel
     def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):
