@@ -97,19 +97,18 @@ class Gatherer:
         sums: Sums,
         shared: Shared,
         item: Item,
-        length: Int32,
         warp: Int32,
         groups: cutlass.Constexpr[bool],
     ):
         """Gather one block of keys after another, each after the compute warps have released its buffer. groups:
         whether keys are those of groups of tokens."""
         column = self.first_column(warp)
-        following = self.slot_at(keys, item, column, length, groups)
-        following_bits = self.bits_at(keys, item, column, length, groups)
+        following = self.slot_at(keys, item, column, groups)
+        following_bits = self.bits_at(keys, item, column, groups)
         for block in cutlass.range(item.blocks, unroll=1):
             slot, bits = following, following_bits
-            following = self.slot_at(keys, item, column + self.block.rows, length, groups)
-            following_bits = self.bits_at(keys, item, column + self.block.rows, length, groups)
+            following = self.slot_at(keys, item, column + self.block.rows, groups)
+            following_bits = self.bits_at(keys, item, column + self.block.rows, groups)
             row = self.row_of(slot, column, keys, groups)
             self.describe(keys, sums, shared, row, bits, block % SLOTS_KEPT, warp, groups)
             stage = block % self.stages
@@ -138,13 +137,13 @@ class Gatherer:
         """Start the copies of one block, whose slots and bits this warp has loaded: two groups, of the first columns
         and of the others."""
         row = self.row_of(slot, self.first_column(warp) + block * self.block.rows, keys, groups)
-        self.describe(keys, sums, shared, row, bits, block % SLOTS_KEPT, warp, groups)
         cute.arch.mbarrier_wait(shared.keys_empty, (block + 1) & 1)
         memory = shared.keys.toint()
         self.copy_keys(keys, memory, row, warp, 0, self.traits.early_columns)
         cute.arch.cp_async_commit_group()
         self.copy_keys(keys, memory, row, warp, self.traits.early_columns, self.traits.head_dim)
         cute.arch.cp_async_commit_group()
+        self.describe(keys, sums, shared, row, bits, block % SLOTS_KEPT, warp, groups)  # while the copies run
 
     @cute.jit
     def first_column(self, warp: Int32):
@@ -196,20 +195,20 @@ class Gatherer:
         cute.arch.mbarrier_arrive(shared.keys_full + full)
 
     @cute.jit
-    def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
+    def slot_at(self, keys: Keys, item: Item, column: Int32, groups: cutlass.Constexpr[bool]):
         """The slot in column `column` of the item's indices, or a slot that no cache has if the column is not
         active."""
         slot = Int32(NO_SLOT) if const_expr(groups) else Int32(-1)
-        if column < length:
+        if column < item.length:
             slot = keys.indices[item.indices, column]
         return slot
 
     @cute.jit
-    def bits_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
+    def bits_at(self, keys: Keys, item: Item, column: Int32, groups: cutlass.Constexpr[bool]):
         """A bit for each token of a group, set if the token selects the slot of column `column`; 1 for a lone token."""
         bits = Int32(1)
         if const_expr(groups):
-            if column < length:
+            if column < item.length:
                 bits = Int32(keys.bits[item.indices, column])
         return bits
 

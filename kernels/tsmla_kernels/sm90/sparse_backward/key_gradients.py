@@ -111,7 +111,7 @@ class KeyGradients:
     @cute.jit
     def load_transposed_scores(self, scores: cute.Tensor, memory: cute.Pointer, t: ThreadIndex):
         """Load P^T or dS^T as the operand A of dKV's products: 16 keys of each warp, 16 heads for each product."""
-        words = cute.recast_tensor(scores, Int32)
+        packed = cute.recast_tensor(scores, Int32)
         # A lane gives the address of 16 bytes: row lane % 8 of matrix lane / 8. Matrix w is word w of the lanes: keys
         # from 8 (w % 2) and heads from 8 (w / 2) on.
         head = t.lane // 16 * 8 + t.lane % 8
@@ -120,4 +120,4 @@ class KeyGradients:
         for k in cutlass.range_constexpr(TILE_HEADS // 16):
             loaded = load_transposed(address + k * (16 * BLOCK * self.traits.element_bytes))
             for w in cutlass.range_constexpr(4):
-                words[4 * k + w] = loaded[w]
+                packed[4 * k + w] = loaded[w]

@@ -31,11 +31,12 @@ class Barrier(IntEnum):
     READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
     SCORED = 5  # in the warpgroup of scores: what its threads have copied or stored lies in shared memory
+    TERMS = 6  # the terms of the tile's heads lie in shared memory
     BOUNDED = 3  # in `weigh`, 3 and 4 for its two warpgroups: the partial sums of their warps lie in shared memory
 
 
 class Term(IntEnum):
-    """The three numbers that row_terms has for a query row."""
+    """The three terms of a query row."""
 
     LSE = 0  # -lse in base 2; -inf if the row saw no key
     SHARE = 1  # what the sink leaves of the weights, 1 / (1 + exp(sink - lse)), or 1; 0 if the row saw no key
@@ -77,7 +78,8 @@ class Copies(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of the forward pass, their cotangents, the sinks and the scales."""
+    """The results of the forward pass, their cotangents, the sinks, the scales, and the array that gets the tokens'
+    shares of the sinks' gradient. Without sinks, other arrays stand for `sinks` and `sink_terms`."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -85,6 +87,7 @@ class Saved(NamedTuple):
     d_lse: cute.Tensor
     sinks: cute.Tensor
     scales: cute.Tensor
+    sink_terms: cute.Tensor
 
 
 class Keys(NamedTuple):
@@ -109,7 +112,7 @@ class Unions(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The workspaces: see `backward_workspaces`. Unless deterministic, other arrays stand for the last four."""
+    """The workspaces: see `backward_workspaces`. Unless deterministic, other arrays stand for all but kv_sum."""
 
     kv_sum: cute.Tensor
     row_terms: cute.Tensor
@@ -134,13 +137,14 @@ class Mma(NamedTuple):
 
 class Item(NamedTuple):
     """The work of a CTA: a token, how many heads it has and the first of the tile's, which row of the indices has the
-    keys, and how many blocks of keys there are. A group's heads are heads of token 0, which then has the heads of all
-    tokens, one token after the other."""
+    keys, how many keys there are, and how many blocks of them. A group's heads are heads of token 0, which then has the
+    heads of all tokens, one token after the other."""
 
     token: Int32
     heads: Int32
     first_head: Int32
     indices: Int32
+    length: Int32
     blocks: Int32
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from tsmla_kernels.sm90.constants import LOG2_E
@@ -47,21 +47,19 @@ class Scorer:
         shared: Shared,
         mma: Mma,
         item: Item,
-        length: Int32,
-        warp: Int32,
         groups: cutlass.Constexpr[bool],
     ):
-        """Run the warpgroup. length: how many keys the item has. groups: whether the tile has a group of tokens."""
+        """Run the warpgroup. groups: whether the tile has a group of tokens."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(Int32(0), thread, lane, (thread // 32) * 16 + lane // 4)
         dq = self.products.make_dq(mma, self.traits.scorer_dq, t)
+        warp = cute.arch.make_warp_uniform(thread // 32)
         column = self.gatherer.first_column(warp)
-        slot = self.gatherer.slot_at(keys, item, column, length, groups)
-        bits = self.gatherer.bits_at(keys, item, column, length, groups)
+        slot = self.gatherer.slot_at(keys, item, column, groups)
+        bits = self.gatherer.bits_at(keys, item, column, groups)
         if item.blocks > 0:
             self.gatherer.start(keys, sums, shared, slot, bits, Int32(0), warp, groups)
-        self.load_terms(sums, item, shared, t)
         at = addresses(shared)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         of_block = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK))
@@ -72,8 +70,8 @@ class Scorer:
             place = block % SLOTS_KEPT
             # The slots of the next block are read while this block's keys arrive.
             column += BLOCK
-            slot = self.gatherer.slot_at(keys, item, column, length, groups)
-            bits = self.gatherer.bits_at(keys, item, column, length, groups)
+            slot = self.gatherer.slot_at(keys, item, column, groups)
+            bits = self.gatherer.bits_at(keys, item, column, groups)
             self.gatherer.arrived(1)
             cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
             warpgroup.fence()
@@ -81,6 +79,8 @@ class Scorer:
             self.gatherer.arrived(0)
             cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
             self.issue_scores(s, dp, mma, at, Columns(early, self.traits.head_dim), Columns(early, LATENT_DIM), t)
+            if block == 0:
+                cute.arch.barrier(barrier_id=Barrier.TERMS, number_of_threads=THREADS)
             warpgroup.wait_group(1)
             self.weigh(s, scale, shared, place, groups, t)
             warpgroup.wait_group(0)
@@ -104,20 +104,6 @@ class Scorer:
         """dS in registers as operand A: neighbouring groups of 8 keys of the accumulator are 16 of the operand."""
         shape = mma.held_dq.get_slice(t.thread).partition_shape_A((TILE_HEADS, BLOCK))
         return cute.make_tensor(ds.iterator, cute.make_layout(shape))
-
-    @cute.jit
-    def load_terms(self, sums: Sums, item: Item, shared: Shared, t: ThreadIndex):
-        """Copy the terms of the tile's heads to shared memory. Rows past the token's last head get those of a row that
-        sees no key."""
-        if t.thread < TILE_HEADS:
-            head = item.first_head + t.thread
-            row = Int64(item.token) * item.heads + head
-            for term in cutlass.range_constexpr(len(Term)):
-                value = -Float32.inf if const_expr(term == Term.LSE) else Float32(0.0)
-                if head < item.heads:
-                    value = sums.row_terms[Int32(term), row]
-                shared.terms[term, t.thread] = value
-        cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
 
     @cute.jit
     def valid(
