@@ -30,12 +30,12 @@ from tsmla_kernels.contract.sparse import (
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceSpec,
     ExpertsSpec,
-    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
     WindowSpec,
 )
+from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 
 Spec = TypeVar("Spec")
 

@@ -36,12 +36,12 @@ from tsmla_kernels.sm90.few_tokens.config import (
     REGISTERS,
     ChoiceSpec,
     ExpertsSpec,
-    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
     WindowSpec,
 )
+from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 
 Weight = jax.Array | BlockScaled
 

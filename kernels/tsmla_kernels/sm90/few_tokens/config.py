@@ -1,4 +1,4 @@
-"""Which kernels of few tokens serve which calls. Imports no cutlass.
+"""Which kernels of few tokens serve which calls (few_token_index_key: `index_key_config`). Imports no cutlass.
 
 The calls are those of a decoder layer's step of up to MOST_TOKENS tokens, whose time is that of reading the weights and
 of starting kernels. A spec has the sizes of a call; an object is compiled for the fields of a config, and reads all
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
+from tsmla_kernels.contract.layouts import V32_PACKED
 from tsmla_kernels.sm90.constants import FP8
 
 MOST_TOKENS = 16
@@ -249,33 +249,6 @@ class QueriesConfig:
 
 
 @dataclass(frozen=True)
-class IndexKeySpec:
-    """A call of few_token_index_key: how many tokens it has; the other fields as in IndexKeyConfig."""
-
-    tokens: int
-    norm_dtype: str = "float32"
-    rope_dim: int = 64
-    rope_layout: str = "interleaved"
-    eps: float = 1e-6
-
-
-@dataclass(frozen=True)
-class IndexKeyConfig:
-    """The static facts that an object of few_token_index_key is compiled for.
-
-    Attributes:
-      norm_dtype: the dtype of the layer norm's weight and bias.
-      rope_dim, rope_layout: as in IndexerWriteConfig; the first rope_dim columns of a key are rotated.
-      eps: of the layer norm.
-    """
-
-    norm_dtype: str = "float32"
-    rope_dim: int = 64
-    rope_layout: str = "interleaved"
-    eps: float = 1e-6
-
-
-@dataclass(frozen=True)
 class RouterSpec:
     """A call of few_token_router: how many tokens, columns of x (`terms`) and experts it has; eps as in
     RouterConfig."""
@@ -319,7 +292,7 @@ def token_tiles(tokens: int) -> int:
     return -(-tokens // TOKEN_TILE)
 
 
-def _token_reasons(tokens: int) -> list[str]:
+def token_reasons(tokens: int) -> list[str]:
     if 0 < tokens <= MOST_TOKENS:
         return []
     return [f"there are {tokens} tokens; the kernels of few tokens take 1 to {MOST_TOKENS}"]
@@ -339,7 +312,7 @@ def _weight_reasons(dtype: str, terms: int, rows: int, gated: bool) -> list[str]
 
 def matmul_reasons(spec: MatmulSpec) -> list[str]:
     """Why few_token_matmul can't run this call; empty if it can."""
-    return _token_reasons(spec.tokens) + _weight_reasons(spec.weight_dtype, spec.terms, spec.rows, spec.gated)
+    return token_reasons(spec.tokens) + _weight_reasons(spec.weight_dtype, spec.terms, spec.rows, spec.gated)
 
 
 def matmul_config(spec: MatmulSpec) -> MatmulConfig:
@@ -381,7 +354,7 @@ _LONG_ROW = 2048
 
 def experts_reasons(spec: ExpertsSpec) -> list[str]:
     """Why few_token_experts_up and few_token_experts_down can't run this call; empty if they can."""
-    reasons = _token_reasons(spec.tokens)
+    reasons = token_reasons(spec.tokens)
     reasons += _weight_reasons(spec.weight_dtype, spec.hidden, 2 * spec.width, gated=True)
     if spec.width % UNIT:
         reasons.append(f"an expert is {spec.width} wide; the kernels of few tokens take multiples of {UNIT}")
@@ -443,7 +416,7 @@ def choice_config(spec: ChoiceSpec) -> ChoiceConfig:
 
 def queries_reasons(spec: QueriesSpec) -> list[str]:
     """Why few_token_queries can't run this call; empty if it can."""
-    reasons = _token_reasons(spec.tokens)
+    reasons = token_reasons(spec.tokens)
     for name, dtype, legal in (("q_dtype", spec.q_dtype, CACHES), ("kv_cache.dtype", spec.kv_dtype, (*CACHES, PACKED))):
         if dtype not in legal:
             reasons.append(f"{name} is {dtype}; few_token_queries takes {', '.join(legal)}")
@@ -476,7 +449,7 @@ def queries_config(spec: QueriesSpec) -> QueriesConfig:
 
 def router_reasons(spec: RouterSpec) -> list[str]:
     """Why few_token_router can't run this call; empty if it can."""
-    reasons = _token_reasons(spec.tokens)
+    reasons = token_reasons(spec.tokens)
     if spec.terms % UNIT or not spec.terms:
         reasons.append(f"the router has {spec.terms} columns; few_token_router takes multiples of {UNIT}")
     return reasons
@@ -489,25 +462,9 @@ def router_config(spec: RouterSpec) -> RouterConfig:
 
 def window_reasons(spec: WindowSpec) -> list[str]:
     """Why few_token_window can't run this call; empty if it can."""
-    return _token_reasons(spec.tokens)
+    return token_reasons(spec.tokens)
 
 
 def window_config(spec: WindowSpec) -> WindowConfig:
     """The configuration that serves `spec`."""
     return WindowConfig(spec.page_size)
-
-
-def index_key_reasons(spec: IndexKeySpec) -> list[str]:
-    """Why few_token_index_key can't run this call; empty if it can."""
-    reasons = _token_reasons(spec.tokens)
-    if spec.rope_dim % 16 or not 0 < spec.rope_dim <= INDEXER.head_dim:
-        legal = f"multiples of 16 to {INDEXER.head_dim}"
-        reasons.append(f"{spec.rope_dim} columns have rope; few_token_index_key takes {legal}")
-    if spec.norm_dtype not in NORMS:
-        reasons.append(f"norm.weight.dtype is {spec.norm_dtype}; few_token_index_key takes {', '.join(NORMS)}")
-    return reasons
-
-
-def index_key_config(spec: IndexKeySpec) -> IndexKeyConfig:
-    """The configuration that serves `spec`."""
-    return IndexKeyConfig(spec.norm_dtype, spec.rope_dim, spec.rope_layout, spec.eps)

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 
 from tsmla_kernels.cache_ops.kernels import DTYPES, is_written, load, values_at, widened
 from tsmla_kernels.contract.layouts import INDEXER
-from tsmla_kernels.sm90.few_tokens.config import IndexKeyConfig
+from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeyConfig
 from tsmla_kernels.sm90.few_tokens.tile import start
 from tsmla_kernels.sparse_cache.config import LANE_VALUES, ROW_LANES, IndexerWriteConfig
 from tsmla_kernels.sparse_cache.kernels import IndexerRows

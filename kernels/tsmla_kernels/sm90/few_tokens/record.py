@@ -17,7 +17,6 @@ from tsmla_kernels.options import (
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceConfig,
     ExpertsConfig,
-    IndexKeyConfig,
     MatmulConfig,
     QueriesConfig,
     RouterConfig,
@@ -27,8 +26,6 @@ from tsmla_kernels.sm90.few_tokens.config import (
     experts_down_config,
     experts_reasons,
     experts_up_config,
-    index_key_config,
-    index_key_reasons,
     matmul_config,
     matmul_reasons,
     queries_config,
@@ -38,6 +35,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     window_config,
     window_reasons,
 )
+from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeyConfig, index_key_config, index_key_reasons
 
 BF16 = "bfloat16"
 

@@ -346,15 +346,15 @@ class Ring:
             first, second = (shared_words(weights + half + side * (TOKEN_TILE * SEGMENT)) for side in range(2))
             if self.narrow:
                 for vector in range(2):
-                    words = shared_words(x + half + vector * PIECE)
+                    terms = shared_words(x + half + vector * PIECE)
                     for i in range(2):
                         (a, c), (b, d) = (halves_of(rows[2 * vector + i]) for rows in (first, second))
-                        multiply_add_halves(parts[i], [a, b, c, d], [words[2 * i], words[2 * i + 1]])
+                        multiply_add_halves(parts[i], [a, b, c, d], [terms[2 * i], terms[2 * i + 1]])
             else:
-                words = shared_words(x + half)
+                terms = shared_words(x + half)
                 for i in range(2):
                     a = [first[2 * i], second[2 * i], first[2 * i + 1], second[2 * i + 1]]
-                    multiply_add(parts[i], 0, a, [words[2 * i], words[2 * i + 1]])
+                    multiply_add(parts[i], 0, a, [terms[2 * i], terms[2 * i + 1]])
         for i in range(4):
             parts[0][i] = parts[0][i] + parts[1][i]
         return parts[0]

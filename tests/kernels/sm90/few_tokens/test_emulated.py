@@ -26,12 +26,12 @@ from tsmla_kernels.sm90.few_tokens.config import (
     PACKED,
     ChoiceSpec,
     ExpertsSpec,
-    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
     WindowConfig,
 )
+from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 

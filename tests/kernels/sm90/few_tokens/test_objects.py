@@ -18,18 +18,17 @@ from tsmla_kernels.sm90.few_tokens.config import (
     SIXTEEN,
     ChoiceSpec,
     ExpertsSpec,
-    IndexKeySpec,
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
     WindowSpec,
     choice_reasons,
     experts_reasons,
-    index_key_reasons,
     matmul_reasons,
     queries_reasons,
     router_reasons,
 )
+from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec, index_key_reasons
 
 MATMUL = MatmulSpec(16, 7168, 2112, FP8, eps=1e-6)
 EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
