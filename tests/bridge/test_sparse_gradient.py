@@ -101,7 +101,7 @@ def test_the_kernel(gpu: Gpu, case: str, dtype: torch.dtype) -> None:
         if name != "sinks":
             assert operands[f"d_{name}"].data_ptr() == gradient.data_ptr() and gradient.dtype == dtype
     slots = sum(given[name].shape[0] * PAGE for name in NAMES[1:3] if name in given)
-    assert operands["kv_sum"].shape == (slots, 576) and "row_terms" not in operands
+    assert operands["kv_sum"].shape == (slots, 576) and operands["row_terms"].shape == (3, TOKENS * HEADS)
     configs = [config for name, config, _ in loaded_kernels._loaded if name == "sparse_mla_backward"]
     page_size, page_span = (5, PAGE) if case == "gaps" else (0, 0)
     two = case == "two caches"

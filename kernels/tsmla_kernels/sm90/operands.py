@@ -48,14 +48,7 @@ def operand(
 ):
     """A block as an operand of WGMMA, `offset` bytes into `memory`. `uniform` puts the address into a uniform register,
     because WGMMA takes its descriptors from those."""
-    return operand_at(dtype, uniform(memory.toint() + offset), block)
-
-
-@cute.jit
-def operand_at(
-    dtype: cutlass.Constexpr[type[cutlass.Numeric]], address: Int32, block: cutlass.Constexpr[Block]
-):  # fmt: skip
-    """A block as an operand of WGMMA, at an address in shared memory that is in a uniform register."""
+    address = uniform(memory.toint() + offset)
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=512)
     swizzle = block.layout_atom(dtype).inner
     layout = cute.make_layout(

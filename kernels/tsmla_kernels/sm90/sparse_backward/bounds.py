@@ -14,10 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 LIMIT_BITS = 30  # the magnitude of a sum, as an integer, stays below 2 to this power
-LEAST_COUNT = 1 << 9  # bounds that are counted at least, so that the magnitude of what is added once stays below 2^21
-ROUNDER, ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
-"""A float and its bits. A number of magnitude below 2^22 that is added to it is rounded to an integer, and the bits of
-the sum are these bits plus the integer. A conversion takes another instruction and waits longer."""
 MANTISSA_BITS, BIAS = 23, 127
 GREATEST_EXPONENT = 254  # the exponent bits of the greatest finite float32
 INFINITE, NOT_A_NUMBER = 0x7F800000, 0x7FC00000  # bits of float32
@@ -39,7 +35,7 @@ def greatest(a: Float32, b: Float32):
 def factor_of(bound: Int32, count: Int32):
     """The power of 2 by which a key's numbers are multiplied. bound: the bits of the greatest bound on what is added at
     once. count: how many bounds there were. The factor is NaN if bound times count is not finite."""
-    total = bound.bitcast(Float32) * Float32(cutlass.max(count, LEAST_COUNT))
+    total = bound.bitcast(Float32) * Float32(count)
     bits = total.bitcast(Int32)
     exponent = BIAS + BIAS + LIMIT_BITS - 1 - (bits >> MANTISSA_BITS)
     exponent = cutlass.min(cutlass.max(exponent, 1), GREATEST_EXPONENT - 1)

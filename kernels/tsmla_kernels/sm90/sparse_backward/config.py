@@ -124,8 +124,8 @@ def backward_workspaces(
     caches.
 
     kv_sum: sums of the caches' gradients, a row for each row of the caches: int32 if deterministic, otherwise float32.
-    row_terms (if deterministic): for each query row (token * H + head): -lse in base 2; the weight share that the sink
-      leaves; lse's cotangent minus share * rowsum(d_out * out).
+    row_terms: for each query row (token * H + head): -lse in base 2; the weight share that the sink leaves; lse's
+      cotangent minus share * rowsum(d_out * out).
     row_weights (if deterministic): for each query row, two bounds on what a weight of 1 adds to a number of a key's
       gradient: one part for any key, and one for each unit of length of the key's value.
     key_norms, key_bounds, key_counts (if deterministic): for each row of the caches, the length of its value; the bits
@@ -134,9 +134,9 @@ def backward_workspaces(
     """
     shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
         "kv_sum": ((num_slots, config.head_dim), "int32" if config.deterministic else "float32"),
+        "row_terms": ((3, num_tokens * num_heads), "float32"),
     }
     if config.deterministic:
-        shapes["row_terms"] = ((3, num_tokens * num_heads), "float32")
         shapes["row_weights"] = ((2, num_tokens * num_heads), "float32")
         shapes["key_norms"] = ((num_slots,), "float32")
         shapes |= {name: ((num_slots,), "int32") for name in ("key_bounds", "key_counts")}

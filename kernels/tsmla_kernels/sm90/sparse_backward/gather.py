@@ -97,118 +97,88 @@ class Gatherer:
         sums: Sums,
         shared: Shared,
         item: Item,
+        length: Int32,
         warp: Int32,
         groups: cutlass.Constexpr[bool],
     ):
-        """Gather one block of keys after another, each after the compute warps have released its buffer. groups:
-        whether keys are those of groups of tokens."""
-        column = self.first_column(warp)
-        following = self.slot_at(keys, item, column, groups)
-        following_bits = self.bits_at(keys, item, column, groups)
+        """Gather one block of keys after another, each after the compute warps have released its buffer. Lane i knows
+        the slot of row i % 16 of its warp. groups: whether keys are those of groups of tokens."""
+        lane = cute.arch.lane_idx()
+        column = warp * GATHER_ROWS + lane % GATHER_ROWS
+        early = self.stages > 1  # slots are read a block ahead; with one buffer the wait for it covers the read
+        following, following_bits = Int32(0), Int32(0)
+        if const_expr(early):
+            following = self.slot_at(keys, item, column, length, groups)
+            following_bits = self.bits_at(keys, item, column, length, groups)
         for block in cutlass.range(item.blocks, unroll=1):
             slot, bits = following, following_bits
-            following = self.slot_at(keys, item, column + self.block.rows, groups)
-            following_bits = self.bits_at(keys, item, column + self.block.rows, groups)
+            if const_expr(early):
+                following = self.slot_at(keys, item, column + self.block.rows, length, groups)
+                following_bits = self.bits_at(keys, item, column + self.block.rows, length, groups)
+            else:
+                slot = self.slot_at(keys, item, column, length, groups)
+                bits = self.bits_at(keys, item, column, length, groups)
             row = self.row_of(slot, column, keys, groups)
-            self.describe(keys, sums, shared, row, bits, block % SLOTS_KEPT, warp, groups)
+            place = block % SLOTS_KEPT
+            if row < 0:
+                bits = Int32(0)
+            for token in cutlass.range_constexpr(self.traits.config.tokens if const_expr(groups) else 1):
+                selected = cute.arch.vote_ballot_sync((bits >> token) & 1 == 1) & ALL_ROWS
+                if lane == 0:
+                    shared.valid[warp, token, place] = selected
+            if lane < GATHER_ROWS:
+                shared.rows[warp * GATHER_ROWS + lane, place] = row
+                if const_expr(self.traits.config.deterministic):
+                    factor = Float32(1.0)
+                    if row >= 0:
+                        if const_expr(self.weighs):
+                            factor = sums.key_norms[row]
+                        else:
+                            factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
+                    shared.factors[warp * GATHER_ROWS + lane, place] = factor
             stage = block % self.stages
             cute.arch.mbarrier_wait(shared.keys_empty + stage, (block // self.stages + 1) & 1)
             memory = shared.keys.toint() + stage * self.traits.bytes_of(self.block)
-            self.copy_keys(keys, memory, row, warp, 0, self.traits.head_dim)
-            cute.arch.cp_async_commit_group()
-            if block > 0:
-                self.announce(shared, (block - 1) % self.stages, 1)
+            if const_expr(self.stages == 1):
+                self.copy_keys(keys, memory, row, warp, 0, self.traits.early_columns)
+                cute.arch.cp_async_commit_group()
+                self.copy_keys(keys, memory, row, warp, self.traits.early_columns, self.traits.head_dim)
+                cute.arch.cp_async_commit_group()
+                self.announce(shared, 0, 1)
+                self.announce(shared, 1, 0)
+            else:
+                self.copy_keys(keys, memory, row, warp, 0, self.traits.head_dim)
+                cute.arch.cp_async_commit_group()
+                if block > 0:
+                    self.announce(shared, (block - 1) % self.stages, 1)
             column += self.block.rows
-        if item.blocks > 0:
-            self.announce(shared, (item.blocks - 1) % self.stages, 0)
-
-    @cute.jit
-    def start(
-        self,
-        keys: Keys,
-        sums: Sums,
-        shared: Shared,
-        slot: Int32,
-        bits: Int32,
-        block: Int32,
-        warp: Int32,
-        groups: cutlass.Constexpr[bool],
-    ):
-        """Start the copies of one block, whose slots and bits this warp has loaded: two groups, of the first columns
-        and of the others."""
-        row = self.row_of(slot, self.first_column(warp) + block * self.block.rows, keys, groups)
-        cute.arch.mbarrier_wait(shared.keys_empty, (block + 1) & 1)
-        memory = shared.keys.toint()
-        self.copy_keys(keys, memory, row, warp, 0, self.traits.early_columns)
-        cute.arch.cp_async_commit_group()
-        self.copy_keys(keys, memory, row, warp, self.traits.early_columns, self.traits.head_dim)
-        cute.arch.cp_async_commit_group()
-        self.describe(keys, sums, shared, row, bits, block % SLOTS_KEPT, warp, groups)  # while the copies run
-
-    @cute.jit
-    def first_column(self, warp: Int32):
-        """The column of the first block's slot that this lane knows: lane i knows that of row i % 16 of its warp."""
-        return warp * GATHER_ROWS + cute.arch.lane_idx() % GATHER_ROWS
-
-    @cute.jit
-    def describe(
-        self,
-        keys: Keys,
-        sums: Sums,
-        shared: Shared,
-        row: Int32,
-        bits: Int32,
-        place: Int32,
-        warp: Int32,
-        groups: cutlass.Constexpr[bool],
-    ):
-        """Store the rows of a block, which tokens select them, and their factors if deterministic."""
-        lane = cute.arch.lane_idx()
-        if row < 0:
-            bits = Int32(0)
-        for token in cutlass.range_constexpr(self.traits.config.tokens if const_expr(groups) else 1):
-            selected = cute.arch.vote_ballot_sync((bits >> token) & 1 == 1) & ALL_ROWS
-            if lane == 0:
-                shared.valid[warp, token, place] = selected
-        if lane < GATHER_ROWS:
-            shared.rows[warp * GATHER_ROWS + lane, place] = row
-            if const_expr(self.traits.config.deterministic):
-                factor = Float32(1.0)
-                if row >= 0:
-                    if const_expr(self.weighs):
-                        factor = sums.key_norms[row]
-                    else:
-                        factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
-                shared.factors[warp * GATHER_ROWS + lane, place] = factor
-
-    @cute.jit
-    def arrived(self, later: cutlass.Constexpr[int]):
-        """Wait until this thread's copies lie where WGMMA sees them, but for the latest `later` groups."""
-        cute.arch.cp_async_wait_group(later)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(self.stages > 1):
+            if item.blocks > 0:
+                self.announce(shared, (item.blocks - 1) % self.stages, 0)
 
     @cute.jit
     def announce(self, shared: Shared, full: Int32, later: cutlass.Constexpr[int]):
         """Say on barrier `full` of `keys_full` that this thread's copies for it have arrived; `later` groups of copies
         may still be under way."""
-        self.arrived(later)
+        cute.arch.cp_async_wait_group(later)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(shared.keys_full + full)
 
     @cute.jit
-    def slot_at(self, keys: Keys, item: Item, column: Int32, groups: cutlass.Constexpr[bool]):
+    def slot_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
         """The slot in column `column` of the item's indices, or a slot that no cache has if the column is not
         active."""
         slot = Int32(NO_SLOT) if const_expr(groups) else Int32(-1)
-        if column < item.length:
+        if column < length:
             slot = keys.indices[item.indices, column]
         return slot
 
     @cute.jit
-    def bits_at(self, keys: Keys, item: Item, column: Int32, groups: cutlass.Constexpr[bool]):
+    def bits_at(self, keys: Keys, item: Item, column: Int32, length: Int32, groups: cutlass.Constexpr[bool]):
         """A bit for each token of a group, set if the token selects the slot of column `column`; 1 for a lone token."""
         bits = Int32(1)
         if const_expr(groups):
-            if column < item.length:
+            if column < length:
                 bits = Int32(keys.bits[item.indices, column])
         return bits
 

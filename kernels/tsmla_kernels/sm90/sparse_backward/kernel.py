@@ -1,13 +1,13 @@
 """The gradient of sparse_mla over plain caches of 16 bits, for Hopper.
 
-`prepare` zeroes the sums; `differentiate` computes dq and the sums of the caches' gradients; `finish` rounds these
-sums. If deterministic, `weigh` runs before `differentiate`, to find bounds that make the sums exact integers. A CTA of
-`differentiate` takes up to 64 heads of one token, or all heads of a group of tokens (DESIGN.md), and the keys that they
-select, 64 at a time:
+`prepare` computes the terms of query rows and zeroes the sums; `differentiate` computes dq and the sums of the caches'
+gradients; `finish` rounds these sums. If deterministic, `weigh` runs before `differentiate`, to find bounds that make
+the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one token, or all heads of a group of tokens
+(DESIGN.md), and the keys that they select, 64 at a time:
 
-  warpgroup 0   gathers keys (gather.py), computes scores, P and dS (scores.py)
-  warpgroup 1   the terms of query rows (rows.py), then the keys' gradients (key_gradients.py), which it adds to the
-                sums in global memory (sums.py); its first warp also copies Q and dO
+  warpgroup 0          scores, P and dS (scores.py)
+  warpgroups 1 and 2   the keys' gradients (key_gradients.py), which they add to the sums in global memory (sums.py)
+  warps 12 to 15       gather keys; the first of them also copies Q and dO (gather.py)
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS, WORTH, 
 from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.key_gradients import KeyGradients
 from tsmla_kernels.sm90.sparse_backward.memory import (
-    COPY_WARP,
-    GATHER_ROWS,
+    ADDING_GROUPS,
+    COMPUTE_REGISTERS,
+    GATHER_WARP,
+    OTHER_REGISTERS,
     THREADS,
-    Barrier,
     Copies,
     Item,
     Keys,
     Mma,
     Operands,
     Saved,
-    Shared,
     Sums,
     Traits,
     Unions,
@@ -77,7 +77,7 @@ class SparseMlaBackward:
         self.rows = RowKernels(self.traits)
         self.gatherer = Gatherer(self.traits, self.traits.keys)
         self.products = Products(self.traits)
-        self.scorer = Scorer(self.traits, self.products, self.gatherer)
+        self.scorer = Scorer(self.traits, self.products)
         self.key_gradients = KeyGradients(self.traits, self.products)
         self.weigher = Weigher(self.traits, self.products)
         self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
@@ -94,9 +94,9 @@ class SparseMlaBackward:
         scales, out, lse, d_out, d_lse, d_q = (rest.pop(0) for _ in range(6))
         written = tuple(rest.pop(0) for _ in range(caches))
         sink_terms = rest.pop(0) if config.sinks else lse
-        kv_sum = rest.pop(0)
+        kv_sum, row_terms = rest.pop(0), rest.pop(0)
         unions = Unions(*[rest.pop() for _ in range(4)][::-1]) if config.tokens > 1 else Unions(*(indices,) * 4)
-        row_terms, row_weights, key_norms, key_bounds, key_counts = rest or (lse, lse, lse, indices, indices)
+        row_weights, key_norms, key_bounds, key_counts = rest or (row_terms, row_terms, indices, indices)
         sums = Sums(
             kv_sum=kv_sum, row_terms=row_terms, row_weights=row_weights, key_norms=key_norms, key_bounds=key_bounds,
             key_counts=key_counts,
@@ -111,10 +111,8 @@ class SparseMlaBackward:
         """Launch the kernels on `stream`."""
         x = self.named(tensors)
         sums = x.sums
-        saved = Saved(
-            out=x.out, lse=x.lse, d_out=x.d_out, d_lse=x.d_lse, sinks=x.sinks, scales=x.scales, sink_terms=x.sink_terms
-        )  # fmt: skip
-        rows = Int32(x.lse.shape[0]) * Int32(x.lse.shape[1])
+        saved = Saved(x.out, x.lse, x.d_out, x.d_lse, x.sinks, x.scales)
+        rows = Int32(sums.row_terms.shape[1])
         if const_expr(self.unions is not None):
             lengths = x.lengths if const_expr(self.config.lengths) else None
             unions = x.unions
@@ -122,7 +120,7 @@ class SparseMlaBackward:
                 stream,
                 UnionArrays(x.indices, lengths, unions.slots, unions.bits, unions.lengths, unions.token_lengths),
             )
-        self.prepare(saved, x.q, x.caches, sums, rows).launch(
+        self.prepare(saved, x.q, x.caches, sums, x.sink_terms).launch(
             grid=[(rows + CTA_ROWS - 1) // CTA_ROWS, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
         works = [self.alone(x)]
@@ -135,7 +133,7 @@ class SparseMlaBackward:
                     grid=[work.ctas, 1, 1], block=[WEIGH_THREADS, 1, 1], stream=stream, use_pdl=True
                 )
         for work in works:
-            self.differentiate(work.copies, work.keys, sums, saved, x.d_q, mma, work.heads, work.groups).launch(
+            self.differentiate(work.copies, work.keys, sums, x.scales, x.d_q, mma, work.heads, work.groups).launch(
                 grid=[work.ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
             )
         vectors = cutlass.Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // VECTOR)
@@ -171,16 +169,16 @@ class SparseMlaBackward:
         q: cute.Tensor,
         caches: tuple[cute.Tensor, ...],
         sums: Sums,
-        rows: Int32,
+        sink_terms: cute.Tensor,
     ):
-        """Run before the main kernel: zero the sums. If deterministic, also write the rows' terms and weights and the
-        lengths of the keys' values."""
+        """Run before the main kernel: write the rows' terms, and zero the sums. If deterministic, also write the rows'
+        weights and the lengths of the keys' values."""
         cute.arch.griddepcontrol_launch_dependents()
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_row = cta * CTA_ROWS + warp * WARP_ROWS
+        first_row, rows = cta * CTA_ROWS + warp * WARP_ROWS, sums.row_terms.shape[1]
+        self.rows.prepare_rows(saved, sums, sink_terms, first_row)
         if const_expr(self.config.deterministic):
-            self.rows.prepare_rows(saved, sums.row_terms, first_row, rows, Int32(0), False)
             for row in cutlass.range(first_row, cutlass.min(first_row + WARP_ROWS, rows), unroll=1):
                 self.rows.weigh_row(saved, q, sums, row)
             warps = ROW_THREADS // 32
@@ -210,18 +208,18 @@ class SparseMlaBackward:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        item, runs = self.item(keys, heads, WEIGH_BLOCK, groups)
+        item, length, runs = self.item(keys, heads, WEIGH_BLOCK, groups)
         if runs == 1:
             if group < WEIGH_STAGES:
                 self.weigher.run(sums, Float32(scales[0]), shared, partial, mma, item, group, groups)
             else:
                 if warp_idx == WEIGH_GATHER_WARP:
                     self.weigher.gatherer.copy_q(copies, shared, item)
-                self.weigher.gatherer.run(keys, sums, shared, item, warp_idx - WEIGH_GATHER_WARP, groups)
+                self.weigher.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP, groups)
 
     @cute.jit
     def item(self, keys: Keys, heads: Int32, block: cutlass.Constexpr[int], groups: cutlass.Constexpr[bool]):
-        """The work of this CTA in blocks of `block` keys, and whether it has work."""
+        """The work of this CTA in blocks of `block` keys, how many keys it has, and whether it has work."""
         cta = cute.arch.block_idx()[0]
         token, first_head, indices = Int32(0), cta * TILE_HEADS, cta
         if const_expr(not groups):
@@ -235,7 +233,7 @@ class SparseMlaBackward:
             length = cutlass.min(cutlass.max(given, 0), columns)
             if const_expr(self.config.tokens > 1):
                 runs = Int32(given >= 0)
-        return Item(token, heads, first_head, indices, length, (length + block - 1) // block), runs
+        return Item(token, heads, first_head, indices, (length + block - 1) // block), length, runs
 
     @cute.kernel
     def differentiate(
@@ -243,7 +241,7 @@ class SparseMlaBackward:
         copies: Copies,
         keys: Keys,
         sums: Sums,
-        saved: Saved,
+        scales: cute.Tensor,
         d_q: cute.Tensor,
         mma: Mma,
         heads: Int32,
@@ -254,7 +252,7 @@ class SparseMlaBackward:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         shared = shared_memory(utils.SmemAllocator().allocate(self.storage), self.config.tokens)
-        if warp_idx == COPY_WARP:
+        if warp_idx == GATHER_WARP:
             for copy in copies:
                 cpasync.prefetch_descriptor(copy.atom)
         if warp_idx == 0:
@@ -264,31 +262,23 @@ class SparseMlaBackward:
         cute.arch.sync_threads()
         if const_expr(self.config.tokens > 1):  # the lengths are made by a kernel that may not have ended
             cute.arch.griddepcontrol_wait()
-        item, runs = self.item(keys, heads, BLOCK, groups)
+        item, length, runs = self.item(keys, heads, BLOCK, groups)
         if const_expr(self.config.tokens == 1):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self.products.set_flags(mma)
         if runs == 1:
-            if group == 0:
-                scale = Float32(saved.scales[0])
-                self.scorer.run(keys, sums, scale, d_q, shared, mma, item, groups)
-            else:
-                if warp_idx == COPY_WARP:
+            if group == 1 + ADDING_GROUPS:
+                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+                if warp_idx == GATHER_WARP:
                     self.gatherer.copy_queries(copies, shared, item)
-                self.compute_terms(saved, shared, item, warp_idx - COPY_WARP)
-                self.key_gradients.run(sums, d_q, shared, mma, item)
-
-    @cute.jit
-    def compute_terms(self, saved: Saved, shared: Shared, item: Item, warp: Int32):
-        """Compute the terms of the tile's heads, in the second warpgroup, which has nothing else to do before the first
-        block's scores."""
-        base, end = item.token * item.heads + item.first_head, (item.token + 1) * item.heads
-        for part in cutlass.range(GATHER_ROWS // WARP_ROWS, unroll=1):
-            first_row = base + warp * GATHER_ROWS + part * WARP_ROWS
-            self.rows.prepare_rows(saved, shared.terms, first_row, end, base, True)
-        if item.blocks > 0:
-            cute.arch.barrier_arrive(barrier_id=Barrier.TERMS, number_of_threads=THREADS)
+                self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP, groups)
+            else:
+                cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+                if group == 0:
+                    self.scorer.run(sums, Float32(scales[0]), d_q, shared, mma, item, groups)
+                else:
+                    self.key_gradients.run(sums, d_q, shared, mma, item, group - 1)
 
     @cute.kernel
     def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):

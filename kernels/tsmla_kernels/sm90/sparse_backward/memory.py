@@ -13,16 +13,17 @@ from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HE
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
-GROUP_WARPS = 4  # warps of a warpgroup: the first gathers keys and computes scores, the second the keys' gradients
-COMPUTE_WARPS = 2 * GROUP_WARPS
-THREADS = 32 * COMPUTE_WARPS
-COPY_WARP = GROUP_WARPS  # the warp that copies Q and dO
-GATHER_WARPS = GROUP_WARPS
+ADDING_GROUPS = 2  # warpgroups that compute the keys' gradients, behind the one that computes scores
+COMPUTE_WARPS = 4 * (1 + ADDING_GROUPS)
+COMPUTE_THREADS = 32 * COMPUTE_WARPS
+GATHER_WARP = COMPUTE_WARPS  # the first of the warps that gather keys
+GATHER_WARPS = 4
 GATHER_ROWS = 16  # rows of a block that a warp gathers
+THREADS = 32 * (GATHER_WARP + GATHER_WARPS)
 SLOTS_KEPT = 3  # how many blocks' row indices are kept: gathering is at most two blocks ahead of the additions
-ACCUMULATORS = 2  # chunks of the keys' gradients in registers: one is added while the next one is computed
 COLUMN_TILE = 32  # columns of a block side by side in shared memory
-WIDE = 128  # columns of dQ that most WGMMAs compute
+COMPUTE_REGISTERS, OTHER_REGISTERS = 160, 32
+WIDE, NARROW = 128, 96  # columns of dQ that a WGMMA computes; for 224 the compiler finds too few registers
 
 
 class Barrier(IntEnum):
@@ -30,13 +31,12 @@ class Barrier(IntEnum):
 
     READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
-    SCORED = 5  # in the warpgroup of scores: what its threads have copied or stored lies in shared memory
-    TERMS = 6  # the terms of the tile's heads lie in shared memory
+    SCORED = 5  # in the warpgroup of scores: what its threads have stored lies in shared memory
     BOUNDED = 3  # in `weigh`, 3 and 4 for its two warpgroups: the partial sums of their warps lie in shared memory
 
 
 class Term(IntEnum):
-    """The three terms of a query row."""
+    """The three numbers that row_terms has for a query row."""
 
     LSE = 0  # -lse in base 2; -inf if the row saw no key
     SHARE = 1  # what the sink leaves of the weights, 1 / (1 + exp(sink - lse)), or 1; 0 if the row saw no key
@@ -78,8 +78,7 @@ class Copies(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of the forward pass, their cotangents, the sinks, the scales, and the array that gets the tokens'
-    shares of the sinks' gradient. Without sinks, other arrays stand for `sinks` and `sink_terms`."""
+    """The results of the forward pass, their cotangents, the sinks and the scales."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -87,7 +86,6 @@ class Saved(NamedTuple):
     d_lse: cute.Tensor
     sinks: cute.Tensor
     scales: cute.Tensor
-    sink_terms: cute.Tensor
 
 
 class Keys(NamedTuple):
@@ -112,7 +110,7 @@ class Unions(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The workspaces: see `backward_workspaces`. Unless deterministic, other arrays stand for all but kv_sum."""
+    """The workspaces: see `backward_workspaces`. Unless deterministic, other arrays stand for the last four."""
 
     kv_sum: cute.Tensor
     row_terms: cute.Tensor
@@ -123,12 +121,10 @@ class Sums(NamedTuple):
 
 
 class Mma(NamedTuple):
-    """The tiled MMAs. The `first` ones start a sum; the others add to one. held_dq takes dS from registers, dkv takes
-    P^T and dS^T from there."""
+    """The tiled MMAs. The `first` ones start a sum; the others add to one."""
 
     scores_first: cute.TiledMma
     scores: cute.TiledMma
-    held_dq: cute.TiledMma
     wide_dq: cute.TiledMma
     dq: cute.TiledMma
     dkv_first: cute.TiledMma
@@ -137,14 +133,13 @@ class Mma(NamedTuple):
 
 class Item(NamedTuple):
     """The work of a CTA: a token, how many heads it has and the first of the tile's, which row of the indices has the
-    keys, how many keys there are, and how many blocks of them. A group's heads are heads of token 0, which then has the
-    heads of all tokens, one token after the other."""
+    keys, and how many blocks of keys there are. A group's heads are heads of token 0, which then has the heads of all
+    tokens, one token after the other."""
 
     token: Int32
     heads: Int32
     first_head: Int32
     indices: Int32
-    length: Int32
     blocks: Int32
 
 
@@ -161,8 +156,7 @@ class ThreadIndex(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of the main kernel.
 
-    `keys` has one block of gathered rows. `keys_full` is a barrier of `weigh` alone: here the warpgroup that gathers
-    keys is the one that waits for them. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT]
+    `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT]
     has the row in kv_sum of each key, or -1 if it does not exist. `valid` [warp, token of the group, block %
     SLOTS_KEPT] has a bit for each of a gathering warp's rows, set if the row exists and the token selects it. `terms`
     [Term, head] has the terms of the tile's heads. If deterministic, `factors`, indexed as `rows`, has for each key
@@ -192,10 +186,11 @@ class Traits:
         self.element_bytes = self.dtype.width // 8
         self.head_dim = config.head_dim
         self.row_bytes = self.head_dim * self.element_bytes
-        # Columns of dQ: those of the warpgroup of scores, then those of the one that adds.
-        self.scorer_dq = (WIDE, WIDE)
-        self.adder_dq = (WIDE, self.head_dim - 3 * WIDE)
-        self.chunk_columns = COLUMN_TILE  # of the keys' gradient that are computed at once
+        # Columns of dQ: those of the warpgroup of scores, then those of each warpgroup that adds.
+        self.scorer_dq = (WIDE,)
+        self.adder_dq = (NARROW, (self.head_dim - WIDE) // ADDING_GROUPS - NARROW)
+        # Columns of the keys' gradient that a warpgroup computes at once: as many as there are registers for.
+        self.chunk_columns = COLUMN_TILE if self.head_dim > LATENT_DIM else 2 * COLUMN_TILE
         self.early_columns = (self.head_dim // 64 + 1) // 2 * 64  # of a block's keys: those that are copied first
         self.q = Block(TILE_HEADS, self.head_dim, COLUMN_TILE, TILE_HEADS)
         self.d_out = Block(TILE_HEADS, LATENT_DIM, COLUMN_TILE, TILE_HEADS)
@@ -216,6 +211,7 @@ def make_storage(traits: Traits) -> Any:
 
     fields: dict[str, Any] = {
         "queries_full": cute.struct.MemRange[Int64, 1],
+        "keys_full": cute.struct.MemRange[Int64, 2],
         "keys_empty": cute.struct.MemRange[Int64, 1],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS * traits.config.tokens], 16],
@@ -233,18 +229,18 @@ def make_storage(traits: Traits) -> Any:
 def shared_memory(storage: cute.struct, tokens: int) -> Shared:
     """Views of the allocated `storage`. tokens: how many a group has."""
     tensors = ("rows", "valid", "factors", "terms")
-    names = [name for name in Shared._fields if name not in (*tensors, "keys_full")]
-    pointers = {name: getattr(storage, name).data_ptr() for name in names}
+    pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in tensors}
     rows, factors = (
         x.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK))) for x in (storage.rows, storage.factors)
     )
     valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, tokens, SLOTS_KEPT)))
     terms = storage.terms.get_tensor(cute.make_layout((len(Term), TILE_HEADS), stride=(TILE_HEADS, 1)))
-    pointers["keys_full"] = pointers["keys_empty"]
     return Shared(rows=rows, valid=valid, factors=factors, terms=terms, **pointers)
 
 
 def init_mbarriers(shared: Shared) -> None:
     """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase."""
     cute.arch.mbarrier_init(shared.queries_full, 1)
+    for part in range(2):
+        cute.arch.mbarrier_init(shared.keys_full + part, 32 * GATHER_WARPS)
     cute.arch.mbarrier_init(shared.keys_empty, COMPUTE_WARPS)

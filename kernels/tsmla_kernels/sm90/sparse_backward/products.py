@@ -3,8 +3,8 @@
     S = Q K^T    P = exp(scale S - lse)    dP = dO V^T    dS = scale P (share dP + shift)
     dQ += dS K   dKV = dS^T Q + (share P)^T dO
 
-One warpgroup computes scores (scores.py), the other the keys' gradients (key_gradients.py). Each has a part of dQ's
-columns, in registers for all blocks.
+One warpgroup computes scores (scores.py); the others compute the keys' gradients (key_gradients.py). All have parts of
+dQ's columns, in registers for all blocks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
-from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+from cutlass.cute.nvgpu.warpgroup import Field
 from cutlass.utils import hopper_helpers as sm90
 
-from tsmla_kernels.sm90.operands import Block, operand_at, transposed
+from tsmla_kernels.sm90.operands import Block, operand, transposed
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS
 from tsmla_kernels.sm90.sparse_backward.memory import (
     COLUMN_TILE,
+    NARROW,
     WIDE,
     Item,
     Mma,
@@ -29,7 +30,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     ThreadIndex,
     Traits,
 )
-from tsmla_kernels.sm90.warp import transpose_quad, uniform
+from tsmla_kernels.sm90.warp import transpose_quad
 
 
 class Columns(NamedTuple):
@@ -37,19 +38,6 @@ class Columns(NamedTuple):
 
     first: int
     end: int
-
-
-class Addresses(NamedTuple):
-    """The addresses of operands in shared memory, in uniform registers, as WGMMA takes its descriptors from those."""
-
-    q: Int32
-    d_out: Int32
-    keys: Int32
-    ds: Int32
-
-
-def addresses(shared: Shared) -> Addresses:
-    return Addresses(*(uniform(x.toint()) for x in (shared.q, shared.d_out, shared.keys, shared.ds)))
 
 
 class Products:
@@ -61,26 +49,22 @@ class Products:
     def make_mmas(self) -> Mma:
         dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
 
-        def mma(
-            b_major: OperandMajorMode, rows: int, columns: int, source: OperandSource = OperandSource.SMEM
-        ) -> cute.TiledMma:
-            shape = (rows, columns)
-            return sm90.make_trivial_tiled_mma(dtype, dtype, k_major, b_major, Float32, (1, 1, 1), shape, source)
+        def mma(a_major: OperandMajorMode, b_major: OperandMajorMode, rows: int, columns: int) -> cute.TiledMma:
+            return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (1, 1, 1), (rows, columns))
 
         return Mma(
-            scores_first=mma(k_major, TILE_HEADS, BLOCK),
-            scores=mma(k_major, TILE_HEADS, BLOCK),
-            held_dq=mma(mn_major, TILE_HEADS, WIDE, OperandSource.RMEM),
-            wide_dq=mma(mn_major, TILE_HEADS, WIDE),
-            dq=mma(mn_major, TILE_HEADS, self.traits.adder_dq[-1]),
-            dkv_first=mma(mn_major, BLOCK, self.traits.chunk_columns, OperandSource.RMEM),
-            dkv=mma(mn_major, BLOCK, self.traits.chunk_columns, OperandSource.RMEM),
+            scores_first=mma(k_major, k_major, TILE_HEADS, BLOCK),
+            scores=mma(k_major, k_major, TILE_HEADS, BLOCK),
+            wide_dq=mma(k_major, mn_major, TILE_HEADS, WIDE),
+            dq=mma(k_major, mn_major, TILE_HEADS, NARROW),
+            dkv_first=mma(mn_major, mn_major, BLOCK, self.traits.chunk_columns),
+            dkv=mma(mn_major, mn_major, BLOCK, self.traits.chunk_columns),
         )
 
     def set_flags(self, mma: Mma) -> None:
         """Say which products add to their accumulators. Called once, before any role begins: a change while products
         run would serialise them."""
-        for products, adds in zip(mma, (False, True, True, True, True, False, True), strict=True):
+        for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
 
     @cute.jit
@@ -88,19 +72,18 @@ class Products:
         self,
         products: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
         acc: cute.Tensor,
-        queries: Int32,
+        queries: cute.Pointer,
         heads: cutlass.Constexpr[Block],
-        keys: Int32,
+        keys: cute.Pointer,
         block: cutlass.Constexpr[Block],
         columns: cutlass.Constexpr[Columns],
         t: ThreadIndex,
     ):
-        """Issue A B^T over some columns: A is the block `heads` at address `queries`, B has the rows of `block` at
-        address `keys`; both are in uniform registers."""
+        """Issue A B^T over some columns: A is the block `heads` at `queries`; B has the rows of `block`, at `keys`."""
         thr = products[0].get_slice(t.thread)
         of_keys = block._replace(columns=heads.columns)
-        a = products[0].make_fragment_A(thr.partition_A(operand_at(self.traits.dtype, queries, heads)))
-        b = products[0].make_fragment_B(thr.partition_B(operand_at(self.traits.dtype, keys, of_keys)))
+        a = products[0].make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), heads)))
+        b = products[0].make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, Int32(0), of_keys)))
         for k in cutlass.range_constexpr(columns.first // 16, columns.end // 16):
             product = products[0] if const_expr(k == 0) else products[1]
             cute.gemm(product, acc, a[None, None, k], b[None, None, k], acc)
@@ -116,27 +99,17 @@ class Products:
         return parts
 
     def issue_dq(
-        self,
-        dq: list[cute.Tensor],
-        mma: Mma,
-        widths: tuple[int, ...],
-        first: int,
-        held: cute.Tensor | None,
-        at: Addresses,
-        t: ThreadIndex,
+        self, dq: list[cute.Tensor], mma: Mma, widths: tuple[int, ...], first: Int32, shared: Shared, t: ThreadIndex
     ) -> None:
-        """Issue dQ += dS K for parts of these widths from column `first` on. held: the warpgroup's dS if it has it in
-        registers; then all widths are WIDE."""
+        """Issue dQ += dS K for parts of these widths from column `first` on."""
         block = self.traits.keys
         for acc, width in zip(dq, widths, strict=True):
-            products = mma.held_dq if held is not None else mma.wide_dq if width == WIDE else mma.dq
+            products = mma.wide_dq if width == WIDE else mma.dq
             thr = products.get_slice(t.thread)
-            address = at.keys + first * (block.pitch * self.traits.element_bytes)
-            keys = transposed(operand_at(self.traits.dtype, address, block._replace(columns=width)))
-            a = held
-            if held is None:
-                scores = operand_at(self.traits.dtype, at.ds, self.traits.scores)
-                a = products.make_fragment_A(thr.partition_A(scores))
+            offset = first * (block.pitch * self.traits.element_bytes)
+            keys = transposed(operand(self.traits.dtype, shared.keys, offset, block._replace(columns=width)))
+            scores = operand(self.traits.dtype, shared.ds, Int32(0), self.traits.scores)
+            a = products.make_fragment_A(thr.partition_A(scores))
             b = products.make_fragment_B(thr.partition_B(keys))
             for k in range(BLOCK // 16):
                 cute.gemm(products, acc, a[None, None, k], b[None, None, k], acc)
@@ -147,17 +120,18 @@ class Products:
         self,
         acc: cute.Tensor,
         products: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
-        a: cute.Tensor,
-        queries: Int32,
-        column: cutlass.Constexpr[int],
+        scores: cute.Pointer,
+        queries: cute.Pointer,
+        column: Int32,
         t: ThreadIndex,
     ):
-        """Issue A queries, a part of dKV, for the chunk of columns from `column` on. A is P^T or dS^T; `queries` is the
-        address of Q or dO, in a uniform register."""
+        """Issue scores^T queries, a part of dKV, for the chunk of columns from `column` on."""
         thr = products[0].get_slice(t.thread)
         columns = Block(TILE_HEADS, self.traits.chunk_columns, COLUMN_TILE, TILE_HEADS)
-        address = queries + column * (TILE_HEADS * self.traits.element_bytes)
-        of_queries = transposed(operand_at(self.traits.dtype, address, columns))
+        weights = transposed(operand(self.traits.dtype, scores, Int32(0), self.traits.scores))
+        a = products[0].make_fragment_A(thr.partition_A(weights))
+        offset = column * (TILE_HEADS * self.traits.element_bytes)
+        of_queries = transposed(operand(self.traits.dtype, queries, offset, columns))
         b = products[0].make_fragment_B(thr.partition_B(of_queries))
         for k in cutlass.range_constexpr(TILE_HEADS // 16):
             product = products[0] if const_expr(k == 0) else products[1]

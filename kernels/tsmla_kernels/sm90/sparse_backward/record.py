@@ -21,10 +21,10 @@ def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...
     sink_terms [T, H] are the tokens' shares of the gradient of the sinks, which is their sum over T.
     """
     names = ("kv_cache", "compressed_kv_cache") if config.two_caches else ("kv_cache",)
-    rows, of_heads = (None, None, config.head_dim), (None, None)
+    rows, row_terms = (None, None, config.head_dim), (None, None)
     lengths = (Operand("lengths", "int32", (None,), align=4),) if config.lengths else ()
     sinks = (Operand("sinks", "float32", (None,), align=4),) if config.sinks else ()
-    sink_terms = (Operand("sink_terms", "float32", of_heads, output=True, align=4),) if config.sinks else ()
+    sink_terms = (Operand("sink_terms", "float32", row_terms, output=True, align=4),) if config.sinks else ()
     workspaces = backward_workspaces(config, 1, 1, 1, 1)
     return (
         Operand("q", config.dtype, rows),
@@ -34,27 +34,27 @@ def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...
         *sinks,
         Operand("scales", "float32", (NUM_SCALES,), align=4),
         Operand("out", config.dtype, (None, None, LATENT_DIM)),
-        Operand("lse", "float32", of_heads, align=4),
+        Operand("lse", "float32", row_terms, align=4),
         Operand("d_out", config.dtype, (None, None, LATENT_DIM)),
-        Operand("d_lse", "float32", of_heads, align=4),
+        Operand("d_lse", "float32", row_terms, align=4),
         Operand("d_q", config.dtype, rows, output=True),
         *(Operand(f"d_{name}", config.dtype, rows, output=True, wide=True) for name in names),
         *sink_terms,
         Operand("kv_sum", workspaces["kv_sum"][1], (None, config.head_dim), output=True, wide=True),
+        Operand("row_terms", workspaces["row_terms"][1], (3, None), output=True),
         *(
             Operand(name, dtype, _SHAPES.get(name, (None,)), output=True)
-            for name, (_, dtype) in list(workspaces.items())[1:]
+            for name, (_, dtype) in list(workspaces.items())[2:]
         ),
     )
 
 
 _SHAPES: dict[str, tuple[int | None, ...]] = {
-    "row_terms": (3, None),
     "row_weights": (2, None),
     "union_slots": (None, None),
     "union_bits": (None, None),
 }
-"""The shapes of workspaces with two axes, except kv_sum."""
+"""The shapes of workspaces with two axes, except kv_sum and row_terms."""
 
 
 SPARSE_MLA_BACKWARD = Kernel(

@@ -1,5 +1,5 @@
-"""Device code for rows: the terms of query rows; the kernel before the main one, which zeroes the sums; the kernel
-after it, which writes the caches' gradients from their sums."""
+"""Device code of the kernels before and after the main kernel. The first writes the terms of query rows and zeroes the
+sums; the last writes the caches' gradients from their sums."""
 
 from __future__ import annotations
 
@@ -28,35 +28,23 @@ class RowKernels:
         self.traits = traits
 
     @cute.jit
-    def prepare_rows(
-        self,
-        saved: Saved,
-        terms: cute.Tensor,
-        first_row: Int32,
-        end: Int32,
-        base: Int32,
-        whole: cutlass.Constexpr[bool],
-    ):
-        """Compute, in one warp, the terms of WARP_ROWS query rows, and write those of row r to column r - base of
-        `terms`. `end`: the row behind the last one. whole: whether rows from `end` on get the terms of a row that sees
-        no key, and the others' shares of the sinks' gradient are written, too."""
+    def prepare_rows(self, saved: Saved, sums: Sums, sink_terms: cute.Tensor, first_row: Int32):
+        """Compute, in one warp, the terms of WARP_ROWS query rows."""
         lane = cute.arch.lane_idx()
-        heads, limit = saved.lse.shape[1], first_row + WARP_ROWS if const_expr(whole) else end
+        rows, heads = sums.row_terms.shape[1], saved.lse.shape[1]
         products = []
         for u in cutlass.range_constexpr(WARP_ROWS):
             product = Float32(0.0)
-            if first_row + u < end:
+            if first_row + u < rows:
                 product = self.partial_product(saved, first_row + u, lane)
             products.append(product)
         for u in cutlass.range_constexpr(WARP_ROWS):
             row, total = first_row + u, products[u]
             for offset in (16, 8, 4, 2, 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=offset)
-            if lane == 0 and row < limit:
+            if lane == 0 and row < rows:
                 token, head = row // heads, row % heads
-                row_lse = -Float32.inf
-                if row < end:
-                    row_lse = saved.lse[token, head]
+                row_lse = saved.lse[token, head]
                 lse, share, shift, sink_term = -Float32.inf, Float32(0.0), Float32(0.0), Float32(0.0)
                 if row_lse != -Float32.inf:
                     lse, share = -row_lse * LOG2_E, Float32(1.0)
@@ -66,11 +54,11 @@ class RowKernels:
                         inverse = cute.math.exp2((row_lse - saved.sinks[head]) * LOG2_E, fastmath=True)
                         sink_term = -total / (1.0 + inverse)
                     shift = saved.d_lse[token, head] - share * total
-                for term, value in ((Term.LSE, lse), (Term.SHARE, share), (Term.SHIFT, shift)):
-                    terms[Int32(term), Int64(row) - base] = value
-                if const_expr(self.traits.config.sinks and whole):
-                    if row < end:
-                        saved.sink_terms[token, head] = sink_term
+                sums.row_terms[Int32(Term.LSE), Int64(row)] = lse
+                sums.row_terms[Int32(Term.SHARE), Int64(row)] = share
+                sums.row_terms[Int32(Term.SHIFT), Int64(row)] = shift
+                if const_expr(self.traits.config.sinks):
+                    sink_terms[token, head] = sink_term
 
     @cute.jit
     def partial_product(self, saved: Saved, row: Int32, lane: Int32):

@@ -1,23 +1,21 @@
-"""The warpgroup that gathers keys and computes the scores of sparse_mla's gradient: S, dP, P and dS of each block, and
-some of dQ's columns."""
+"""The warpgroup that computes the scores of sparse_mla's gradient: S, dP, P and dS of each block, and some of dQ's
+columns."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, LATENT_DIM, TILE_HEADS
-from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.memory import (
+    COMPUTE_THREADS,
     GATHER_ROWS,
     SLOTS_KEPT,
-    THREADS,
     Barrier,
     Item,
-    Keys,
     Mma,
     Shared,
     Sums,
@@ -25,7 +23,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
     ThreadIndex,
     Traits,
 )
-from tsmla_kernels.sm90.sparse_backward.products import Addresses, Columns, Products, addresses
+from tsmla_kernels.sm90.sparse_backward.products import Columns, Products
 from tsmla_kernels.sm90.warp import release, store_matrices
 
 SCORES = BLOCK * TILE_HEADS // 128  # scores of a block that a thread has
@@ -34,13 +32,12 @@ SCORES = BLOCK * TILE_HEADS // 128  # scores of a block that a thread has
 class Scorer:
     """Device code of this warpgroup."""
 
-    def __init__(self, traits: Traits, products: Products, gatherer: Gatherer) -> None:
-        self.traits, self.products, self.gatherer = traits, products, gatherer
+    def __init__(self, traits: Traits, products: Products) -> None:
+        self.traits, self.products = traits, products
 
     @cute.jit
     def run(
         self,
-        keys: Keys,
         sums: Sums,
         scale: Float32,
         d_q: cute.Tensor,
@@ -53,14 +50,9 @@ class Scorer:
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
         t = ThreadIndex(Int32(0), thread, lane, (thread // 32) * 16 + lane // 4)
+        first = Int32(0)
         dq = self.products.make_dq(mma, self.traits.scorer_dq, t)
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        column = self.gatherer.first_column(warp)
-        slot = self.gatherer.slot_at(keys, item, column, groups)
-        bits = self.gatherer.bits_at(keys, item, column, groups)
-        if item.blocks > 0:
-            self.gatherer.start(keys, sums, shared, slot, bits, Int32(0), warp, groups)
-        at = addresses(shared)
+        self.load_terms(sums, item, shared, t)
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         of_block = mma.scores.get_slice(thread).partition_shape_C((TILE_HEADS, BLOCK))
         s, dp = (cute.make_rmem_tensor(of_block, Float32) for _ in range(2))
@@ -68,42 +60,41 @@ class Scorer:
         before = Columns(0, early)
         for block in cutlass.range(item.blocks, unroll=1):
             place = block % SLOTS_KEPT
-            # The slots of the next block are read while this block's keys arrive.
-            column += BLOCK
-            slot = self.gatherer.slot_at(keys, item, column, groups)
-            bits = self.gatherer.bits_at(keys, item, column, groups)
-            self.gatherer.arrived(1)
-            cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
+            cute.arch.mbarrier_wait(shared.keys_full, block & 1)
             warpgroup.fence()
-            self.issue_scores(s, dp, mma, at, before, before, t)
-            self.gatherer.arrived(0)
-            cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
-            self.issue_scores(s, dp, mma, at, Columns(early, self.traits.head_dim), Columns(early, LATENT_DIM), t)
-            if block == 0:
-                cute.arch.barrier(barrier_id=Barrier.TERMS, number_of_threads=THREADS)
+            self.issue_scores(s, dp, mma, shared, before, before, t)
+            cute.arch.mbarrier_wait(shared.keys_full + 1, block & 1)
+            self.issue_scores(s, dp, mma, shared, Columns(early, self.traits.head_dim), Columns(early, LATENT_DIM), t)
             warpgroup.wait_group(1)
             self.weigh(s, scale, shared, place, groups, t)
             warpgroup.wait_group(0)
             p, ds = self.probabilities(s, dp, scale, shared, t)
-            held = self.as_operand(ds, mma, t)
-            warpgroup.fence()
-            self.products.issue_dq(dq, mma, self.traits.scorer_dq, 0, held, at, t)
-            warpgroup.commit_group()
-            cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=THREADS)
+            cute.arch.barrier(barrier_id=Barrier.READ, number_of_threads=COMPUTE_THREADS)
             self.store_scores(p, ds, shared, t)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier_arrive(barrier_id=Barrier.WRITTEN, number_of_threads=THREADS)
+            cute.arch.barrier_arrive(barrier_id=Barrier.WRITTEN, number_of_threads=COMPUTE_THREADS)
+            cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
+            warpgroup.fence()
+            self.products.issue_dq(dq, mma, self.traits.scorer_dq, first, shared, t)
+            warpgroup.commit_group()
             warpgroup.wait_group(0)
             cute.arch.sync_warp()
             release(shared.keys_empty)
-            if block + 1 < item.blocks:
-                self.gatherer.start(keys, sums, shared, slot, bits, block + 1, warp, groups)
-        self.products.store_dq(dq, self.traits.scorer_dq, d_q, Int32(0), item, t)
+        self.products.store_dq(dq, self.traits.scorer_dq, d_q, first, item, t)
 
-    def as_operand(self, ds: cute.Tensor, mma: Mma, t: ThreadIndex) -> cute.Tensor:
-        """dS in registers as operand A: neighbouring groups of 8 keys of the accumulator are 16 of the operand."""
-        shape = mma.held_dq.get_slice(t.thread).partition_shape_A((TILE_HEADS, BLOCK))
-        return cute.make_tensor(ds.iterator, cute.make_layout(shape))
+    @cute.jit
+    def load_terms(self, sums: Sums, item: Item, shared: Shared, t: ThreadIndex):
+        """Copy the terms of the tile's heads to shared memory. Rows past the token's last head get those of a row that
+        sees no key."""
+        if t.thread < TILE_HEADS:
+            head = item.first_head + t.thread
+            row = Int64(item.token) * item.heads + head
+            for term in cutlass.range_constexpr(len(Term)):
+                value = -Float32.inf if const_expr(term == Term.LSE) else Float32(0.0)
+                if head < item.heads:
+                    value = sums.row_terms[Int32(term), row]
+                shared.terms[term, t.thread] = value
+        cute.arch.barrier(barrier_id=Barrier.SCORED, number_of_threads=128)
 
     @cute.jit
     def valid(
@@ -126,16 +117,16 @@ class Scorer:
         s: cute.Tensor,
         dp: cute.Tensor,
         mma: Mma,
-        at: Addresses,
+        shared: Shared,
         of_keys: cutlass.Constexpr[Columns],
         of_values: cutlass.Constexpr[Columns],
         t: ThreadIndex,
     ):
         """Issue S = Q K^T over some columns of the keys, and dP = dO V^T over some of the values, as two groups."""
         products, keys = (mma.scores_first, mma.scores), self.traits.keys
-        self.products.issue(products, s, at.q, self.traits.q, at.keys, keys, of_keys, t)
+        self.products.issue(products, s, shared.q, self.traits.q, shared.keys, keys, of_keys, t)
         warpgroup.commit_group()
-        self.products.issue(products, dp, at.d_out, self.traits.d_out, at.keys, keys, of_values, t)
+        self.products.issue(products, dp, shared.d_out, self.traits.d_out, shared.keys, keys, of_values, t)
         warpgroup.commit_group()
 
     @cute.jit

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.sparse_backward.bounds import ROUNDER, ROUNDER_BITS
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK
 from tsmla_kernels.sm90.sparse_backward.memory import COLUMN_TILE, Shared, Sums, ThreadIndex, Traits
 from tsmla_kernels.sm90.warp import transpose_quad
@@ -113,5 +112,6 @@ class Adder:
     def integers(self, first: Float32, second: Float32):
         """Two numbers rounded to integers, as the words of one integer of 64 bits: the second times 2^32, plus the
         first with its sign."""
-        low, high = ((x + ROUNDER).bitcast(Int32) - ROUNDER_BITS for x in (first, second))
+        low = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[first])
+        high = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[second])
         return low, high + (low >> 31)

@@ -30,7 +30,7 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
 )
 from tsmla_kernels.sm90.sparse_backward.products import Columns, Products
 from tsmla_kernels.sm90.storage import storage_of_fields
-from tsmla_kernels.sm90.warp import release, uniform
+from tsmla_kernels.sm90.warp import release
 
 WEIGH_BLOCK = 64  # keys of one step
 WEIGH_STAGES = 2  # buffers of keys, one for each compute warpgroup
@@ -112,8 +112,7 @@ class Weigher:
         mma.scores_first.set(Field.ACCUMULATE, False)
         mma.scores.set(Field.ACCUMULATE, True)
         heads = self.weights(sums, item, t)
-        rows = uniform((shared.keys + group * self.keys.elements).toint())
-        queries = uniform(shared.q.toint())
+        keys = shared.keys + group * self.keys.elements
         cute.arch.mbarrier_wait(shared.queries_full, 0)
         for step in cutlass.range((item.blocks - group + 1) // WEIGH_STAGES, unroll=1):
             place = (step * WEIGH_STAGES + group) % SLOTS_KEPT
@@ -123,7 +122,7 @@ class Weigher:
             acc = cute.make_rmem_tensor(shape, Float32)
             warpgroup.fence()
             columns = Columns(0, self.traits.head_dim)
-            self.products.issue(products, acc, queries, self.traits.q, rows, self.keys, columns, t)
+            self.products.issue(products, acc, shared.q, self.traits.q, keys, self.keys, columns, t)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             bounds = self.bounds(acc, heads, scale, shared, place, groups, t)

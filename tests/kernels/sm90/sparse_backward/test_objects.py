@@ -50,11 +50,10 @@ def test_workspaces_are_linear_in_tokens_and_slots() -> None:
     """No products of tokens and slots make any memory, and the columns of the indices do only for groups of tokens."""
     config = SPARSE_MLA_BACKWARD.from_options(PLAIN)
     shapes = backward_workspaces(config, 4096, 128, 2048, 131072)
-    assert shapes == {"kv_sum": ((131072, 576), "float32")}
+    assert shapes == {"kv_sum": ((131072, 576), "float32"), "row_terms": ((3, 4096 * 128), "float32")}
     config = SPARSE_MLA_BACKWARD.from_options(PLAIN | {"deterministic": "true"})
     shapes = backward_workspaces(config, 4096, 128, 2048, 131072)
     assert shapes["kv_sum"] == ((131072, 576), "int32") and shapes["row_weights"] == ((2, 4096 * 128), "float32")
-    assert shapes["row_terms"] == ((3, 4096 * 128), "float32")
     assert all(shapes[name][0] == (131072,) for name in ("key_norms", "key_bounds", "key_counts"))
     shapes = backward_workspaces(SPARSE_MLA_BACKWARD.from_options(PLAIN | {"num_heads": "16"}), 4096, 16, 2048, 131072)
     assert shapes["union_slots"] == ((1024, 7680), "int32") and shapes["union_bits"] == ((1024, 7680), "uint8")
