@@ -290,8 +290,8 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
         tile_rows=_tile_rows(spec),
         batch_invariant=spec.batch_invariant,
         dealt=not spec.batch_invariant and _has_many_tiles(spec),
-        # The scales of two plain caches and greatest logits leave no registers for it.
         whole=_whole(spec),
+        # The scales of two plain caches and greatest logits leave no registers for it.
         early_q=_has_many_tiles(spec) and not (spec.max_logits and spec.compressed and spec.cache.layout == "plain"),
     )
 
