@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tsmla_bridge.runtime.devices import capability
+
 _BLOCK = 256
 """Columns that one program of the kernel writes."""
 
@@ -55,10 +57,9 @@ def _join_by_torch(near: Columns, far: Columns, out: torch.Tensor, lengths: torc
         torch.add(per_token(far.lengths, tokens), window, out=lengths)
 
 
-@functools.cache
 def _may_signal(device: torch.device) -> bool:
     """Whether kernels of this device may let the next one begin: from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and capability(device.index)[0] >= 9
 
 
 @functools.cache
