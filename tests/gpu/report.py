@@ -25,7 +25,7 @@ from typing import Any
 
 PACKAGES = ("jax", "torch", "nvidia-cutlass-dsl", "tokenspeed-mla", "flashinfer-python", "nvidia-cudnn-frontend")
 LIMITS = {"bfloat16": 2.0**-6, "float16": 2.0**-8, "float32": 2e-3}
-"""Of the greatest difference over the greatest magnitude. Integers and bytes must be equal."""
+"""The legal greatest difference over the greatest magnitude, by dtype. Integers and bytes must be equal."""
 PATIENCE = 600
 """Seconds for one operation, which may compile several kernels."""
 
@@ -191,7 +191,7 @@ def versions() -> str:
 
 
 def in_a_process(name: str) -> str:
-    """What `check` found, or how its process failed: a fault of a kernel ends no other check."""
+    """The result of `check` in a process of its own, or how that failed: a fault of a kernel ends no other check."""
     command = [sys.executable, "-m", "tests.gpu.report", "--op", name, "--line"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)

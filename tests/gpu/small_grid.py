@@ -30,7 +30,7 @@ LATENT, ROPE, PAGE = 512, 64, 64
 FP8 = torch.float8_e4m3fn
 SCALE = 192**-0.5
 SIZES = (1.0, 2.0**17, 1.0, 1.0, 2.0**-12)
-"""Of tokens' bf16 queries: f16 has the range for some, and others must be scaled."""
+"""Factors of tokens' bf16 queries: f16 has the range for some, and others must be scaled."""
 MANY = 800
 """Tokens or requests: enough for several on every CTA of a GPU."""
 
@@ -294,7 +294,7 @@ def gradients(
 def prefill_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Those of q, k and v by mla_prefill."""
+    """The gradients of q, k and v by mla_prefill."""
     call = functools.partial(tsmla_bridge.mla_prefill, **options)
     return gradients(call, {"q": q, "k": k, "v": v}, dout, dlse)
 
@@ -302,7 +302,7 @@ def prefill_gradient(
 def prefill_kv_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Those of q, kv and k_rope by mla_prefill_kv. All heads share the rope columns of the first."""
+    """The gradients of q, kv and k_rope by mla_prefill_kv. All heads share the rope columns of the first."""
     call = functools.partial(tsmla_bridge.mla_prefill_kv, **options)
     kv, k_rope = torch.cat((k[..., :-ROPE], v), -1), k[:, 0, -ROPE:].contiguous()
     return gradients(call, {"q": q, "kv": kv, "k_rope": k_rope}, dout, dlse)
@@ -311,7 +311,7 @@ def prefill_kv_gradient(
 def sink_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **given: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Those of q, k, v and the sinks by mla_prefill; of out alone unless they are deterministic."""
+    """The gradients of q, k, v and the sinks by mla_prefill, from out alone unless they are deterministic."""
     dout, dlse = given.pop("dout"), given.pop("dlse")
     dlse = dlse if given["deterministic"] else None
     call = functools.partial(tsmla_bridge.mla_prefill, **given)
@@ -881,7 +881,7 @@ def bound(call: Call, index: int, result: torch.Tensor, on_gpu: bool) -> float:
 
 
 def wrong(call: Call, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], on_gpu: bool = False) -> list[str]:
-    """What of a call's results is not as the reference's, in words."""
+    """The results of a call that differ from the reference's, in words."""
     found = []
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         error, limit = apart(a, b), bound(call, i, b, on_gpu)

@@ -53,7 +53,7 @@ def assert_same_bits(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) 
 def failures(
     shapes: Sequence[tuple[int, int, int, int]], dtype: torch.dtype, kv_dtype: torch.dtype, threads: int, calls: int
 ) -> list[BaseException]:
-    """What went wrong in `calls` calls of each thread, of random shapes and scales, half of them with a workspace."""
+    """The errors of `calls` calls of each thread, of random shapes and scales, half of them with a workspace."""
     inputs = [arrays(*shape, dtype=dtype, kv_dtype=kv_dtype, seed=i) for i, shape in enumerate(shapes)]
 
     def attend(which: int, scale: float, workspace: Workspace | None = None) -> Sequence[torch.Tensor]:
@@ -65,7 +65,7 @@ def failures(
 
 
 def in_threads(attend: Attend, inputs: int, size: int, threads: int, calls: int) -> list[BaseException]:
-    """What went wrong in `calls` calls of each thread, half of them with a workspace of `size` bytes.
+    """The errors of `calls` calls of each thread, half of them with a workspace of `size` bytes.
 
     attend: a call on inputs of this number, below `inputs`, with this scale and workspace.
     """

@@ -180,7 +180,7 @@ def test_views_are_read_as_they_are() -> None:
 
 
 def test_the_current_stream_is_used() -> None:
-    """What is launched before on the same stream is seen, though it comes late."""
+    """The kernel sees a copy that was launched before it on the same stream, though the copy comes late."""
     q, cache, tables, lens = arrays(5, 1, 16, 9)
     want = attend(q, cache, tables, lens)
     stream, late = torch.cuda.Stream(), torch.zeros_like(q)

@@ -85,7 +85,7 @@ class Layer:
         return {"cute": (np.asarray(cache), *state), "reference": tuple(held)}
 
     def values(self, cache: Any) -> np.ndarray:
-        """What a cache holds, in float32."""
+        """The values of a cache, in float32."""
         if self.kind == "v4":
             rows = 64 * 576
             data = jnp.asarray(cache)[:, :rows].reshape(-1, 576)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 DIM = 128
 E4M3 = ml_dtypes.float8_e4m3fn
 STEP = 2.0**-12
-"""Of the sum of |weight| |q| |k| that the logits may be off by: fp8 WGMMA aligns 32 products to the largest of them."""
+"""The legal error of logits as a part of the sum of |weight| |q| |k|: fp8 WGMMA aligns 32 products to the largest."""
 
 
 class Problem(NamedTuple):

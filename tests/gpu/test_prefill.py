@@ -123,7 +123,7 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
 
 @pytest.mark.parametrize(("heads", "keys"), [(20, 200), (7, 9000), (10, 17000), (17, 5000)])
 def test_heads_in_sections(heads: int, keys: int) -> None:
-    """Of equal numbers of heads, and with fewer in the last; the second request's differ from the first's."""
+    """Sections of equally many heads, and a last one of fewer; those of the second request differ from the first's."""
     lens = ([300, 200], [keys, 250])
     args = arrays(*lens, heads=heads)
     assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))

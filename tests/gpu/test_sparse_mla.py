@@ -150,7 +150,7 @@ def test_few_tokens_of_many_sizes(front_end: str) -> None:
 @pytest.mark.parametrize("exponents", [(-23, -20), (-12, -2), (3, 6)])
 @pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 16", "e4m3 queries, H 64"])
 def test_scales_of_any_size(name: str, exponents: tuple[int, int]) -> None:
-    """Of packed rows: from 1e-7 to 100."""
+    """The scales of packed rows, from 1e-7 to 100."""
     case = case_of(name, exponents=exponents, seed=2)
     assert_right(through_torch(case), case)
 
@@ -172,7 +172,7 @@ def test_scales_that_are_no_powers_of_two(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["packed", "float8_e4m3fn"])
 def test_the_cases_of_the_reference(layout: str) -> None:
-    """Those of the reference's own tests that the kernel takes."""
+    """The cases of the reference's own tests that the kernel takes."""
     check_v32_layout("cute", layout)
 
 
