@@ -87,7 +87,7 @@ class Case:
 
     @staticmethod
     def text(point: Any) -> str:
-        """The text that `parse` takes."""
+        """The text of a point, from which `parse` makes the point again."""
         return point if isinstance(point, str) else ",".join(map(str, point))
 
     @classmethod
@@ -112,7 +112,7 @@ class Case:
         raise NotImplementedError
 
     def time(self, functions: dict[str, Run]) -> dict[str, float]:
-        """Microseconds of each."""
+        """Microseconds of each function, by name."""
         return time_all(functions, self.iterations)
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -49,7 +49,8 @@ def show_list() -> None:
 
 
 def compared(rows: list[dict[str, Any]]) -> tuple[str, float]:
-    """A point's times, and ours over the fastest peer's; NaN without one."""
+    """A point's times as text, and our time over the least of the others', a copy's among them; NaN if either is
+    missing."""
     us = {row.get("peer", harness.OURS): row["us"] for row in rows}
     us |= {"copy": rows[-1]["copy_us"]} if "copy_us" in rows[-1] else {}
     others = [time for name, time in us.items() if not name.startswith(harness.OURS)]

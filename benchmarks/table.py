@@ -31,7 +31,7 @@ class Point:
 
     @property
     def floor(self) -> float:
-        """Microseconds; ours where peers have floors of their own."""
+        """The least microseconds that the point can take; our own floor, if peers have others."""
         return float(self.rows[OURS]["floor_us"] if OURS in self.rows else self["floor_us"])
 
     def best(self, *peers: Any) -> float | None:
@@ -149,8 +149,8 @@ def provenance(rows: Sequence[Row]) -> str:
 
 
 def mean_and_worst(ratios: Iterable[float | None]) -> str:
-    """The geometric mean of ratios of times, the worst of them, and their number; of a single one that alone. Empty
-    without any; those that are None are left out."""
+    """The geometric mean of ratios of times, as "0.90 (worst 1.03, 30 points)", or "0.90 (1 point)" for a single ratio.
+    None is left out; the text is empty without ratios."""
     found = [ratio for ratio in ratios if ratio is not None]
     if not found:
         return ""

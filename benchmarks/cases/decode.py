@@ -109,7 +109,7 @@ class DecodeBf16(Case):
         return floor_us(2 * rows * keys * (2 * LATENT + ROPE), moved, self.dtype)
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        """rel_err of out (norm of the difference over norm) and, of ours, the greatest error of lse."""
+        """rel_err of out (norm of the difference over norm); for our functions also the greatest error of lse."""
         b, s, h, keys, lengths = self.point
         q, q_scale = self.q[self.all_modes.get(name, self.all_modes["tsmla"]).q]
         out, lse, errors = results[0].reshape(b, s, h, LATENT), results[1], Errors()

@@ -53,7 +53,7 @@ class Logits(Case):
         self.q, self.weights = randn(b * s, HEADS, DIM, dtype="float8_e4m3fn"), torch.randn(b * s, HEADS).to(device())
         self.lens = ints([keys] * b)
         self.offsets = ints(range(0, b * s + 1, s)) if s > 1 else None
-        self.seen = (keys - s + 1 + ints(range(s))).repeat(b)  # by each token
+        self.seen = (keys - s + 1 + ints(range(s))).repeat(b)  # keys that each token sees
         self.iterations = 20 if self.floor_us("") < 500 else 10
 
     @classmethod
@@ -103,7 +103,7 @@ class Logits(Case):
 
     def floor_us(self, name: str) -> float:
         b, s, keys = self.point
-        pairs = b * (s * keys - s * (s - 1) // 2)  # of a query token and a key that it sees
+        pairs = b * (s * keys - s * (s - 1) // 2)  # pairs of a query token and a key that it sees
         return floor_us(2 * pairs * HEADS * DIM, b * keys * ROW + pairs * 4, "fp8")
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:

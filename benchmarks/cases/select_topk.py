@@ -24,13 +24,12 @@ CHECKED_ELEMENTS = 1 << 26  # at once
 
 
 def is_exact(indices: Any, logits: Any, order: str) -> bool:
-    """Whether the indices [T, k] are those of the largest logits, of equal ones the lower position, and in `order`."""
+    """Whether each row of indices [T, k] names the largest logits (of equal logits the first), in `order`."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     step = max(1, CHECKED_ELEMENTS // logits.shape[1])
     for part, got in zip(logits.split(step), indices.split(step), strict=True):
         bits = (part + 0.0).view(torch.int32).long()
-        # These ascend with the floats, are unique, and of two equal floats the one at the lower position has the
-        # greater.
+        # These integers ascend with the floats and are unique: of two equal floats, the first has the greater integer.
         keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) * (1 << 31) - columns
         want = torch.topk(keys, got.shape[1]).indices
         if not torch.equal(got.long(), want.sort().values if order == "position" else want):

@@ -101,7 +101,7 @@ def cudnn_prefill(q: Any, k: Any, v: Any, batch: int, scale: float) -> Run:
     return run
 
 
-# ---- the gradient, of one request of [T, H, .] or, by FlashAttention-4, of several
+# ---- the gradient: of one request [T, H, .], or by FlashAttention-4 of several
 
 
 def cudnn_gradient(q: Any, k: Any, v: Any, d_out: Any, scale: float) -> Run:

@@ -34,7 +34,7 @@ point."""
 
 
 def write_summary(results: Path, page: Path) -> str:
-    """Write our times over the fastest others', a line a record, between the page's comments, if it has them."""
+    """Write a line for each record, our time over the fastest other's, between the page's comments, if it has them."""
     known = {record.name: record for record in RECORDS if record.folder == results.name}
     lines = []
     for what, name, others_, ratio in SUMMARY:

@@ -194,7 +194,7 @@ def sparse_prefill() -> tb.Record:
                 h: tb.mean_and_worst(p.ratio(OURS, "flashmla") for p in points if p["h"] == h)
                 for h in sorted({point["h"] for point in points})
             }
-            said += f"tsmla's time over FlashMLA's {everywhere}, geometric mean; "
+            said += f"tsmla's time over FlashMLA's: {everywhere}, geometric mean; "
             said += ", ".join(f"{h} heads {each}" for h, each in by_heads.items() if each)
             said += ". FlashMLA reads a bf16 copy of the keys, and has its queries padded to 64 or 128 heads. "
         if copies := [us for point in points if (us := point.us("widen"))]:

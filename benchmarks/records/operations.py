@@ -43,7 +43,7 @@ def indexer_record(
 def logits() -> tb.Record:
     def caption(loaded: tb.Loaded) -> str:
         ratios = tb.mean_and_worst(point.ratio(OURS, "deep_gemm") for point in loaded.points)
-        said = f"tsmla's time over DeepGEMM's {ratios}, geometric mean. 64 heads of 128, e4m3. "
+        said = f"tsmla's time over DeepGEMM's: {ratios}, geometric mean. 64 heads of 128, e4m3. "
         return said + tb.provenance(loaded.rows)
 
     columns = (NAME, tb.FLOOR, tb.time("DeepGEMM", "deep_gemm"), tb.our_time(),
@@ -59,7 +59,7 @@ def topk() -> tb.Record:
     def caption(loaded: tb.Loaded) -> str:
         ratios = tb.mean_and_worst(point.ratio(OURS, *TOPK) for point in loaded.points)
         said = (
-            f"tsmla's time over the best peer's {ratios}, geometric mean. The {loaded.rows[0]['k']} largest, ours in "
+            f"tsmla's time over the best peer's: {ratios}, geometric mean. The {loaded.rows[0]['k']} largest, ours in "
         )
         return f"{said}ascending positions. {tb.provenance(loaded.rows)}"
 
@@ -103,7 +103,7 @@ def selection() -> tb.Record:
     def caption(loaded: tb.Loaded) -> str:
         points, first = loaded.points, loaded.rows[0]
         mean = tb.mean_and_worst(map(over_sum, points))
-        said = f"tsmla's time over the sum of DeepGEMM's and the fastest top-k's {mean}, "
+        said = f"tsmla's time over the sum of DeepGEMM's and the fastest top-k's: {mean}, "
         if one := tb.mean_and_worst(over_sum(point) for point in points if point["s"] == 1):
             said += f"with one token a request {one}, "
         said += "over our two kernels one after the other, which are given the rows' lengths and keep all logits, "
@@ -193,7 +193,7 @@ def sparse_layer() -> tb.Record:
 
     def caption(loaded: tb.Loaded) -> str:
         ratios, first = tb.mean_and_worst(point.ratio(ours, theirs) for point in loaded.points), loaded.rows[0]
-        compared = f"tsmla's time over theirs {ratios}, geometric mean. " if ratios else ""
+        compared = f"tsmla's time over theirs: {ratios}, geometric mean. " if ratios else ""
         return (
             f"A decode step of a V3.2 layer without its projections, {first['keys']:,} keys a request, {first['k']:,} "
             f"of them selected, microseconds by the GPU's clock: ours one function of jax, the engines' kernels one "
@@ -303,8 +303,8 @@ def fp8_products() -> tb.Record:
         said = ", ".join(f"{kind} {ratios}" for kind, ratios in compared.items() if ratios)
         over = f"Times of {said}, geometric means. " if said else ""
         return (
-            "Products with e4m3 weights, microseconds: of activations in e4m3, and exact ones of bf16. Of "
-            "experts both products, and for ours what is between them. cuBLAS multiplies bf16 with "
+            "Products with e4m3 weights, microseconds: of activations in e4m3, and exact ones of bf16. A point of "
+            "experts has both of their products, and ours also what is between them. cuBLAS multiplies bf16 with "
             f"weights that were widened before. {over}{tb.provenance(loaded.rows)}"
         )
 

@@ -126,7 +126,8 @@ class Gradient:
         self.keys = index.weights.new_zeros((index.cache.shape[0] * index.cache.shape[1], index.cache.shape[2]))
 
     def add(self, block: Block, keys: torch.Tensor, dots: torch.Tensor, d_logits: torch.Tensor) -> None:
-        """Add what the block's logits with the cotangent d_logits [t, C], 0 where there is no key, bring."""
+        """Add the block's part of the gradients. d_logits [t, C]: the cotangent of its logits, 0 where there is no
+        key."""
         tokens = block.tokens
         self.weights[tokens] += torch.matmul(dots.relu(), d_logits[..., None])[..., 0]
         d_dots = (self.index.weights[tokens][..., None] * d_logits[:, None]).masked_fill(dots <= 0, 0)

@@ -1,4 +1,4 @@
-"""JAX functions on torch tensors, and arrays of one as those of the other: by DLPack, without a copy.
+"""JAX functions on torch tensors, and the arrays of each library as the other's: by DLPack, without a copy.
 
 Both directions are ordered on the device: work launched on torch's current stream before an array is handed over is
 done before jax reads it, and the other way round. The host never waits. jax is imported at the first use.

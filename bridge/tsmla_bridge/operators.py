@@ -38,7 +38,7 @@ _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.Tran
 
 def is_traced(*values: Any, derivatives: bool = True) -> bool:
     """Whether a call on these must be seen as one operator: a dispatch mode or torch.vmap is active, or one of the
-    tensors (a pair counts as its first) is of another class (a fake tensor, say), has no memory, or (unless
+    tensors (of a pair, the first one) is of another class (a fake tensor, say), has no memory, or (unless
     derivatives=False) is on a GPU and asks for a derivative."""
     if _watching() or ((transformation := _transformation()) is not None and transformation.key() == _VMAP):
         return True

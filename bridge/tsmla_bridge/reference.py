@@ -54,7 +54,8 @@ def mla_decode(
             stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
-        # NaN in a key that some queries don't see is in the scores of those that do, and in no product with values.
+        # A NaN in a key reaches the queries that see it through their scores. As a value it is 0, because a weight of 0
+        # times NaN would bring it to all other queries.
         latents = keys[:, None, : spec.latent_dim]
         latents = torch.where(latents.isfinite(), latents, 0)
         found = _attend(rows[mine].to(dtype), keys[:, None], latents, visible, logit_scale, out_scale)

@@ -507,9 +507,9 @@ def generate_mesh(folder: str) -> tb.Record:
         )
         return (
             f"Milliseconds on several GPUs, random weights: a step, of texts of {loaded.rows[0]['context']} tokens "
-            f"where none is said, or a whole prompt; B is that of all GPUs, and the floor that of one. Several copies "
-            f"of a model (data) are beside one GPU with the texts of one copy, split experts and split keys (context) "
-            f"beside one with all texts. {profiled}{tb.provenance(loaded.rows)}"
+            f"unless a row says another length, or a whole prompt. B counts the texts of all GPUs; the floor is one "
+            f"GPU's. Several copies of a model (data) are compared with one GPU that has the texts of one copy, split "
+            f"experts and split keys (context) with one GPU that has all texts. {profiled}{tb.provenance(loaded.rows)}"
         )
 
     return tb.Record("generate", "", (), caption, short=short, folder=folder, part=part)

@@ -306,8 +306,8 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(tmp_path: Path) -> 
     put(tmp_path, "select_topk", topk)
     assert written(with_markers(tmp_path, "indexer_logits", "select_topk")) == 0
     readme, folder = page_of(tmp_path), tmp_path / "benchmarks" / "figures"
-    assert "old" not in readme and "DeepGEMM's 0.80 (worst 0.80, 2 points)" in readme
-    assert "the best peer's 0.50 (1 point)" in readme and "The 2048 largest" in readme
+    assert "old" not in readme and "DeepGEMM's: 0.80 (worst 0.80, 2 points)" in readme
+    assert "the best peer's: 0.50 (1 point)" in readme and "The 2048 largest" in readme
     page = (folder / "indexer_logits.md").read_text()
     assert "| 1, 2, 8192 | 5.0 | 10.0 | **8.0** | 0.80 | 62% |" in page and "| 1, 4096, 8192, prefill |" in page
     page = (folder / "select_topk.md").read_text()
@@ -325,7 +325,7 @@ def test_the_selection_is_compared_with_the_peers_two_kernels(tmp_path: Path) ->
     put(tmp_path, "indexer_topk", rows)
     assert written(with_markers(tmp_path, "indexer_topk")) == 0
     readme = page_of(tmp_path)
-    assert "fastest top-k's 0.50 (1 point), with one token a request 0.50" in readme
+    assert "fastest top-k's: 0.50 (1 point), with one token a request 0.50" in readme
     assert "keep all logits, 1.20 (1 point)" in readme
     page = (tmp_path / "benchmarks" / "figures" / "indexer_topk.md").read_text()
     assert "| 8, 1, 8192 | 2.0 | 24.0 | 10.0 | **12.0** | 0.50 | 1.20 | 13.0 |" in page
@@ -343,7 +343,7 @@ def test_sparse_prefill_is_compared_by_heads(tmp_path: Path) -> None:
     put(tmp_path, "sparse_mla_prefill", rows)
     assert written(with_markers(tmp_path, "sparse_mla_prefill")) == 0
     readme = page_of(tmp_path)
-    assert "FlashMLA's 0.77 (worst 1.20, 2 points), geometric mean" in readme  # sqrt(0.5 * 1.2)
+    assert "FlashMLA's: 0.77 (worst 1.20, 2 points), geometric mean" in readme  # sqrt(0.5 * 1.2)
     assert "16 heads 0.50 (1 point), 64 heads 1.20 (1 point)" in readme
     assert "takes 62 to 62 us, which are not in its time" in readme and "fp8 queries take 0.80 (" in readme
     assert "| 4096, 16, V3.2, random keys | 20.0 | 100.0 | **50.0** | 0.50 | 40% | 40.0 |" in readme
@@ -362,7 +362,7 @@ def test_a_sparse_layer_is_shown_by_step(tmp_path: Path) -> None:
     assert written(with_markers(tmp_path, "sparse_layer")) == 0
     readme = page_of(tmp_path)
     assert "32,768 keys a request, 2,048 of them selected" in readme
-    assert "tsmla's time over theirs 0.50 (1 point)" in readme
+    assert "tsmla's time over theirs: 0.50 (1 point)" in readme
     assert "| 1, 16 | - | **40.0** | - | - | 60.0 |" in readme
     assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 120.0 | 60.0 |" in readme
     assert is_png(tmp_path / "benchmarks" / "figures" / "sparse_layer.png")

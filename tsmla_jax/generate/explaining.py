@@ -149,7 +149,7 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
       dtype: the dtype of the activations.
 
     Returns:
-      One choice, none for a model without experts; one for each kind of weights where layers have different ones.
+      One choice for each kind of weights that layers have; no choice for a model without experts.
     """
     found: dict[str, Choice] = {}
     parts = (layer.get(name, {}) for layer in params["layers"] for name in EXPERT_PARTS)

@@ -100,7 +100,7 @@ class Replica:
 
 def fill_prompts(prompts: Prompts, parts: Sequence[Part]) -> dict[int, Text]:
     """Writes parts of prompts into one replica's arrays (`step.no_prompts`). Returns the texts whose prompts end in
-    this step, by their index in the step, which gives each its first token.
+    this step, by their index in the step; the step makes the first token of each.
     """
     whole: dict[int, Text] = {}
     end = 0

@@ -368,8 +368,8 @@ def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) 
     def part(first: jax.Array, count: jax.Array, kv_lens: jax.Array, *, causal: bool) -> Results:
         """The results of `count` queries of each row from `first` on; those of the others are 0 and -inf.
 
-        A row is four requests: the queries before `first` without keys, these with the row's keys, the queries behind
-        without keys, and the padding's keys without queries."""
+        A row is four requests: the queries before `first` without keys, the `count` queries with the row's keys, the
+        later queries without keys, and the padding's keys without queries."""
         zero, end = jnp.zeros_like(first), jnp.full_like(first, num_queries)
         starts_q = jnp.stack([zero, first, first + count, end], axis=1) + every[:-1, None] * num_queries
         starts_kv = jnp.stack([zero, zero, kv_lens, kv_lens], axis=1) + every[:-1, None] * num_keys

@@ -270,7 +270,8 @@ def choose_up_by_kernel(
 
 
 def router_logits(x: jax.Array, router: jax.Array, *, norm: Norm | None = None) -> jax.Array:
-    """The RMS norm of x [T, C] times the transpose of router [E, C]: f32 [T, E], with the error of f32."""
+    """x [T, C], after the RMS norm if there is one, times the transpose of router [E, C]: f32 [T, E], with the error of
+    f32."""
     spec = RouterSpec(x.shape[0], x.shape[1], router.shape[0], None if norm is None else norm.eps)
     if why_not_dtypes(x, norm=norm) or router.dtype != jnp.float32 or record.FEW_TOKEN_ROUTER.reasons(spec):
         normed = x if norm is None else rms_norm(x, *norm)

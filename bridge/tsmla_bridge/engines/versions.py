@@ -54,7 +54,7 @@ ENGINES = (VLLM, SGLANG)
 @dataclass(frozen=True)
 class Found:
     """An engine, for `tsmla doctor`. version: None where it isn't installed. status: whether that version was
-    tested, in words. flags, sparse_flags: as of the Engine."""
+    tested, in words. flags, sparse_flags: the Engine's."""
 
     engine: str
     version: str | None

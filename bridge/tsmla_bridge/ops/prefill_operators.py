@@ -31,10 +31,11 @@ class Asked(NamedTuple):
 class Form(NamedTuple):
     """One of the two operations.
 
-    name: of the operation. inputs: the class of its tensors. spec: of (inputs, options, scales by name). run: of a
-    checked call (spec, inputs, pair, implementation, return_lse, out, lse, max_logits), the results. gradients: of
-    (inputs, pair, options, saved). value_width: of q and the two other inputs, out's last axis. run_eagerly: run, for
-    calls past the operators, which may take views that these don't; None: `run` itself.
+    name: the operation's name. inputs: the class of its tensors. spec: makes the spec from (inputs, options, scales by
+    name). run: makes the results of a checked call from (spec, inputs, pair, implementation, return_lse, out, lse,
+    max_logits). gradients: makes the gradients from (inputs, pair, options, saved). value_width: finds out's last axis
+    from the first three inputs. run_eagerly: `run` for calls past the operators, which may take views that the
+    operators don't; None is `run` itself.
     """
 
     name: str
@@ -110,7 +111,7 @@ def register(form: Form) -> Operators:
         return all_gradients(form.gradients(inputs, pair, options, Saved(out, lse, dout, dlse)))
 
     def all_gradients(found: Gradients) -> tuple[torch.Tensor, ...]:
-        """The gradients as an operator returns them: that of sinks that aren't there has no elements."""
+        """The gradients as an operator returns them; without sinks, their gradient is a tensor without elements."""
         return *found[:3], found.first.new_empty(0) if found.sinks is None else found.sinks
 
     names = form.inputs._fields  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ def choose(
 
     Returns:
       experts [T, K + S] i32 and their weights [T, K + S] f32: the routed ones, the greatest choice first, ties by the
-      expert's index; a choice that is no number comes before all others, and one of -inf behind them, as in
+      expert's index; a choice of NaN comes before all others, and one of -inf after them, as in
       `jax.lax.top_k`: K different experts, however many choices are finite. Then the shared ones, E to E + S - 1, with
       weight 1. All experts of padding are E + S.
     """
@@ -141,8 +141,8 @@ def _scores(logits: jax.Array, scoring: str) -> jax.Array:
 
 
 def _order(choice: jax.Array) -> jax.Array:
-    """Integers in the order of these floats, greater than _NEVER: what is no number is the greatest, so that it shows
-    in the result."""
+    """Integers in the order of these floats, all greater than _NEVER. NaN becomes the greatest, so that it shows in the
+    result."""
     bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(choice), jnp.nan, choice), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -154,7 +154,7 @@ def _first_greatest(order: jax.Array, lanes: jax.Array) -> jax.Array:
 
 def _limit_to_groups(choice: jax.Array, lanes: jax.Array, size: int, form: Choice, best: int) -> jax.Array:
     """-inf outside the best groups, which have `size` experts each. A group counts as its best expert or, if `best` is
-    2, as the sum of its best two, and as infinite where that is no number."""
+    2, as the sum of its best two, and as infinite if that is NaN."""
     groups = jnp.arange(pl.next_power_of_2(form.groups), dtype=jnp.int32)
     owner = lanes // size
     belongs = owner[None, :] == groups[:, None]

@@ -102,8 +102,8 @@ def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
 
 
 def product(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
-    """x [..., K] times the matrix of that name of a layer: [..., *O] of [K, *O], or [..., N] of a folded layer's
-    [N, K]. Folded layers have an in_proj."""
+    """x [..., K] times the layer's matrix `name`: [..., *O] if the matrix is [K, *O], or [..., N] if the layer is
+    folded and the matrix [N, K]. Folded layers have an in_proj."""
     return linear(x, params[name]) if "in_proj" in params else contract(x, params[name])
 
 

@@ -188,7 +188,7 @@ def _load(ref: Any, begin: Any, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _earlier(own: jax.Array, group: jax.Array, others: jax.Array, other_groups: jax.Array) -> jax.Array:
-    """1 where one of the others comes before an own pair and has its group: [own, others]."""
+    """[own, others]: 1 where the other pair comes before the own pair and has the same group, else 0."""
     return ((other_groups[None, :] == group[:, None]) & (others[None, :] < own[:, None])).astype(jnp.int32)
 
 
@@ -203,16 +203,16 @@ def _rank(groups_ref: Any, ranks_ref: Any) -> None:
 
 
 def _place(sizes: _Sizes, groups_ref: Any, *refs: Any) -> None:
-    """The places of some pairs, the groups of the blocks that they begin, and some blocks without rows. refs: the ranks
-    of all pairs, if one program doesn't have them all, and the results."""
+    """Write the rows and places of this program's pairs, the groups of the blocks that these pairs begin, and its share
+    of the blocks without rows. refs: the ranks of all pairs, if there are several programs, and the results."""
     *ranks_ref, rows_ref, block_groups_ref, places_ref = refs
     num_groups, block, most, size = sizes
     pairs, count = groups_ref.shape[0], block_groups_ref.shape[0]
     own, group = _load(groups_ref, pl.program_id(0) * size, size)
 
     def begun(others: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which of the others begin a block, as 1 and 0: a block of a group before an own pair's [own, others], and any
-        block."""
+        """Which of the other pairs begin a block, as 1 and 0: [own, others] for blocks of a group before the own pair's
+        group, and [others] for blocks of any group."""
         first = (others >= 0) & (others < num_groups) & (ranks % block == 0)
         return (first[None, :] & (others[None, :] < group[:, None])).astype(jnp.int32), first.astype(jnp.int32)
 

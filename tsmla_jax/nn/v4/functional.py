@@ -117,7 +117,7 @@ def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
     norms and ropes, so it has no derivative, is not partitioned automatically, can't be exported, and runs under
     `jax.shard_map` with check_vma=False. The last axis of every matrix is the one that a product sums over: o_a_proj is
     [G, o_rank, H D / G], the others are [N, K]. in_proj [rank + D + Hi, E] joins all matrices that multiply x, except
-    the compressors'; each compressor has its two as NAME_rows_proj [2 W, E].
+    the compressors'; the two matrices of each compressor are joined in NAME_rows_proj [2 W, E].
     """
     folded = dict(params)
     folded["in_proj"] = cast(jax.Array, joined_rows([rows_of(folded.pop(name)) for name, _ in _inputs(config)]))

@@ -80,8 +80,8 @@ def flash_mla_with_kvcache(
     """Attention of the last S query tokens of each request over its latent cache.
 
     Args:
-      q: [B, S, H, D], float16 or bfloat16, or float8_e4m3fn over a dense cache of that dtype. One with gaps between
-        tokens is copied first; the cache never is.
+      q: [B, S, H, D], float16 or bfloat16, or float8_e4m3fn over a dense cache of that dtype. A q with gaps between
+        tokens is copied first; the cache is never copied.
       k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn.
       block_table: [B, M] int32, pages of each request in order. cache_seqlens: [B] int32; 0 is legal.
       head_dim_v: L, the leading columns that are values.

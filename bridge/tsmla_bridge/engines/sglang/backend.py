@@ -128,7 +128,7 @@ class TsmlaBackend(AttentionBackend):
 
     # Tables are sized by the longest context, and lengths are read on the device.
     needs_cpu_seq_lens: bool = False
-    has_scaled_queries: ClassVar[bool] = False  # of any model in this process
+    has_scaled_queries: ClassVar[bool] = False  # whether any model of this process has them
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class TsmlaBackend(AttentionBackend):
         self.num_heads: int = config.num_attention_heads // parallel.attn_tp_size
         # Decode context parallelism: key i of a request is key i // world of rank i % world.
         self.deal = Deal(parallel.attn_dcp_size, parallel.attn_dcp_rank, 1)
-        # Prompts that are attended absorbed have one kernel: the bound on their lengths is no part of a result.
+        # Prompts in the absorbed form have one kernel: the bound on their lengths does not change a result.
         self.longest = 1 << (max(1, self.max_context_len) - 1).bit_length()
         self.forward_metadata: Metadata | None = None
         self._check(runner)
@@ -180,8 +180,9 @@ class TsmlaBackend(AttentionBackend):
             raise NotImplementedError(f"{contract.not_runnable('mla_decode', 'cute', reasons)}{said}")
 
     def _check_model(self, config: Any) -> None:
-        """ValueError or NotImplementedError for a model whose layers attend to other keys than all, which SGLang leaves
-        to the backend. One with an indexer would run without it: the backend has no metadata for that."""
+        """ValueError or NotImplementedError for a model with layers that don't attend to all keys: SGLang leaves that
+        check to the backend. A model with an indexer would run without its indexer, for which the backend has no
+        metadata."""
         if any(map(is_deepseek_dsa, _hf_configs(config))):
             raise ValueError(
                 f"--attention-backend {NAME}: got a model with DeepSeek's sparse attention (V3.2, GLM-5); pass"
@@ -190,7 +191,7 @@ class TsmlaBackend(AttentionBackend):
         latent_dim = getattr(config, "swa_kv_lora_rank", self.latent_dim)
         if getattr(config, "is_hybrid_swa", False) or latent_dim != self.latent_dim:
             raise NotImplementedError(
-                f"--attention-backend {NAME}: got a model with layers of a sliding window; all layers' are full"
+                f"--attention-backend {NAME}: got a model with sliding windows; legal: layers that attend to all keys"
             )
 
     def _check_call(self, layer: Any, others: dict[str, Any]) -> None:
@@ -457,7 +458,7 @@ class TsmlaBackend(AttentionBackend):
         results: Results = mla_prefill.mla_prefill(  # type: ignore[call-overload]  # mypy expands no bool
             q.view(-1, heads, layer.head_dim).contiguous(),
             k.view(-1, heads, layer.head_dim).to(q.dtype).contiguous(),
-            v.view(-1, heads, layer.v_head_dim).to(q.dtype),  # read where it lies, in a wider tensor too
+            v.view(-1, heads, layer.v_head_dim).to(q.dtype),  # may be columns of a wider tensor
             cu_seqlens_q=metadata.cu_seqlens_q,
             cu_seqlens_kv=starts.to(torch.int32),
             max_q_len=metadata.max_q_len,

@@ -35,7 +35,8 @@ def tokenspeed_mla_prefill(
     """Attention of packed requests with their own packed keys.
 
     Args:
-      query: [Tq, H, K], bfloat16, float16 or float8_e4m3fn. One with gaps (a half of a wider tensor) is copied first.
+      query: [Tq, H, K], bfloat16, float16 or float8_e4m3fn. A query with gaps (a half of a wider tensor) is copied
+        first.
       key, value: [Tk, H, K] and [Tk, H, V] in query's dtype; copied as query is.
       seq_lens, batch_size: ignored; cum_seq_lens says both.
       cum_seq_lens: [B + 1], row where each request's keys start, and the end.

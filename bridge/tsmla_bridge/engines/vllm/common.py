@@ -69,7 +69,7 @@ class HopperBackend(MLACommonBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
         """The sizes of pages. vLLM takes a block as one page where it can, and else the largest of these that divides
-        it; so of a larger block, where vLLM (0.32 and later) says which, none above the best is offered."""
+        it; so if vLLM says that the block is larger (0.32 and later), no size above the best is offered."""
         block = None if kv_cache_spec is None else kv_cache_spec.block_size
         if block is None or block in PAGE_SIZES or block % PAGE_SIZES[0]:
             return list(PAGE_SIZES)

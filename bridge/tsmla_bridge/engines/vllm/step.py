@@ -16,7 +16,8 @@ Value = TypeVar("Value")
 
 class OncePerStep:
     """Values of one step, each made by the first layer that asks for it. They are made on the device from the engine's
-    own buffers, so that a CUDA graph makes them anew at every replay; a capture never takes those of another."""
+    own buffers, so that a CUDA graph makes them anew at every replay; a capture never takes another capture's
+    values."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
