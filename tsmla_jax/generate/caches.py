@@ -7,6 +7,7 @@ states of its compressors, as much for a short text as for a long one: each text
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,6 +147,7 @@ class CacheBytes:
     per_text: int
 
 
+@functools.cache
 def cache_bytes(config: ModelConfig, layout: CacheLayout) -> CacheBytes:
     """The bytes that the caches of a run take."""
 

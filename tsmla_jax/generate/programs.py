@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import CacheLayout, init_cache
-from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.config import LayerAttention, ModelConfig
 from tsmla_jax.generate.mesh import AXES, EXPERT_SHARDS, REPLICAS, param_specs, put
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
 
@@ -49,7 +49,7 @@ class Programs:
         """Empty caches of every layer: on each device those that the layout describes."""
         layers = [config.layer(index).attention for index in range(config.num_layers)]
         if self.mesh is None:
-            return [init_cache(attention, layout) for attention in layers]
+            return [_cache_maker(attention, layout)() for attention in layers]
         return [_maker(self.mesh, P(AXES), init_cache, one, layout)() for one in layers]
 
     def init_state(self, rows: int, max_pages: int) -> State:
@@ -72,6 +72,13 @@ class Programs:
         if isinstance(work, Drafts) and not work.tokens.size:
             return _no_drafts(self.mesh, work.lens.size)
         return put(self.mesh, P(REPLICAS), work)
+
+
+@functools.cache
+def _cache_maker(attention: LayerAttention, layout: CacheLayout) -> Callable[[], Any]:
+    """A program that makes one layer's empty caches on one device: one launch, where each array of `init_cache` would
+    be several."""
+    return jax.jit(partial(init_cache, attention, layout))
 
 
 @functools.cache
