@@ -174,7 +174,8 @@ def test_weights_of_16_bits(counts: list[int], dtype: torch.dtype) -> None:
         if begin < end:
             own, columns = x[picks[begin:end].long()].double(), weight[group].double()
             close(out[begin:end], x[begin:end].double() @ columns.T, 2e-6)
-            close(picked[begin:end], gated(own @ columns.T, 4.0), 2e-6)
+            # The sigmoid's exponent is rounded to float32: 3.6e-6 on an H200.
+            close(picked[begin:end], gated(own @ columns.T, 4.0), 6e-6)
             close(narrow[begin:end], gated(own @ columns.T, 4.0), 0.04)
 
 
