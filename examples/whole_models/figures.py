@@ -40,6 +40,9 @@ FLOOR = of_row("floor", lambda row: milliseconds(row["floor_us"]))
 
 # ---- generate, beside vLLM
 
+BEFORE = "bc479d4"
+"""A commit before the kernels of few tokens, a peer of some rows."""
+
 
 def of_checkpoints(rows: list[tb.Row]) -> list[tb.Row]:
     """vLLM's rows with the weights of a checkpoint: dummy weights compare backends with each other alone."""
@@ -72,6 +75,9 @@ def generate() -> tb.Record:
         context = loaded.rows[0]["context"]
         yield of_row("model, step", lambda row: step(row, context))
         yield from (B, FLOOR, of_row("**tsmla**", lambda row: f"**{milliseconds(row['us'])}**"), *SHARED)
+        if any(BEFORE in point.rows for point in loaded.points):
+            yield BEFORE, lambda point: milliseconds(point.us(BEFORE))
+            yield f"/ {BEFORE}", lambda point: tb.quotient(point.us(tb.OURS), point.us(BEFORE))
         for name, times in fastest(loaded).items():
 
             def theirs(row: tb.Row, times: dict[tuple[str, int], float] = times) -> float | None:
@@ -97,7 +103,7 @@ def generate() -> tb.Record:
 
     def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         context, peers = loaded.rows[0]["context"], fastest(loaded)
-        for row in sorted(loaded.rows, key=lambda row: row["b"]):
+        for row in sorted((point.rows[tb.OURS] for point in loaded.points), key=lambda row: row["b"]):
             if not row["mode"].endswith("decode"):
                 continue
             longer = "" if row["context"] == context else f",\n{row['context']:,} tokens"
@@ -110,7 +116,8 @@ def generate() -> tb.Record:
     colours = {"vLLM": "tab:orange", "vLLM with tsmla": "tab:cyan", "tsmla": "tab:blue", "floor": "0.4"}
     style = Style("ms a step", "texts", log=True, one=False, colours=colours, log_y=(0.5, 1, 2, 5, 10, 20, 50))
     return tb.Record(
-        "generate", "", (), caption, short=lambda loaded: [tb.table(loaded.points, [*columns(loaded)])],
+        "generate", "", ("mode", "b", "context", "layers"), caption,
+        short=lambda loaded: [tb.table(loaded.points, [*columns(loaded)])],
         panels=(tb.Panel("generate_decode", "milliseconds a decode step", chart(marks, style), shown=True),),
     )  # fmt: skip
 

@@ -243,12 +243,15 @@ def test_a_file_without_its_fields_is_named(tmp_path: Path, name: str, capsys: p
 
 def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     fixed = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23", "context": 512}
-    fixed |= {"mode": "v2-lite decode", "b": 16}
+    fixed |= {"mode": "v2-lite decode", "b": 16, "layers": 27}
     rows = [{**fixed, "peer": "tsmla", "us": 8000.0, "floor_us": 6000.0, "tokens_per_s": 2000}]
     put(tmp_path, "generate", rows)
     assert written(with_markers(tmp_path, "generate")) == 0
     readme = page_of(tmp_path)
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |\n" in readme and "512 tokens of context" in readme
+    put(tmp_path, "generate", [*rows, {**rows[0], "peer": "bc479d4", "us": 10000.0}])
+    assert written(with_markers(tmp_path, "generate")) == 0
+    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 10.00 | 0.80 |\n" in page_of(tmp_path)
     # vLLM's rows of the same weights stand beside ours: the fastest of its own backends and ours in it, no dummy
     # weights, no narrower cache, no texts of another length.
     vllm = [
