@@ -7,6 +7,7 @@ cache is donated, so it is updated in place. Instead of a model's head, each new
 of the one before. The last lines check the loop against one expanded prefill over all the tokens.
 """
 
+import argparse
 import functools
 import itertools
 
@@ -92,4 +93,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -6,6 +6,7 @@
 Needs `pip install '.[flax,hf]'` in a clone.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -61,8 +62,12 @@ def decode_step(
 
 
 def main(arguments: list[str]) -> None:
-    if arguments:
-        layer = MLAttention.from_hf(arguments[0], int(arguments[1]), dtype=jnp.float32)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint_dir", nargs="?", help="the checkpoint's folder; by default a small one is written")
+    parser.add_argument("layer", nargs="?", type=int, default=0, help="the layer's index")
+    given = parser.parse_args(arguments)
+    if given.checkpoint_dir is not None:
+        layer = MLAttention.from_hf(given.checkpoint_dir, given.layer, dtype=jnp.float32)
     else:
         with tempfile.TemporaryDirectory() as folder:
             write_small_checkpoint(Path(folder))

@@ -6,6 +6,7 @@ A linen block wraps `MLAttention`, is trained for some steps with plain jax, and
 by naming another method of the layer. Needs `pip install '.[flax]'` in a clone.
 """
 
+import argparse
 import functools
 from typing import Any
 
@@ -94,4 +95,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

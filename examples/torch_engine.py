@@ -12,6 +12,8 @@ of the one before. The last lines check the loop against one expanded attention 
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 import tsmla_bridge
@@ -192,4 +194,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

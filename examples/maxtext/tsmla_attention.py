@@ -203,7 +203,12 @@ def _devices(mesh: Mesh, axes: str | tuple[str, ...] | None) -> int:
 
 if __name__ == "__main__":
     from absl import app
-    from maxtext.trainers.pre_train import train
+
+    try:
+        from maxtext.trainers.pre_train import train
+    except ModuleNotFoundError as error:
+        error.add_note("This program runs MaxText's trainer, in an environment with MaxText (docs/guides/trainers.md).")
+        raise
 
     install()
     app.run(train.main)

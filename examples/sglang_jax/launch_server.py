@@ -6,8 +6,12 @@
 docs/guides/sglang-jax.md says what is served, and what sglang-jax lacks on GPUs.
 """
 
-import tsmla_backend
-from sgl_jax.launch_server import main
+try:
+    import tsmla_backend
+    from sgl_jax.launch_server import main
+except ModuleNotFoundError as error:
+    error.add_note("This program runs sglang-jax: docs/guides/sglang-jax.md says how to install it.")
+    raise
 
 # Not under the guard: the scheduler's process, which the server spawns, imports this file under another name.
 tsmla_backend.install()

@@ -37,7 +37,11 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("skyrl", "skyrl.tx"):
         raise
-    from tx.models import deepseekv3
+    try:
+        from tx.models import deepseekv3
+    except ModuleNotFoundError as missing:
+        missing.add_note("This module changes SkyRL tx: pip install skyrl-tx (examples/skyrl_tx/README.md).")
+        raise missing from None
 
 PAGE_SIZES = (64, 32, 16)
 """What the kernels read, the best first. tx's lengths are multiples of 16."""
