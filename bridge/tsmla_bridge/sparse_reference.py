@@ -230,7 +230,7 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, ...]:
     """out, lse and, if the spec has them, max_logits of sparse_mla. Reads no value on the host; can be differentiated.
 
-    factors: of q . k, of the values in kv_cache, and of those in compressed_kv_cache.
+    factors: the factors of q . k, of the numbers in kv_cache, and of the numbers in compressed_kv_cache.
     """
     dtype = accumulation_dtype(spec.q_dtype)
     of_logits, of_first, of_second = factors

@@ -263,8 +263,7 @@ def load_model(
         them unless jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype, and widens the
-        weights in the kernel of block_scaled_matmul; None is "exact" on Hopper, and elsewhere widens them as they are
-        read or first.
+        weights in block_scaled_matmul's kernel; None is "exact" on Hopper, elsewhere widened as they are read or first.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts and, if its rows divide, the output
         projection are split over them, and the other parameters are on each. Of several processes each reads its part.
       progress: show a progress bar on stderr.

@@ -2,7 +2,7 @@
 
 Such a step spends its time on reading weights and on starting kernels. So the product after a norm computes the norm,
 the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. Elsewhere,
-and for more tokens, every function here is the same computation in XLA.
+and for more tokens, a function computes the same in XLA, unless its name ends in by_kernel.
 
 A program with these kernels is not partitioned automatically over devices (it may run under `jax.shard_map`), has no
 derivative and can't be vmapped. Axes: T tokens, K terms, N rows of a weight, E experts, P experts of a token, C hidden

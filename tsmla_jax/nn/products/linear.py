@@ -69,8 +69,8 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
 
 
 def _by_xla(rows: int, weight: BlockScaled) -> bool:
-    """Whether so many rows, or one row and so small a matrix, are multiplied with weights that XLA widens, unless the
-    weight's `products` says otherwise."""
+    """Whether XLA widens the weight of a product of so many rows: many rows, or one row of a small matrix whose
+    `products` is None."""
     summed = rows == 1 and math.prod(weight.shape) <= _MOST_SUMMED and weight.products is None
     return summed or rows > MANY_WIDENED_ROWS
 

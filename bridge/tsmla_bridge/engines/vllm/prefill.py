@@ -75,7 +75,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> Results:
-        """Each request's new tokens among themselves, causally."""
+        """Causal attention of each request's new tokens to each other."""
         metadata = self._prefill_metadata
         starts, most = metadata.query_start_loc, metadata.max_query_len
         return self._attend(q, k, v, (starts, starts), (most, most), True, return_softmax_lse, out)
@@ -90,8 +90,8 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         *,
         chunk_idx: int | None = None,
     ) -> Results:
-        """New tokens over a chunk of cached context, without a mask. Through vLLM 0.27 the chunk is an index into the
-        metadata, and all requests are part of it; later it is an object that says which are."""
+        """Attention of new tokens to a chunk of cached context, without a mask. Through vLLM 0.27 the chunk is an index
+        into the metadata, and all requests are part of it; later it is an object that says which are."""
         if chunk_idx is None and not isinstance(chunk, int):
             starts, most = (chunk.query_start_loc, chunk.cu_seq_lens), (chunk.max_query_len, chunk.max_seq_len)
             return self._attend(q, k, v, starts, most, False, True, out)
