@@ -149,7 +149,9 @@ class Plan(plans.Plan[DecodeSpec]):
         kv_cache = tensors.without_head_axis(kv_cache)
         inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, q_rope)
         assert not isinstance(workspace, int)  # address_in gives these plans none
-        return self.layout.hand_over(self.attend(inputs.joined(), pair, workspace), return_lse, out, lse)
+        read = {"q": q, "q's rope columns": q_rope, "kv_cache": kv_cache}
+        results = self.attend(inputs.joined(), pair, workspace)
+        return self.layout.hand_over(results, return_lse, out, lse, read)
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         """out and lse of a call, in new tensors."""
@@ -311,7 +313,8 @@ class KernelPlan(Plan):
             if return_lse:
                 lse = devices.new_tensor(*self.new_lse)
         else:
-            out, lse = self.layout.take(return_lse, out, lse)
+            read = {"q": q, "q's rope columns": q_rope, "kv_cache": kv_cache}
+            out, lse = self.layout.take(return_lse, out, lse, read)
         stream = devices.current_stream(self.index)
         if not self.has_fast_path:
             block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, visible_lens, out, lse)

@@ -99,6 +99,7 @@ def _score(
     data_checks.check(values.indexer_logits, spec, seq_lens, block_tables, cu_seqlens_q)
     if out is not None:
         tensors.check_output("out", out, shape, torch.float32, q.device)
+        tensors.check_apart("out", out, given)
     if not by_kernel or 0 in (*shape, spec.num_requests, spec.cache.num_pages):
         logits = reference.indexer_logits(spec, q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)
         return logits if out is None else out.copy_(logits)
@@ -107,6 +108,8 @@ def _score(
         return logits if out is None else out.copy_(logits)
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=q.device)
+    else:
+        tensors.mark_written(out)
     _launch(spec, given, out)
     return out
 

@@ -202,13 +202,17 @@ def _select(call: Call, memory: Memory) -> Results:
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
     shapes = ((tokens, spec.topk.width), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)
+    places: dict[str, torch.Tensor] = {}
     for name, tensor, (shape, dtype) in zip(Memory._fields, memory[:3], shapes, strict=False):
         if tensor is not None and (name != "scores" or call.return_scores):
             tensors.check_output(name, tensor, shape, dtype, device)
+            tensors.check_apart(name, tensor, given | places)
+            places[name] = tensor
     if not by_kernels or 0 in (tokens, spec.logits.num_requests, spec.logits.cache.num_pages, spec.num_columns):
         found = sparse_reference.indexer_topk(spec, *call[:6])
         return tuple(x if to is None else to.copy_(x) for x, to in zip(found, memory[:3], strict=True))  # type: ignore[return-value]
     results = _results(call, memory)
+    tensors.mark_written(*places.values())
     if on_blackwell:
         _launch_on_blackwell(spec, call, results)
     else:

@@ -243,7 +243,7 @@ def run(
 ) -> Results:
     """out and lse of a checked call, in the caller's memory where it is given. max_logits: where these go, if the spec
     has them. wide_v: v may be columns of a wider tensor."""
-    device = inputs.q.device
+    device, read = inputs.q.device, inputs._asdict()
     layout = prefill_launch.result_layout(spec, inputs.q)
     by_definition = loaded_kernels.is_by_definition(implementation, device)
     if not by_definition:
@@ -254,7 +254,7 @@ def run(
     if prefill_launch.sees_no_key(spec):
         if max_logits is not None:
             max_logits.fill_(-torch.inf)
-        return layout.hand_over(layout.without_keys(), return_lse, out, lse)
+        return layout.hand_over(layout.without_keys(), return_lse, out, lse, read)
     if by_definition:
         *results, greatest = reference.mla_prefill(
             spec, *inputs[:5], *pair, selection=inputs.selection, selection_rows=inputs.selection_rows,
@@ -262,13 +262,13 @@ def run(
         )  # fmt: skip
         if max_logits is not None:
             max_logits.copy_(greatest)
-        return layout.hand_over((results[0], results[1]), return_lse, out, lse)
+        return layout.hand_over((results[0], results[1]), return_lse, out, lse, read)
     if prefill_launch.is_blackwell(device):
         given = PrefillArrays(*inputs[:5])
         for name, tensor in given._asdict().items():
             tensors.check_dense(name, tensor)
-        return layout.hand_over(blackwell.mla_prefill(spec, given, pair), return_lse, out, lse)
-    out, lse = layout.take(return_lse, out, lse)
+        return layout.hand_over(blackwell.mla_prefill(spec, given, pair), return_lse, out, lse, read)
+    out, lse = layout.take(return_lse, out, lse, read)
     wide = wide_v and not inputs.v.is_contiguous()
     prefill_launch.launch(spec, inputs, pair, out, lse, max_logits=max_logits, wide_v=wide)
     return out, lse

@@ -221,10 +221,13 @@ def _run(
     lse: torch.Tensor | None,
     max_logits: torch.Tensor | None = None,
 ) -> Results:
+    layout = prefill_launch.result_layout(spec, inputs.q)
     if not _reads_in_place(spec, inputs, implementation) or prefill_launch.sees_no_key(spec):
+        if not (out is None and lse is None):  # the other call's k and v are copies of kv and k_rope
+            layout.take(return_lse, out, lse, inputs._asdict())
         return mla_prefill.run(spec, _expanded(inputs), pair, implementation, return_lse, out, lse, max_logits)
     prefill_launch.check_values(spec, inputs)
-    out, lse = prefill_launch.result_layout(spec, inputs.q).take(return_lse, out, lse)
+    out, lse = layout.take(return_lse, out, lse, inputs._asdict())
     prefill_launch.launch(spec, inputs, pair, out, lse, inputs.k_rope.shape[1], max_logits=max_logits)
     return out, lse
 

@@ -195,13 +195,15 @@ def _multiply(
 
     device, kinds = given["x"].device, _results(spec)
     by_kernel = loaded_kernels.is_chosen(kernel, implementation, device, why_not)
-    results = None if out is None else _outputs(out, kinds, device)
+    results = None if out is None else _outputs(out, kinds, device, read)
     if not by_kernel or spec.num_rows == 0:
         found = definition(spec, *given.values())
         for tensor, result in zip(results or (), found if isinstance(found, tuple) else (found,), strict=False):
             tensor.copy_(result)
         return found if out is None else out
-    if results is None:
+    if results is not None:
+        tensors.mark_written(*results)
+    else:
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds.values()]
     config = product_config(spec, devices.num_sms(devices.index_of(device)))
     written = dict(zip(kinds, results, strict=True))
@@ -220,16 +222,22 @@ def _results(spec: ProductSpec) -> dict[str, tuple[tuple[int, int], torch.dtype]
 
 
 def _outputs(
-    out: Result, kinds: dict[str, tuple[tuple[int, int], torch.dtype]], device: torch.device
+    out: Result,
+    kinds: dict[str, tuple[tuple[int, int], torch.dtype]],
+    device: torch.device,
+    read: dict[str, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The caller's tensors for the results, behind their checks."""
+    """The caller's tensors for the results, behind their checks. read: the call's tensors, by argument."""
     given = list(out) if isinstance(out, tuple) else [out]
     if len(given) != len(kinds):
         legal = "a tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"
         raise TypeError(f"out: got {len(given)} tensors; legal: {legal}")
     names = ("out",) if len(kinds) == 1 else ("out[0]", "out[1]")
+    taken = dict(read)
     for name, tensor, (shape, dtype) in zip(names, given, kinds.values(), strict=True):
         tensors.check_output(name, tensor, shape, dtype, device)
+        tensors.check_apart(name, tensor, taken)
+        taken[name] = tensor
     return given
 
 

@@ -116,6 +116,7 @@ def _select(
     for name, tensor, shape in (("out", out, (rows, spec.width)), ("counts", counts, (rows,))):
         if tensor is not None:
             tensors.check_output(name, tensor, shape, torch.int32, logits.device)
+            tensors.check_apart(name, tensor, given if name == "out" else {"out": out, **given})
     if not by_kernel or 0 in (rows, spec.num_columns) or (block_tables is not None and not block_tables.shape[1]):
         found = sparse_reference.select_topk(spec, logits, seq_lens, row_starts, block_tables)
         wanted = (out, counts)

@@ -73,6 +73,7 @@ def _mark(
     by_kernel = loaded_kernels.is_chosen(SELECTION_BITS, implementation, positions.device, why_not)
     if out is not None:
         tensors.check_output("out", out, (positions.shape[0], spec.num_words), torch.int32, positions.device)
+        tensors.check_apart("out", out, given)
     if not by_kernel or positions.numel() == 0:
         words = selection_reference.selection_bits(spec, positions, lengths, starts)
         return words if out is None else out.copy_(words)

@@ -108,7 +108,8 @@ class Plan(plans.Plan[SparseMLASpec]):
         result, result_lse, *greatest = self.attend(SparseInputs(*inputs), factors)  # type: ignore[arg-type]
         if max_logits is not None:
             max_logits.copy_(greatest[0])
-        return self.layout.hand_over((result, result_lse), return_lse, out, lse)
+        read = SparseInputs(*inputs)._asdict()  # type: ignore[arg-type]
+        return self.layout.hand_over((result, result_lse), return_lse, out, lse, read)
 
     def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
         """out, lse and, if the spec has them, max_logits of a call, in new tensors."""
@@ -222,7 +223,8 @@ class KernelPlan(Plan):
             if return_lse:
                 lse = devices.new_tensor(*self.new_lse)
         else:
-            out, lse = self.layout.take(return_lse, out, lse)
+            read = SparseInputs(*inputs)._asdict()  # type: ignore[arg-type]
+            out, lse = self.layout.take(return_lse, out, lse, read)
         stream = devices.current_stream(self.index)
         if not self.has_fast_path:
             inputs = self.prepare(SparseInputs(*inputs))  # type: ignore[arg-type]

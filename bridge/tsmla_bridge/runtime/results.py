@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,18 +40,21 @@ class ResultLayout:
         dtypes = DTYPES[out_dtype], DTYPES[lse_dtype]
         return cls(rows, _row_major(rows), shape, _row_major(shape), *dtypes, q.device)
 
-    def take(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
-        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result."""
+    def take(
+        self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, read: Mapping[str, Any]
+    ) -> Results:
+        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result. read: the
+        call's tensors, by argument."""
         tensors.check_lse_asked_for(return_lse, lse)
         given = [tensor for tensor in (out, lse) if tensor is not None]
         if out is None:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         else:
             tensors.check_output("out", out, self.shape, self.dtype, self.device)
+            tensors.check_apart("out", out, read)
         if lse is not None:
             tensors.check_output("lse", lse, self.rows, self.lse_dtype, self.device)
-            if lse.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < lse.data_ptr() + lse.nbytes:
-                raise ValueError("lse: got memory of out; legal: memory of its own")
+            tensors.check_apart("lse", lse, {"out": out, **read})
         elif return_lse:
             lse = torch.empty_strided(self.rows, self.row_strides, dtype=self.lse_dtype, device=self.device)
         if given:
@@ -57,13 +62,18 @@ class ResultLayout:
         return out, lse
 
     def hand_over(
-        self, computed: Computed, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
+        self,
+        computed: Computed,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        read: Mapping[str, Any],
     ) -> Results:
         """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are:
-        they carry derivatives."""
+        they carry derivatives. read: as in `take`."""
         if out is None and lse is None:
             return computed[0], computed[1] if contract.static_bool("return_lse", return_lse) else None
-        out, lse = self.take(return_lse, out, lse)
+        out, lse = self.take(return_lse, out, lse, read)
         return out.copy_(computed[0]), None if lse is None else lse.copy_(computed[1])
 
     def without_keys(self) -> Computed:

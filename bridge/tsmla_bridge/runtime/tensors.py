@@ -7,7 +7,7 @@ behind the caller's back, and no stride is ever ignored.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,9 +53,11 @@ def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 
 def describe(name: str, value: Any) -> contract.Array:
-    """Shape and dtype of a tensor argument; TypeError if it isn't one."""
+    """Shape and dtype of a tensor argument; TypeError if it isn't one, or has no memory for each element."""
     if not isinstance(value, torch.Tensor):
         raise contract.not_an_array(name, value, TENSOR)
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: got a tensor of layout {value.layout}; legal: torch.strided (.to_dense() makes one)")
     return contract.Array(tuple(value.shape), dtype_name(value.dtype))
 
 
@@ -267,6 +269,24 @@ def check_written(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_apart(name: str, written: torch.Tensor, read: Mapping[str, Any]) -> None:
+    """ValueError if a tensor that a kernel writes lies in memory that the same launch reads: whether a value is read
+    before it is overwritten depends on the order of the CTAs. read: the call's tensors, and None, by argument."""
+    first = written.data_ptr()
+    last = first + written.nbytes
+    for argument, tensor in read.items():
+        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() < last and first < _end(tensor):
+            raise ValueError(f"{name}: got memory of {argument}; legal: memory of its own")
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address after a tensor's last element."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.data_ptr() + tensor.nbytes
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
 def mark_written(*written: torch.Tensor) -> None:
     """Tell autograd that a kernel writes to these: a gradient that needs what they held raises, as after torch's own
     operations in place."""
@@ -277,7 +297,7 @@ def check_lse_asked_for(return_lse: bool, lse: torch.Tensor | None) -> None:
     """ValueError / TypeError unless return_lse is a bool, and true where the caller has memory for lse."""
     contract.static_bool("return_lse", return_lse)
     if lse is not None and not return_lse:
-        raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+        raise ValueError("lse: got a place for lse without return_lse=True; legal: None")
 
 
 def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
