@@ -38,6 +38,9 @@ PREFILL: dict[str, Any] = {
     "softmax_scale": 0.1,
 }
 
+SELF = {name: value for name, value in PREFILL.items() if not name.endswith(("seqlens_kv", "kv_len"))}
+SELF |= {"k": zeros(5, 4, 24), "v": zeros(5, 4, 16)}
+
 WRITE: dict[str, Any] = {
     "kv_cache": zeros(6, 16, 48),
     "latent": zeros(3, 32),
@@ -107,6 +110,7 @@ CASES = [
     Case("mla_decode", "max_q_len", 3, r"None or S = 1"),
     Case("mla_decode", "max_q_len", None, r"got None; ragged queries", base=RAGGED),
     Case("mla_decode", "max_q_len", 0, r"an int >= 1", base=RAGGED),
+    Case("mla_decode", "max_q_len", 2**31, r"got 2147483648; legal: an int from 1 to 2147483647", base=RAGGED),
     Case("mla_decode", "cu_seqlens_q", zeros(2, dtype=I32), r"axis 0 must be 3 \(B \+ 1", base=RAGGED),
     Case("mla_decode", "cu_seqlens_q", np.zeros(3, np.int64), r"got dtype int64; legal: int32", base=RAGGED),
     Case("mla_decode", "causal", 1, r"got int; legal: True or False", error=TypeError),
@@ -147,7 +151,12 @@ CASES = [
     Case("mla_prefill", "cu_seqlens_kv", zeros(4, dtype=I32), r"axis 0 must be 3 \(B \+ 1"),
     Case("mla_prefill", "cu_seqlens_kv", np.zeros(3, np.int64), r"got dtype int64; legal: int32"),
     Case("mla_prefill", "max_q_len", -1, r"an int >= 0"),
+    Case("mla_prefill", "max_q_len", 2**40, r"got 1099511627776; legal: an int from 0 to 2147483647"),
     Case("mla_prefill", "max_kv_len", 2.5, r"got float; legal: a static int", error=TypeError),
+    Case("mla_prefill", "max_kv_len", 7, r"got 7 without cu_seqlens_kv; legal: None", base=SELF),
+    Case(
+        "mla_prefill", "k", zeros(7, 4, 24), r"\[7, 4, 24\]; without cu_seqlens_kv its Tk must be q's Tq = 5", base=SELF
+    ),
     Case("mla_prefill", "softmax_scale", True, r"got bool; legal: a float", error=TypeError),
     Case("mla_prefill", "k_scale", zeros(2), r"shape \[2\]"),
     Case("mla_prefill", "v_scale", zeros(dtype=I32), r"dtype int32"),

@@ -204,6 +204,8 @@ def mla_prefill(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
+    if cu_seqlens_kv is None and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor):
+        contract.check_self_attention("k", k, q)
     cu_seqlens_kv, max_kv_len = contract.keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
     inputs = PrefillInputs(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows, sinks=sinks

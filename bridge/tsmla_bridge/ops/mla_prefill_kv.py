@@ -161,6 +161,8 @@ def mla_prefill_kv(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
+    if cu_seqlens_kv is None and isinstance(q, torch.Tensor) and isinstance(kv, torch.Tensor):
+        contract.check_self_attention("kv", kv, q)
     cu_seqlens_kv, max_kv_len = contract.keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
     inputs = KvInputs(
         q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, selection=selection, selection_rows=selection_rows, sinks=sinks

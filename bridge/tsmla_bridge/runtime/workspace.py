@@ -42,10 +42,10 @@ class Layout:
 class Workspace:
     """Memory for the kernels' intermediate results, for calls on one stream, one after the other.
 
-    With it (and out=) a call allocates nothing. Calls on different streams may run at the same time and would write
-    over each other, so each stream needs its own: a workspace belongs to the stream of its first call, and a call on
-    another raises until `release` is called. Calls that are captured into a CUDA graph are not checked: graphs that are
-    replayed at the same time need workspaces of their own.
+    With it (and out=) a call allocates no memory for results, final or intermediate. Calls on different streams may run
+    at the same time and would write over each other, so each stream needs its own: a workspace belongs to the stream of
+    its first call, and a call on another raises until `release` is called. Calls that are captured into a CUDA graph
+    are not checked: graphs that are replayed at the same time need workspaces of their own.
 
     Args:
       size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
@@ -58,7 +58,7 @@ class Workspace:
     """
 
     def __init__(self, size: int, device: torch.device | str | int | None = None) -> None:
-        count = contract.static_int("size", size)
+        count = contract.static_int("size", size, maximum=None)
         self.buffer = torch.empty(count, dtype=torch.uint8, device=_default_device() if device is None else device)
         self._stream: int | None = None
 

@@ -10,6 +10,7 @@ from tsmla_kernels.contract.attention import (
     DecodeSpec,
     MergeSpec,
     PrefillSpec,
+    check_self_attention,
     decode_spec,
     keys_or_queries,
     merge_spec,

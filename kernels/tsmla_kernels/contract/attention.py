@@ -85,9 +85,7 @@ class DecodeSpec(ResultDtypes):
         """The spec with its sizes set to 0: it is the same for a call on a part of the requests or heads, and for one
         call in place of several."""
         max_q_len = self.max_q_len if self.ragged else 0
-        return replace(
-            self, batch=0, total_q_len=0, max_q_len=max_q_len, num_heads=0, num_pages=0, max_pages=0
-        )
+        return replace(self, batch=0, total_q_len=0, max_q_len=max_q_len, num_heads=0, num_pages=0, max_pages=0)
 
     def with_sizes_of(
         self, q: tuple[Dim, ...], kv_cache: tuple[Dim, ...], block_tables: tuple[Dim, ...]
@@ -135,9 +133,7 @@ class PrefillSpec(ResultDtypes):
 
     def with_sizes_of(self, q: tuple[Dim, ...], k: tuple[Dim, ...], cu_seqlens_q: tuple[Dim, ...]) -> "PrefillSpec":
         """The spec with the same static facts, and with the sizes of arrays of these shapes."""
-        return replace(
-            self, batch=cu_seqlens_q[0] - 1, total_q_len=q[0], total_kv_len=k[0], num_heads=q[1]
-        )
+        return replace(self, batch=cu_seqlens_q[0] - 1, total_q_len=q[0], total_kv_len=k[0], num_heads=q[1])
 
 
 @dataclass(frozen=True)
@@ -271,12 +267,15 @@ def prefill_spec(
     return_max_logits = static_bool("return_max_logits", return_max_logits)
     deterministic = static_bool("deterministic", deterministic)
     max_q_len = static_int("max_q_len", max_q_len, minimum=0)
+    self_attention = cu_seqlens_kv is None
     cu_seqlens_kv, max_kv_len = keys_or_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
     max_kv_len = static_int("max_kv_len", max_kv_len, minimum=0)
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, array, VALUES)
         check_rank(name, array, "Tq H head_dim" if name == "q" else "Tk H head_dim")
         check_static_last(name, array)
+    if self_attention:
+        check_self_attention("k", k, q)
     total_q_len, num_heads, qk_head_dim = q.shape
     check_at_least_one("q", q.shape, 1, "H")
     if k.shape[1:] != q.shape[1:]:
@@ -317,9 +316,7 @@ def prefill_spec(
     )
 
 
-def _check_selection(
-    selection: Array | None, selection_rows: Array | None, total_q_len: Dim, max_kv_len: int
-) -> None:
+def _check_selection(selection: Array | None, selection_rows: Array | None, total_q_len: Dim, max_kv_len: int) -> None:
     """ValueError unless both are None, or selection has words of bits for max_kv_len keys and selection_rows, if given,
     has a row index for each query token."""
     if selection is None:
@@ -343,13 +340,22 @@ def _check_selection(
 
 def keys_or_queries(cu_seqlens_q: Any, max_q_len: int, cu_seqlens_kv: Any, max_kv_len: int | None) -> tuple[Any, int]:
     """The keys' offsets and bound, or the queries' if the call gives none, as in self-attention. TypeError if the keys'
-    offsets are given without the bound."""
+    offsets are given without the bound, ValueError if the bound is given without the offsets."""
     if cu_seqlens_kv is not None and max_kv_len is None:
         raise TypeError("max_kv_len: got None; legal: a static int >= 0 where cu_seqlens_kv is given")
-    return (
-        cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv,
-        max_q_len if max_kv_len is None else max_kv_len,
-    )
+    if cu_seqlens_kv is None and max_kv_len is not None:
+        raise ValueError(
+            f"max_kv_len: got {max_kv_len} without cu_seqlens_kv; legal: None, as max_q_len bounds the keys"
+        )
+    return (cu_seqlens_q, max_q_len) if max_kv_len is None else (cu_seqlens_kv, max_kv_len)
+
+
+def check_self_attention(name: str, keys: Any, q: Any) -> None:
+    """ValueError unless keys [Tk, ...] are as many as queries [Tq, ...]; for calls that give the keys no offsets."""
+    if keys.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{name}: got shape {show(tuple(keys.shape))}; without cu_seqlens_kv its Tk must be q's Tq = {q.shape[0]}"
+        )
 
 
 def prefill_kv_spec(
@@ -380,6 +386,8 @@ def prefill_kv_spec(
         if len(array.shape) != rank:
             raise ValueError(f"{name}: got shape {show(array.shape)}; legal: {legal}")
     (_, heads, k_dim), (rows, kv_heads, width), (rope_rows, rope_dim) = q.shape, kv.shape, k_rope.shape
+    if cu_seqlens_kv is None:
+        check_self_attention("kv", kv, q)
     if rope_rows != rows:
         raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its Tk must equal kv's, {rows}")
     if not 0 <= rope_dim < k_dim:

@@ -104,8 +104,9 @@ def not_an_array(name: str, value: object, legal: str = "an array") -> TypeError
     return TypeError(f"{name}: got {type(value).__name__}; legal: {legal}")
 
 
-def static_int(name: str, value: object, minimum: int = 0) -> int:
-    """`value` as an int. TypeError if it is traced or no int, ValueError if it is less than `minimum`."""
+def static_int(name: str, value: object, minimum: int = 0, maximum: int | None = 2**31 - 1) -> int:
+    """`value` as an int. TypeError if it is traced or no int, ValueError if it is less than `minimum`, or greater than
+    `maximum`: indices, lengths and slots are int32. None is no maximum."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: got {value}; legal: an int >= {minimum}")
     try:
@@ -117,6 +118,8 @@ def static_int(name: str, value: object, minimum: int = 0) -> int:
         ) from e
     if result < minimum:
         raise ValueError(f"{name}: got {result}; legal: an int >= {minimum}")
+    if maximum is not None and result > maximum:
+        raise ValueError(f"{name}: got {result}; legal: an int from {minimum} to {maximum}")
     return result
 
 

@@ -315,6 +315,13 @@ def test_pages_out_of_range_stay_inside_the_cache(name: str, bad: int) -> None:
     np.testing.assert_array_equal(out, want)
 
 
+def test_a_bound_past_all_tokens_pads_nothing() -> None:
+    inputs = paged([40, 3, 65], s=3, q_lens=[3, 0, 2], padding_rows=2)
+    exact = run("xla", inputs)
+    for plain, bounded in zip(exact, run("xla", inputs, max_q_len=2**31 - 1), strict=True):
+        np.testing.assert_array_equal(plain, bounded)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_memory_is_that_of_a_block_however_many_keys(dtype: str) -> None:
     def memory(max_pages: int) -> tuple[int, int]:

@@ -64,7 +64,13 @@ def test_what_is_returned(implementation: str) -> None:
         np.testing.assert_array_equal(got, want)
     assert greatest.shape == lse.shape and greatest.dtype == lse.dtype
     nothing = tsmla_jax.mla_prefill(
-        q[:0], k, v, cu_seqlens_q=jnp.zeros(1, jnp.int32), max_q_len=0, softmax_scale=1.0, return_max_logits=True
+        q[:0],
+        k[:0],
+        v[:0],
+        cu_seqlens_q=jnp.zeros(1, jnp.int32),
+        max_q_len=0,
+        softmax_scale=1.0,
+        return_max_logits=True,
     )
     assert [x.shape for x in nothing] == [(0, HEADS, 16), (0, HEADS)]
 

@@ -6,6 +6,7 @@ scores of all keys exist at any time. Blocks past the longest request of the bat
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import NoReturn
 
@@ -39,6 +40,9 @@ def mla_decode(
     dtype = accumulation_dtype(spec.q_dtype)
     q_lens = jnp.full((spec.batch,), spec.max_q_len, jnp.int32)
     if cu_seqlens_q is not None:
+        if isinstance(spec.total_q_len, int) and not spec.batch_invariant:
+            # A bound past all tokens would only pad. A batch-invariant call keeps it: bits may depend on the padding.
+            spec = dataclasses.replace(spec, max_q_len=min(spec.max_q_len, spec.total_q_len))
         q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
         visible_lens = None if visible_lens is None else to_padded(visible_lens, cu_seqlens_q, spec.max_q_len)
