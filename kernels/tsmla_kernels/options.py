@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tsmla_kernels import contract
 from tsmla_kernels.contract.cache import ROPE_LAYOUTS
-from tsmla_kernels.contract.compress import CompressWriteSpec
+from tsmla_kernels.contract.compress import CompressSpec, CompressWriteSpec
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, IndexerCacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
@@ -21,7 +21,6 @@ from tsmla_kernels.contract.rules import FP8, SLOTS
 from tsmla_kernels.contract.selection import SelectionBitsSpec
 from tsmla_kernels.contract.sparse import (
     TOPK_ORDERS,
-    CompressSpec,
     IndexerLogitsSpec,
     IndexerTopkSpec,
     SparseMLASpec,

@@ -14,6 +14,8 @@ ARGUMENTS = {
     "softmax_scale": 1.0,
 }
 
+TWO = {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2}
+
 REFUSED = [
     ({"q": jnp.zeros((2, 576))}, "q: got shape"),
     ({"q": jnp.zeros((2, 1, 576), jnp.int32)}, "q: got dtype int32"),
@@ -25,11 +27,17 @@ REFUSED = [
     ({"kv_cache": jnp.zeros((3, 4, 500), jnp.uint8)}, r"kv_cache: got shape.*\[P, Z, 656\].*\[P, page_bytes\]"),
     ({"kv_cache": V4_CACHE}, "kv_cache: got keys of width 512 .v4.; q's D is 576"),
     ({"kv_cache": V4_CACHE, "page_size": 65}, "stride is narrower than the page"),
-    ({"page_size": 5}, "page_span: got 4; legal: at least the page size 5"),
+    ({"page_size": 5}, "page_size: got 5; legal: at most kv_cache's axis 1, 4"),
     ({"page_span": 6}, "page_span: got 6; legal: kv_cache's axis 1, 4"),
     ({"window": 2}, "window: got 2 without compressed_kv_cache"),
     ({"compressed_kv_cache": jnp.zeros((3, 4, 576))}, "window: got None; compressed_kv_cache is given"),
     ({"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 5}, "window: got 5; it must be at most K = 4"),
+    ({**TWO, "compressed_page_size": 0}, "^compressed_page_size: got 0; legal: an int >= 1"),
+    (
+        {**TWO, "compressed_page_size": 5},
+        "^compressed_page_size: got 5; legal: at most compressed_kv_cache's axis 1, 4",
+    ),
+    ({**TWO, "compressed_page_span": 3}, "^compressed_page_span: got 3; legal: at least the page size 4"),
     (
         {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2, "indices": ints([[0, 1, 2]] * 2)},
         "indices: got K = 3 with compressed_kv_cache; legal: a multiple of 4",

@@ -118,6 +118,7 @@ def _compress(
         overlap=overlap,
         eps=eps,
         page_size=page_size,
+        state_names=("state", "state_positions"),
     )
 
     def why_not() -> list[str]:

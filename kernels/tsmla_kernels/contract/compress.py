@@ -1,4 +1,7 @@
-"""The arguments and results of compress_write_kv_cache. Imports neither jax nor torch; axes as in contract.sparse."""
+"""The arguments and results of compress_kv and compress_write_kv_cache, with the axes of contract.sparse.
+
+Imports neither jax nor torch.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,95 @@ from tsmla_kernels.contract.rules import (
     check_array,
     check_ints,
     check_scale,
+    check_size,
     show,
+    static_bool,
+    static_int,
 )
-from tsmla_kernels.contract.sparse import CompressSpec, compress_spec
+
+
+@dataclass(frozen=True)
+class CompressSpec:
+    """The static facts of one compress_kv call. `overlap`: how many times `ratio` tokens are pooled into one entry: 2
+    if each token has two series of kv and score, else 1."""
+
+    num_tokens: int
+    num_requests: int
+    ratio: int
+    overlap: int
+    channels: int
+    num_states: int
+    ring: int
+
+    @property
+    def window(self) -> int:
+        """Tokens pooled into one entry."""
+        return self.ratio * self.overlap
+
+    @property
+    def num_entries(self) -> int:
+        """The static bound on the entries that one call completes."""
+        return max_compressed_entries(self.num_tokens, self.num_requests, self.ratio)
+
+
+def max_compressed_entries(num_tokens: int, num_requests: int, ratio: int) -> int:
+    """The most entries that `num_tokens` new tokens of `num_requests` requests can complete."""
+    return min(num_tokens, num_tokens // ratio + num_requests)
+
+
+def compress_spec(
+    *,
+    kv_score: Array,
+    ape: Array,
+    state: Array,
+    state_positions: Array,
+    state_slots: Array,
+    seq_lens: Array,
+    cu_seqlens_q: Array,
+    ratio: int,
+    overlap: bool,
+    state_names: tuple[str, str] = ("state.kv_score", "state.positions"),
+) -> CompressSpec:
+    """The spec of compress_kv, or ValueError / TypeError naming the argument that is not legal. state_names: how the
+    caller names state and state_positions."""
+    state_name, positions_name = state_names
+    ratio = static_int("ratio", ratio, minimum=1)
+    series = 2 if static_bool("overlap", overlap) else 1
+    check_array("kv_score", kv_score, "T 2 W", ("float32",))
+    check_size("kv_score", kv_score, 1, 2, "kv, score")
+    num_tokens, _, width = kv_score.shape
+    if width < 1 or width % series:
+        raise ValueError(
+            f"kv_score: got shape {show(kv_score.shape)}; its width must be a positive multiple of {series}, the "
+            f"number of series"
+        )
+    check_array("ape", ape, "ratio W", ("float32",), (ratio, "ratio"), (width, "kv_score's width"))
+    check_array(state_name, state, "N ring 2 W", ("float32",))
+    check_size(state_name, state, 2, 2, "kv, score")
+    check_size(state_name, state, 3, width, "kv_score's width")
+    num_states, ring = state.shape[:2]
+    if ring < ratio * series:
+        raise ValueError(
+            f"{state_name}: got a ring of {ring} tokens; legal: at least {ratio * series}, the tokens pooled "
+            f"into one entry (ratio {ratio} x {series} series)"
+        )
+    states = (num_states, f"N, as in {state_name}"), (ring, f"ring, as in {state_name}")
+    check_ints(positions_name, state_positions, "N ring", *states)
+    check_ints("seq_lens", seq_lens, "B")
+    num_requests = seq_lens.shape[0]
+    if num_states == 0 and num_requests != 0:
+        raise ValueError(f"{state_name}: got shape {show(state.shape)}; legal: a state for each request under way")
+    check_ints("state_slots", state_slots, "B", (num_requests, "B, seq_lens's requests"))
+    check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (num_requests + 1, "B + 1, B from seq_lens"))
+    return CompressSpec(
+        num_tokens=num_tokens,
+        num_requests=num_requests,
+        ratio=ratio,
+        overlap=series,
+        channels=width // series,
+        num_states=num_states,
+        ring=ring,
+    )
 
 
 @dataclass(frozen=True)
@@ -55,8 +144,10 @@ def compress_write_spec(
     eps: float,
     kv_scale: Scale = None,
     page_size: int | None = None,
+    state_names: tuple[str, str] = ("state.kv_score", "state.positions"),
 ) -> CompressWriteSpec:
-    """The spec of compress_write_kv_cache, or ValueError / TypeError naming the argument that is not legal."""
+    """The spec of compress_write_kv_cache, or ValueError / TypeError naming the argument that is not legal. state_names
+    as in compress_spec."""
     compress = compress_spec(
         kv_score=kv_score,
         ape=ape,
@@ -67,6 +158,7 @@ def compress_write_spec(
         cu_seqlens_q=cu_seqlens_q,
         ratio=ratio,
         overlap=overlap,
+        state_names=state_names,
     )
     channels = compress.channels
     kind, where = _layout(cache, page_size)

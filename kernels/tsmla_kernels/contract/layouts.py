@@ -118,8 +118,11 @@ class CacheSpec:
         return 2 if self.layout == "v4" else 3
 
 
-def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_span: int | None = None) -> CacheSpec:
-    """Resolve a sparse KV cache's layout from its shape and dtype.
+def cache_spec(
+    name: str, cache: Array, *, page_size: int | None = None, page_span: int | None = None, prefix: str = ""
+) -> CacheSpec:
+    """Resolve a sparse KV cache's layout from its shape and dtype. prefix: the beginning of the names of page_size and
+    page_span in an error.
 
     Raises ValueError for a shape or dtype no layout has, a page size the array can't hold, or a stride
     narrower than the page.
@@ -128,7 +131,7 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
         check_dtype(name, cache, (*VALUES, "uint8"))
         check_rank(name, cache, "P Z D")
     elif len(cache.shape) == 2:
-        return _v4_cache_spec(name, cache, page_size, page_span)
+        return _v4_cache_spec(name, cache, page_size, page_span, prefix)
     elif len(cache.shape) != 3 or cache.shape[2] != V32_PACKED.row_bytes:
         raise ValueError(
             f"{name}: got shape {show(cache.shape)} of uint8; legal: [P, Z, {V32_PACKED.row_bytes}] (V3.2 rows) or "
@@ -137,17 +140,19 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
     num_pages, stride, width = cache.shape
     check_pages(name, cache)
     # A plain cache whose stride is wider than its pages is an array [P, span, D] with page_size rows in use.
-    size = stride if page_size is None else static_int("page_size", page_size, minimum=1)
-    if check_page_span("page_span", stride if page_span is None else page_span, size) != stride:
-        raise ValueError(f"page_span: got {page_span}; legal: {name}'s axis 1, {stride}")
+    size = stride if page_size is None else static_int(f"{prefix}page_size", page_size, minimum=1)
+    if page_span is None and size > stride:
+        raise ValueError(f"{prefix}page_size: got {size}; legal: at most {name}'s axis 1, {stride}")
+    if check_page_span(f"{prefix}page_span", stride if page_span is None else page_span, size) != stride:
+        raise ValueError(f"{prefix}page_span: got {page_span}; legal: {name}'s axis 1, {stride}")
     if cache.dtype == "uint8":
         head_dim = V32_PACKED.latent_dim + V32_PACKED.rope_dim
         return CacheSpec("v32", num_pages, size, stride, head_dim, cache.dtype)
     return CacheSpec("plain", num_pages, size, stride, width, cache.dtype)
 
 
-def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: int | None) -> CacheSpec:
-    size = static_int("page_size", V4_PACKED.page_size if page_size is None else page_size, minimum=1)
+def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: int | None, prefix: str) -> CacheSpec:
+    size = static_int(f"{prefix}page_size", V4_PACKED.page_size if page_size is None else page_size, minimum=1)
     num_pages, page_bytes = cache.shape
     check_pages(name, cache)
     if page_bytes < size * V4_PACKED.row_bytes:
@@ -160,7 +165,7 @@ def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: in
             f"{name}: got pages of {page_bytes} bytes; legal: a multiple of {V4_PACKED.data_row_bytes}, "
             f"{V4_PACKED.page_bytes(size)} for {size} rows"
         )
-    span = check_page_span("page_span", size if page_span is None else page_span, size)
+    span = check_page_span(f"{prefix}page_span", size if page_span is None else page_span, size)
     return CacheSpec("v4", num_pages, size, span, V4_PACKED.head_dim, cache.dtype)
 
 
@@ -204,21 +209,26 @@ def indexer_cache_spec(k_cache: Array) -> IndexerCacheSpec:
 CACHE_LAYOUTS = ("plain", "packed")
 
 
+FP8_NAMES = ("fp8", "fp8_e4m3", "fp8_ds_mla", "float8_e4m3fn")
+"""The names of e4m3 caches that engines have."""
+_PLAIN_NAMES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+
+
 def resolve_cache_dtype(layout: str, cache_dtype: str) -> str:
     """The storage dtype of a V4 cache, by name.
 
-    The packed layout takes only fp8 names and is stored as uint8; the plain layout maps every fp8 name to float8_e4m3fn
-    and everything else ("auto", "bfloat16", "float16", ...) to bfloat16.
-    Raises ValueError for an unknown layout, or for a packed layout asked to hold anything but fp8.
+    The packed layout takes only the names of e4m3 and is stored as uint8; the plain layout takes these names and
+    "auto", which is bfloat16, "bfloat16", "float16" and "float32".
+    Raises ValueError for an unknown layout, or for a name that the layout doesn't take.
     """
     if layout not in CACHE_LAYOUTS:
         raise ValueError(f"layout: got {layout!r}; legal: {', '.join(CACHE_LAYOUTS)}")
-    is_fp8 = cache_dtype.startswith(("fp8", "float8"))
+    legal = FP8_NAMES if layout == "packed" else (*FP8_NAMES, *_PLAIN_NAMES)
+    if cache_dtype not in legal:
+        raise ValueError(f"cache_dtype: got {cache_dtype!r}; legal with layout {layout!r}: {', '.join(legal)}")
     if layout == "packed":
-        if not is_fp8:
-            raise ValueError(f"cache_dtype: got {cache_dtype!r}; the packed layout holds fp8 only")
         return "uint8"
-    return FP8 if is_fp8 else "bfloat16"
+    return FP8 if cache_dtype in FP8_NAMES else _PLAIN_NAMES[cache_dtype]
 
 
 def valid_slots(slots: Any, spec: CacheSpec) -> Any:

@@ -90,9 +90,10 @@ def packed_write_spec(
 ) -> PackedWriteSpec:
     """The spec of write_packed_kv_cache, or ValueError / TypeError naming the argument that is not legal. slot_dtypes
     as in cache_write_spec."""
+    if kv_cache.dtype != "uint8" or len(kv_cache.shape) != 3 or kv_cache.shape[2] != V32_PACKED.row_bytes:
+        got = f"{kv_cache.dtype} of shape {show(kv_cache.shape)}"
+        raise ValueError(f"kv_cache: got {got}; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     cache = cache_spec("kv_cache", kv_cache)
-    if cache.layout != "v32":
-        raise ValueError(f"kv_cache: got the {cache.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     check_rank("latent", latent, "T 512")
     check_ints("slot_mapping", slot_mapping, "T", (latent.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
     check_packed_rows(latent, k_rope)

@@ -1,5 +1,4 @@
-"""The arguments and results of the sparse operations: sparse_mla, indexer_logits, select_topk, indexer_topk and
-compress_kv.
+"""The arguments and results of the sparse operations: sparse_mla, indexer_logits, select_topk and indexer_topk.
 
 Imports neither jax nor torch. Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K
 selected entries a token, P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels
@@ -26,10 +25,8 @@ from tsmla_kernels.contract.rules import (
     check_ints,
     check_scale,
     check_scales,
-    check_size,
     listed,
     not_differentiable,
-    show,
     static_bool,
     static_int,
 )
@@ -148,21 +145,13 @@ def sparse_mla_spec(
                 raise ValueError(f"{name}: got {value} without compressed_kv_cache; legal: None")
         window = columns
     else:
-        if window is None:
-            raise ValueError(
-                "window: got None; compressed_kv_cache is given, so the number of leading columns of indices that "
-                "select from kv_cache must be"
-            )
-        window = static_int("window", window)
-        if window > columns:
-            raise ValueError(f"window: got {window}; it must be at most K = {columns}, the columns of indices")
-        if columns % INDEX_ROW_ALIGNMENT:
-            raise ValueError(
-                f"indices: got K = {columns} with compressed_kv_cache; legal: a multiple of "
-                f"{INDEX_ROW_ALIGNMENT}, rows of 16 bytes (as build_mixed_sparse_indices makes them)"
-            )
+        window = _checked_window(window, columns)
         compressed = cache_spec(
-            "compressed_kv_cache", compressed_kv_cache, page_size=compressed_page_size, page_span=compressed_page_span
+            "compressed_kv_cache",
+            compressed_kv_cache,
+            page_size=compressed_page_size,
+            page_span=compressed_page_span,
+            prefix="compressed_",
         )
         _check_key_width("compressed_kv_cache", compressed, head_dim)
     check_sparse_scales(
@@ -188,6 +177,25 @@ def sparse_mla_spec(
         deterministic=static_bool("deterministic", deterministic),
         max_logits=static_bool("return_max_logits", return_max_logits),
     )
+
+
+def _checked_window(window: int | None, columns: Dim) -> int:
+    """The leading columns of indices that select from the first of two caches; ValueError / TypeError if they are not
+    legal, or if `columns`, the columns of indices, are not."""
+    if window is None:
+        raise ValueError(
+            "window: got None; compressed_kv_cache is given, so the number of leading columns of indices that select"
+            " from kv_cache must be"
+        )
+    window = static_int("window", window)
+    if window > columns:
+        raise ValueError(f"window: got {window}; it must be at most K = {columns}, the columns of indices")
+    if columns % INDEX_ROW_ALIGNMENT:
+        raise ValueError(
+            f"indices: got K = {columns} with compressed_kv_cache; legal: a multiple of {INDEX_ROW_ALIGNMENT}, rows of"
+            " 16 bytes (as build_mixed_sparse_indices makes them)"
+        )
+    return window
 
 
 def _form(form: str, tokens_per_request: int | None) -> dict[str, Any]:
@@ -417,84 +425,3 @@ def indexer_topk_spec(
         if spec.return_bits and getattr(spec, name):
             raise ValueError(f"return_bits: got True with {name}; legal: False, as bits are those of positions alone")
     return spec
-
-
-@dataclass(frozen=True)
-class CompressSpec:
-    """The static facts of one compress_kv call. `overlap`: how many times `ratio` tokens are pooled into one entry: 2
-    if each token has two series of kv and score, else 1."""
-
-    num_tokens: int
-    num_requests: int
-    ratio: int
-    overlap: int
-    channels: int
-    num_states: int
-    ring: int
-
-    @property
-    def window(self) -> int:
-        """Tokens pooled into one entry."""
-        return self.ratio * self.overlap
-
-    @property
-    def num_entries(self) -> int:
-        """The static bound on the entries that one call completes."""
-        return max_compressed_entries(self.num_tokens, self.num_requests, self.ratio)
-
-
-def max_compressed_entries(num_tokens: int, num_requests: int, ratio: int) -> int:
-    """The most entries that `num_tokens` new tokens of `num_requests` requests can complete."""
-    return min(num_tokens, num_tokens // ratio + num_requests)
-
-
-def compress_spec(
-    *,
-    kv_score: Array,
-    ape: Array,
-    state: Array,
-    state_positions: Array,
-    state_slots: Array,
-    seq_lens: Array,
-    cu_seqlens_q: Array,
-    ratio: int,
-    overlap: bool,
-) -> CompressSpec:
-    """The spec of compress_kv, or ValueError / TypeError naming the argument that is not legal."""
-    ratio = static_int("ratio", ratio, minimum=1)
-    series = 2 if static_bool("overlap", overlap) else 1
-    check_array("kv_score", kv_score, "T 2 W", ("float32",))
-    check_size("kv_score", kv_score, 1, 2, "kv, score")
-    num_tokens, _, width = kv_score.shape
-    if width < 1 or width % series:
-        raise ValueError(
-            f"kv_score: got shape {show(kv_score.shape)}; its width must be a positive multiple of {series}, the "
-            f"number of series"
-        )
-    check_array("ape", ape, "ratio W", ("float32",), (ratio, "ratio"), (width, "kv_score's width"))
-    check_array("state.kv_score", state, "N ring 2 W", ("float32",))
-    check_size("state.kv_score", state, 2, 2, "kv, score")
-    check_size("state.kv_score", state, 3, width, "kv_score's width")
-    num_states, ring = state.shape[:2]
-    if ring < ratio * series:
-        raise ValueError(
-            f"state.kv_score: got a ring of {ring} tokens; legal: at least {ratio * series}, the tokens pooled "
-            f"into one entry (ratio {ratio} x {series} series)"
-        )
-    states = (num_states, "N, as in state.kv_score"), (ring, "ring, as in state.kv_score")
-    check_ints("state.positions", state_positions, "N ring", *states)
-    check_ints("seq_lens", seq_lens, "B")
-    num_requests = seq_lens.shape[0]
-    if num_states == 0 and num_requests != 0:
-        raise ValueError(f"state.kv_score: got shape {show(state.shape)}; legal: a state for each request under way")
-    check_ints("state_slots", state_slots, "B", (num_requests, "B, seq_lens's requests"))
-    check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (num_requests + 1, "B + 1, B from seq_lens"))
-    return CompressSpec(
-        num_tokens=num_tokens,
-        num_requests=num_requests,
-        ratio=ratio,
-        overlap=series,
-        channels=width // series,
-        num_states=num_states,
-        ring=ring,
-    )

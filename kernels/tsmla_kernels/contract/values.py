@@ -12,9 +12,9 @@ import os
 import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
-from tsmla_kernels.contract.compress import CompressWriteSpec
+from tsmla_kernels.contract.compress import CompressSpec, CompressWriteSpec
 from tsmla_kernels.contract.products import ProductSpec
-from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec, SparseMLASpec
 
 
 def enabled() -> bool:

@@ -7,10 +7,9 @@ import pytest
 
 from tests.kernels.object_checks import check_compiled
 from tsmla_kernels.catalog import COMPRESS_WRITE_KV_CACHE
-from tsmla_kernels.contract.compress import CompressWriteSpec
+from tsmla_kernels.contract.compress import CompressSpec, CompressWriteSpec
 from tsmla_kernels.contract.layouts import IndexerCacheSpec
 from tsmla_kernels.contract.packed import IndexerWriteSpec, Rotation
-from tsmla_kernels.contract.sparse import CompressSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sparse_cache.compress_config import (
     MAX_THREADS,

@@ -13,7 +13,7 @@ from tsmla_jax.ops.inputs import describe, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_jax.ops.selected import checks
 from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState
-from tsmla_kernels.contract import sparse as sparse_contract
+from tsmla_kernels.contract import compress as compress_contract
 
 if TYPE_CHECKING:
     from tsmla_jax.array_types import Array, Float, Int32
@@ -73,9 +73,9 @@ def compress_kv(
     return CompressedEntries(*entries), CompressorState(*rings)
 
 
-def _spec(*, state: CompressorState, **arguments: Any) -> sparse_contract.CompressSpec:
+def _spec(*, state: CompressorState, **arguments: Any) -> compress_contract.CompressSpec:
     return describe_call(
-        sparse_contract.compress_spec,
+        compress_contract.compress_spec,
         state=describe("state.kv_score", state.kv_score),
         state_positions=describe("state.positions", state.positions),
         **arguments,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.compress_kv.windows import completed_entries, updated_state, window_rows
-from tsmla_kernels.contract.sparse import CompressSpec
+from tsmla_kernels.contract.compress import CompressSpec
 
 
 def compress_kv(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.ragged import row_owner
-from tsmla_kernels.contract.sparse import CompressSpec
+from tsmla_kernels.contract.compress import CompressSpec
 
 
 class Entries(NamedTuple):

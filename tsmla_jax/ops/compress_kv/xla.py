@@ -14,7 +14,7 @@ from tsmla_jax.ops.compress_kv.windows import completed_entries, updated_state, 
 from tsmla_jax.ops.selected.blocks import over_token_blocks
 from tsmla_jax.ops.selected.numerics import tree_max, tree_sum
 from tsmla_jax.ops.transforms import without_derivative
-from tsmla_kernels.contract.sparse import CompressSpec
+from tsmla_kernels.contract.compress import CompressSpec
 
 BLOCK_BYTES = 2 << 20
 """Bound on the float32 block of windows [entries, window, C]."""

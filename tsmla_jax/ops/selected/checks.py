@@ -11,7 +11,8 @@ import jax
 
 from tsmla_jax.ops.checks import behind
 from tsmla_kernels.contract import values
-from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
+from tsmla_kernels.contract.compress import CompressSpec
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec, SparseMLASpec
 
 
 def decode_lens(lens: jax.Array, total_tokens: int) -> jax.Array:
