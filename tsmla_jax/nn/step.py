@@ -274,6 +274,6 @@ def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array,
     """
     block_tables = jnp.asarray(block_tables)
     page_index = positions // page_size
-    inside = (positions >= 0) & (page_index < block_tables.shape[1])
     pages = block_tables[requests, jnp.clip(page_index, 0, block_tables.shape[1] - 1)]
+    inside = (positions >= 0) & (page_index < block_tables.shape[1]) & (pages >= 0)
     return jnp.where(inside, pages * page_size + positions % page_size, -1).astype(jnp.int32)

@@ -70,9 +70,13 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def dtype_name(dtype: Any) -> str | None:
-    """The name of a dtype argument, as the contract takes it; None if the argument is None."""
-    return None if dtype is None else jnp.dtype(dtype).name
+def dtype_name(name: str, dtype: Any) -> str | None:
+    """The name of the dtype argument `name`, as the contract takes it; None if the argument is None. TypeError if it is
+    no dtype."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"{name}: got {dtype!r:.60}; legal: a dtype, as jax.numpy.bfloat16 or its name") from None
 
 
 def as_scale(value: Scale | None, dtype: Any) -> jax.Array:

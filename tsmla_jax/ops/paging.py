@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsmla_jax.ops.inputs import describe, dtype_name
 from tsmla_kernels.contract import paging
@@ -27,7 +29,7 @@ def init_cache(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
     """
-    return jnp.zeros(paging.check_new_cache(num_pages, page_size, head_dim, str(dtype_name(dtype))), dtype)
+    return jnp.zeros(paging.check_new_cache(num_pages, page_size, head_dim, str(dtype_name("dtype", dtype))), dtype)
 
 
 def slots(
@@ -46,7 +48,8 @@ def slots(
       requests: [T] int32, the request of each token. None: row b of `positions` is request b's.
 
     Returns:
-      int32 like positions; -1, which writers skip, if a position is negative or past the request's table.
+      int32 like positions; -1, which writers skip, if a position is negative or past the request's table, or its page
+      is negative or too large for slots of int32.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -55,10 +58,19 @@ def slots(
     asked = None if requests is None else describe("requests", requests)
     described = [describe(name, array) for name, array in arrays.items()]
     size = paging.check_slots(described[0], described[1], asked, page_size)
-    tables, at = jnp.asarray(block_tables, jnp.int32), jnp.asarray(positions, jnp.int32)
+    tables, at = _int32(block_tables), _int32(positions)
     num_requests, max_pages = tables.shape
     if 0 in (num_requests, max_pages):
         return jnp.full(at.shape, -1, jnp.int32)
     rows = jnp.arange(num_requests).reshape(-1, *[1] * (at.ndim - 1)) if requests is None else jnp.asarray(requests)
     page = tables[rows, jnp.clip(at // size, 0, max_pages - 1)]
-    return jnp.where((at >= 0) & (at < max_pages * size), page * size + at % size, -1)
+    inside = (at >= 0) & (at // size < max_pages) & paging.has_slots(page, size)
+    return jnp.where(inside, page * size + at % size, -1)
+
+
+def _int32(integers: Any) -> jax.Array:
+    """Integers as int32. Those of 64 bits are clipped, not cut: 2^32 + 5 must not become 5."""
+    if integers.dtype.itemsize > jnp.int32.dtype.itemsize:
+        library, limits = jnp if isinstance(integers, jax.Array) else np, jnp.iinfo(jnp.int32)
+        integers = library.clip(integers, limits.min, limits.max)
+    return jnp.asarray(integers, jnp.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tsmla_bridge.runtime.tensors import describe, dtype_name
+from tsmla_bridge.runtime.tensors import describe, dtype_name, same_device
 from tsmla_kernels.contract import paging
 
 
@@ -49,7 +49,8 @@ def slots(
       requests: [T] int32 or int64, the request of each token. None: row b of positions is request b's.
 
     Returns:
-      int32 like positions; -1, which writers skip, where a position is negative or past the request's table.
+      int32 like positions; -1, which writers skip, where a position is negative or past the request's table, or its
+      page is negative or too large for slots of int32.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -57,6 +58,7 @@ def slots(
     asked = None if requests is None else describe("requests", requests)
     tables, at = describe("block_tables", block_tables), describe("positions", positions)
     size = paging.check_slots(tables, at, asked, page_size)
+    same_device("block_tables", block_tables, {"positions": positions, "requests": requests})
     num_requests, max_pages = block_tables.shape
     if 0 in (num_requests, max_pages):
         return torch.full_like(positions, -1, dtype=torch.int32)
@@ -64,5 +66,5 @@ def slots(
     if rows is None:
         rows = torch.arange(num_requests, device=positions.device).view(-1, *[1] * (positions.ndim - 1))
     page = block_tables[rows.long(), (positions // size).clamp(0, max_pages - 1).long()]
-    inside = (positions >= 0) & (positions < max_pages * size)
+    inside = (positions >= 0) & (positions < max_pages * size) & paging.has_slots(page, size)
     return torch.where(inside, page * size + positions % size, -1).to(torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tsmla_kernels.contract.rules import (
     SLOTS,
     VALUES,
@@ -27,6 +29,12 @@ def check_slots(block_tables: Array, positions: Array, requests: OptionalArray, 
             raise ValueError(f"positions: got shape {show(positions.shape)}; legal: [B], [B, S], or [T] with requests")
         check_size("positions", positions, 0, block_tables.shape[0], "B, block_tables's requests")
     return static_int("page_size", page_size, minimum=1)
+
+
+def has_slots(page: Any, page_size: int) -> Any:
+    """Which pages of an array (of jax or torch) have slots in int32: those of 0 or more whose last slot is below
+    2^31."""
+    return (page >= 0) & (page < 2**31 // page_size)
 
 
 def check_new_cache(num_pages: object, page_size: object, head_dim: object, dtype: str) -> tuple[int, int, int]:

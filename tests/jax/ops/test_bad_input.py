@@ -18,6 +18,7 @@ from tests.oracles.bad_input import (
     GATHER,
     PREFILL,
     RAGGED,
+    WRITE,
     Case,
 )
 from tsmla_kernels import contract
@@ -126,3 +127,13 @@ def test_dtype_pairs_of_query_and_cache() -> None:
         else:
             with pytest.raises(ValueError, match="kv_cache: got dtype"):
                 contract.decode_spec(**arrays, softmax_scale=1.0, latent_dim=32)
+
+
+@pytest.mark.parametrize(("op", "argument"), [("gather_kv_cache", "out_dtype"), ("rope_write_kv_cache", "q_dtype")])
+def test_what_is_no_dtype_is_refused_by_name(op: str, argument: str) -> None:
+    x, angle = np.zeros((3, 4, 32), np.float32), np.zeros((3, 8), np.float32)
+    rope = {"q_nope": x, "q_rope": x[..., :16], **{name: WRITE[name] for name in WRITE}, "cos": angle, "sin": angle}
+    arguments = GATHER if op == "gather_kv_cache" else rope
+    for wrong in ("bfloat61", 3, 1.5):
+        with pytest.raises(TypeError, match=rf"^{argument}: got {wrong!r}; legal: a dtype, as jax\.numpy\.bfloat16"):
+            call(op, arguments | {argument: wrong})

@@ -67,6 +67,21 @@ def test_no_request_or_no_page_has_no_slot(tables: tuple[int, int]) -> None:
     assert found.shape == positions.shape and (found == -1).all()
 
 
+def test_a_page_or_position_of_no_slot_in_32_bits_has_none() -> None:
+    """A number of 64 bits is not cut to another one: slot 2^32 would become slot 0."""
+    tables = np.array([[-1, 2**26, 5, 2**31 // PAGE - 1]], np.int64)
+    positions = np.array([[3, PAGE, 2 * PAGE + 1, 2**32 + 2 * PAGE, 4 * PAGE - 1]], np.int64)
+    expected = [[-1, 2**26 * PAGE, 5 * PAGE + 1, -1, 2**31 - 1]]
+    assert tsmla_jax.slots(tables, positions, PAGE).tolist() == expected
+    assert tsmla_bridge.slots(torch.from_numpy(tables), torch.from_numpy(positions), PAGE).tolist() == expected
+    tables[0, 1] = 2**28
+    expected[0][1] = -1
+    assert tsmla_jax.slots(tables, positions, PAGE).tolist() == expected
+    assert tsmla_bridge.slots(torch.from_numpy(tables), torch.from_numpy(positions), PAGE).tolist() == expected
+    step = Step.dense(jnp.array([[3, -1]], jnp.int32), jnp.array([20], jnp.int32), new_tokens=5, page_size=PAGE)
+    assert step.slot_mapping.tolist() == [[3 * PAGE + 15, -1, -1, -1, -1]]
+
+
 def test_a_new_cache_is_zeros() -> None:
     cache = tsmla_jax.init_cache(3, dtype="float8_e4m3fn")
     assert cache.shape == (3, 64, 576) and cache.dtype == jnp.float8_e4m3fn and not np.asarray(cache, np.float32).any()
@@ -102,7 +117,14 @@ def test_what_is_not_legal(front: str, arguments: tuple[Any, ...], named: dict[s
         slots(*arguments, **named)
 
 
+def test_tensors_of_two_devices() -> None:
+    with pytest.raises(ValueError, match="positions: got a tensor on meta; it must be on block_tables's device, cpu"):
+        tsmla_bridge.slots(torch.from_numpy(TABLES), torch.from_numpy(LENS).to("meta"), PAGE)
+
+
 def test_what_a_cache_can_not_be() -> None:
+    with pytest.raises(TypeError, match=r"dtype: got 'bfloat61'; legal: a dtype, as jax\.numpy\.bfloat16"):
+        tsmla_jax.init_cache(1, dtype="bfloat61")
     for init in (tsmla_jax.init_cache, tsmla_bridge.init_cache):
         with pytest.raises(ValueError, match="num_pages: got -1; legal: an int >= 0"):
             init(-1)

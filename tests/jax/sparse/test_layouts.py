@@ -178,8 +178,9 @@ def test_vmap_over_caches() -> None:
 def test_cache_dtypes() -> None:
     resolve = sparse.resolve_cache_dtype
     assert resolve("packed", "fp8") == resolve("packed", "fp8_e4m3") == jnp.uint8
-    assert resolve("plain", "fp8_e5m2") == resolve("plain", "float8_e4m3fn") == jnp.float8_e4m3fn
-    assert resolve("plain", "auto") == resolve("plain", "float16") == resolve("plain", "bfloat16") == jnp.bfloat16
+    assert resolve("plain", "fp8_ds_mla") == resolve("plain", "float8_e4m3fn") == jnp.float8_e4m3fn
+    assert resolve("plain", "auto") == resolve("plain", "bfloat16") == jnp.bfloat16
+    assert resolve("plain", "float16") == jnp.float16 and resolve("plain", "float32") == jnp.float32
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1), "float32"), ((1, 1, 656), "uint8"), ((1, 1152), "uint8")])
@@ -195,6 +196,16 @@ def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> N
         (lambda: sparse.unpack_v32_rows(np.zeros((2, 656), np.float32)), "rows: got dtype float32; legal: uint8"),
         (lambda: sparse.resolve_cache_dtype("packed", "bfloat16"), "cache_dtype: got 'bfloat16'"),
         (lambda: sparse.resolve_cache_dtype("dense", "fp8"), "layout: got 'dense'"),
+        (
+            lambda: sparse.resolve_cache_dtype("plain", "fp8_e5m2"),
+            "cache_dtype: got 'fp8_e5m2'; legal with layout 'plain'",
+        ),
+        (
+            lambda: sparse.resolve_cache_dtype("plain", "bfloat61"),
+            "cache_dtype: got 'bfloat61'; legal with layout 'plain'",
+        ),
+        (lambda: sparse.resolve_cache_dtype("packed", None), "cache_dtype: got None; legal with layout 'packed': fp8"),
+        (lambda: sparse.init_v4_cache(1, layout="plain", cache_dtype="auto", head_dim=0), "head_dim: got 0; legal"),
         (lambda: sparse.init_v4_cache(1, layout="packed", cache_dtype="fp8", head_dim=64), "head_dim: got 64"),
         (lambda: write_v4(jnp.zeros((1, 37375), jnp.uint8)), "need at least 37376: the stride is narrower"),
         (lambda: write_v4(jnp.zeros((0, 37440), jnp.uint8)), "kv_cache: got shape.*at least 1"),
@@ -220,7 +231,7 @@ def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> N
             lambda: sparse.write_packed_kv_cache(
                 jnp.zeros((1, 4, 576), jnp.bfloat16), np.zeros((1, 512)), np.zeros((1, 64)), ints([0])
             ),
-            "kv_cache: got the plain layout",
+            r"kv_cache: got bfloat16 of shape \[1, 4, 576\]; legal: uint8 \[P, Z, 656\]",
         ),
     ],
 )

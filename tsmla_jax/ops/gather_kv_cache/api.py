@@ -61,7 +61,7 @@ def gather_kv_cache(
 
 
 def _spec(*, out_dtype: Any = None, **arguments: Any) -> contract.CacheGatherSpec:
-    return describe_call(contract.cache_gather_spec, out_dtype=dtype_name(out_dtype), **arguments)
+    return describe_call(contract.cache_gather_spec, out_dtype=dtype_name("out_dtype", out_dtype), **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:

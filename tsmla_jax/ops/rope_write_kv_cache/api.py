@@ -84,7 +84,7 @@ def rope_write_kv_cache(
 
 
 def _spec(*, q_dtype: Any = None, **arguments: Any) -> cache_contract.RopeWriteSpec:
-    return describe_call(cache_contract.rope_write_spec, q_dtype=dtype_name(q_dtype), **arguments)
+    return describe_call(cache_contract.rope_write_spec, q_dtype=dtype_name("q_dtype", q_dtype), **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:
