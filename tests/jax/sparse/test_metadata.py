@@ -84,6 +84,13 @@ def test_positions_become_slots() -> None:
     assert wide.tolist() == sparse.remap_slots(got, 4, 6).tolist() == [[18, 7, -1], [15, 12, 3]]
 
 
+def test_a_position_past_the_table_has_no_slot() -> None:
+    """As `slots` and a top-k say it: the last key must not count once more for each position past it."""
+    tables = ints([[3, 1], [0, 2]])
+    assert sparse.positions_to_slots(ints([[7, 8], [2**31 - 1, 0]]), tables, 4).tolist() == [[7, -1], [-1, 0]]
+    assert sparse.window_slots(ints([8, 9]), tables, page_size=4, window=3).tolist() == [[6, 7, -1], [11, -1, -1]]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

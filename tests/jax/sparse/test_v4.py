@@ -13,6 +13,7 @@ from tsmla_jax import sparse
 
 INV_FREQ = (1e4 ** (-np.arange(4) / 4)).astype(np.float32)
 Z, PAGES = 4, 8
+ONES, TABLE = jnp.ones((2, 8)), jnp.ones((9, 4))
 
 
 def test_rope_and_its_inverse() -> None:
@@ -98,7 +99,26 @@ def test_a_layer_of_ratio_0() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: sparse.build_mixed_sparse_indices(ints([[1]]), window_page=(4, 3)), "page_span: got 3"),
+        (lambda: sparse.build_mixed_sparse_indices(ints([[1]]), window_page=(4, 3)), r"window_page\[1\]: got 3"),
+        (
+            lambda: sparse.apply_rope(ONES, ints([1, 2]), jnp.ones((9, 4), jnp.int32)),
+            "cos_sin: got dtype int32; legal: f",
+        ),
+        (lambda: sparse.apply_rope(ONES, ints([1, 2]), jnp.ones((9, 4), jnp.float16)), "cos_sin: got dtype float16"),
+        (lambda: sparse.apply_rope(ONES, ints([1, 2]), jnp.ones((0, 4))), "cos_sin: got shape .*N must be at least 1"),
+        (
+            lambda: sparse.norm_rope(ONES.astype(bool), None, ints([1, 2]), TABLE, eps=0.1),
+            "kv: got dtype bool; legal: f",
+        ),
+        (
+            lambda: sparse.norm_rope(ONES, jnp.ones(8, int), ints([1, 2]), TABLE, eps=0.1),
+            "norm_weight: got dtype int32",
+        ),
+        (lambda: sparse.norm_rope(ONES, None, ints([1, 2]), TABLE, eps=-0.1), "eps: got -0.1; legal: at least 0"),
+        (lambda: sparse.norm_rope(ONES, None, ints([1, 2]), TABLE, eps=float("nan")), "eps: got nan; legal: a finite"),
+        (lambda: sparse.rope_table(jnp.ones(4, complex), 9), "inv_freq: got dtype complex64; legal: f"),
+        (lambda: sparse.rope_table(jnp.ones((4, 1)), 9), "inv_freq: got shape"),
+        (lambda: sparse.rope_table(jnp.ones(4), 9, scale=float("inf")), "scale: got inf; legal: a finite number"),
         (lambda: sparse.build_mixed_sparse_indices(ints([[1]]), ints([[1]] * 2)), "compressed_slots: got shape"),
         (lambda: sparse.build_mixed_sparse_indices(ints([[1]]), None, ints([1])), "compressed_slots: got None"),
         (lambda: sparse.build_mixed_sparse_indices(jnp.ones((1, 4))), "window_slots: got dtype float32"),
@@ -113,6 +133,25 @@ def test_a_layer_of_ratio_0() -> None:
 )
 def test_refuses(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sparse.norm_rope(ONES, None, ints([1, 2]), TABLE, eps="4"), "eps: got str; legal: a static float"),
+        (lambda: sparse.rope_table(jnp.ones(4), 9, scale="4"), "scale: got str; legal: a static float"),
+        (lambda: sparse.apply_rope(ONES, ints([1, 2]), TABLE, inverse=1), "inverse: got int; legal: True or False"),
+        (lambda: sparse.expand_pools(ints([[0]]), ints([1]), 4, tail=None), "tail: got NoneType; legal: True or False"),
+        (lambda: sparse.init_compressor_state(1, ratio=4, channels=8, overlap=2), "overlap: got int; legal: True or F"),
+        (
+            lambda: sparse.build_mixed_sparse_indices(ints([[1]]), window_page=4),
+            r"window_page: got 4; legal: \(page size, span\)",
+        ),
+    ],
+)
+def test_refuses_another_type(call: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         call()
 
 

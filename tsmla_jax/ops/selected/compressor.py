@@ -57,13 +57,13 @@ def init_compressor_state(
       spare: how many tokens a request may take back.
 
     Raises:
-      TypeError, ValueError: a size is no int, or too small.
+      TypeError, ValueError: a size is no int, or too small; overlap is no bool.
     """
     num_states = contract.static_int("num_states", num_states, minimum=1)
     ratio = contract.static_int("ratio", ratio, minimum=1)
     channels = contract.static_int("channels", channels, minimum=1)
     spare = contract.static_int("spare", spare)
-    series = 2 if overlap else 1
+    series = 2 if contract.static_bool("overlap", overlap) else 1
     ring = ratio * series + spare
     return CompressorState(
         jnp.zeros((num_states, ring, 2, series * channels), jnp.float32), jnp.full((num_states, ring), -1, jnp.int32)

@@ -125,7 +125,8 @@ def positions_to_slots(
     *,
     page_span: int | None = None,
 ) -> Int32[Array, "N K"]:
-    """Cache slots of positions within a sequence: block_table[position // Z] * span + position % Z; -1 stays -1.
+    """Cache slots of positions within a sequence: block_table[position // Z] * span + position % Z; -1 stays -1, and a
+    position past the table has no slot, -1.
 
     Args:
       positions: [N, K] int32; a negative one is "nothing here".
@@ -148,7 +149,7 @@ def positions_to_slots(
     positions = checks.positions(positions, capacity)
     safe = jnp.clip(positions, 0, capacity - 1)
     pages = jnp.take_along_axis(block_tables, safe // page_size, axis=1)
-    return jnp.where(positions >= 0, pages * span + safe % page_size, -1)
+    return jnp.where((positions >= 0) & (positions < capacity), pages * span + safe % page_size, -1)
 
 
 def expand_pools(
@@ -178,7 +179,7 @@ def expand_pools(
     pools, positions = jnp.asarray(pools), jnp.asarray(positions)
     keys = pools[:, :, None] * pool_size + jnp.arange(pool_size, dtype=jnp.int32)
     found = jnp.where((pools >= 0)[:, :, None], keys, -1).reshape(pools.shape[0], pools.shape[1] * pool_size)
-    if tail:
+    if contract.static_bool("tail", tail):
         seen = positions[:, None] + 1
         keys = seen // pool_size * pool_size + jnp.arange(pool_size - 1, dtype=jnp.int32)
         found = jnp.concatenate([found, jnp.where(keys < seen, keys, -1)], axis=1)

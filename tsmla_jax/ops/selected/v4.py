@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe, describe_ints
@@ -55,11 +56,22 @@ def rope_table(inv_freq: Float[Array, " half"], num_positions: int, *, scale: fl
       scale: multiplies both (yarn's attention factor).
 
     Raises:
-      TypeError, ValueError: num_positions is no int, or less than 1.
+      TypeError, ValueError: num_positions is no int, or less than 1; inv_freq or scale is not legal.
     """
     num_positions = contract.static_int("num_positions", num_positions, minimum=1)
+    rules.check_array("inv_freq", describe("inv_freq", inv_freq), "half", FLOATS)
+    scale = _number("scale", scale)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * jnp.float32(scale)
+
+
+def _number(name: str, value: float) -> float:
+    """`value` as a float; TypeError unless it is a number, ValueError unless it is finite."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: got {type(value).__name__}; legal: a static float")
+    if not np.isfinite(value):
+        raise ValueError(f"{name}: got {value}; legal: a finite number")
+    return float(value)
 
 
 def apply_rope(
@@ -83,7 +95,9 @@ def apply_rope(
     """
     array, table = describe("x", x), describe("cos_sin", cos_sin)
     rules.check_dtype("x", array, FLOATS)
-    rules.check_rank("cos_sin", table, "N R")
+    rules.check_array("cos_sin", table, "N R", ("float32",))
+    rules.check_at_least_one("cos_sin", table.shape, 0, "N")
+    inverse = contract.static_bool("inverse", inverse)
     if len(array.shape) < 2:
         raise ValueError(f"x: got shape {list(array.shape)}; legal: [T, D] or [T, H, D]")
     describe_ints("positions", positions, "T", (array.shape[0], "T, x's rows"))
@@ -133,11 +147,12 @@ def norm_rope(
       ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
     """
     described = describe("kv", kv)
-    rules.check_rank("kv", described, "T D")
+    rules.check_array("kv", described, "T D", FLOATS)
+    if (eps := _number("eps", eps)) < 0:
+        raise ValueError(f"eps: got {eps}; legal: at least 0")
     if norm_weight is not None:
         described_weight = describe("norm_weight", norm_weight)
-        rules.check_rank("norm_weight", described_weight, "D")
-        rules.check_size("norm_weight", described_weight, 0, described.shape[1], "D, kv's width")
+        rules.check_array("norm_weight", described_weight, "D", FLOATS, (described.shape[1], "D, kv's width"))
         norm_weight = jnp.asarray(norm_weight)
     return apply_rope(numerics.rms_norm(jnp.asarray(kv), norm_weight, eps), positions, cos_sin)
 
@@ -238,7 +253,7 @@ def build_mixed_sparse_indices(
     num_tokens, window = describe_ints("window_slots", window_slots, "T W").shape
     slots = checks.rows_of_slots("window_slots", jnp.asarray(window_slots))
     if window_page is not None:
-        slots = remap_slots(slots, *window_page)
+        slots = remap_slots(slots, *_page("window_page", window_page))
     if compressed_slots is None:
         if compressed_lens is not None or compressed_page is not None:
             raise ValueError("compressed_slots: got None, with compressed_lens or compressed_page given; legal: [T, E]")
@@ -255,23 +270,32 @@ def build_mixed_sparse_indices(
             lens = jnp.clip(checks.counts("compressed_lens", jnp.asarray(compressed_lens), columns), 0, columns)
             chosen = checks.rows_of_slots("compressed_slots", chosen, lens)
         if compressed_page is not None:
-            chosen = remap_slots(chosen, *compressed_page)
+            chosen = remap_slots(chosen, *_page("compressed_page", compressed_page))
         chosen = jnp.where(jnp.arange(columns, dtype=jnp.int32) < lens[:, None], chosen, -1)
         rows, lengths = jnp.concatenate([slots, chosen], axis=1), window + lens
     padding = -rows.shape[1] % INDEX_ROW_ALIGNMENT
     return MixedIndices(jnp.pad(rows, ((0, 0), (0, padding)), constant_values=-1), lengths, window)
 
 
+def _page(name: str, page: tuple[int, int]) -> tuple[int, int]:
+    """A (page size, span) argument, whose numbers `remap_slots` checks."""
+    if not isinstance(page, tuple | list) or len(page) != 2:
+        raise TypeError(f"{name}: got {page!r:.60}; legal: (page size, span), a tuple of two ints")
+    size = contract.static_int(f"{name}[0]", page[0], minimum=1)
+    return size, layouts.check_page_span(f"{name}[1]", page[1], size)
+
+
 def resolve_cache_dtype(layout: str, cache_dtype: str) -> jnp.dtype:
-    """The storage dtype of a V4 cache: "packed" takes only fp8 names and becomes uint8; "plain" maps fp8 names to
-    float8_e4m3fn and every other to bfloat16.
+    """The storage dtype of a V4 cache: uint8 for "packed", which takes the names of e4m3 alone; the dtype of that name
+    for "plain".
 
     Args:
       layout: "packed" or "plain".
-      cache_dtype: a name, as engines have it.
+      cache_dtype: a name, as engines have it: "fp8", "fp8_e4m3", "fp8_ds_mla" and "float8_e4m3fn" are e4m3; "auto" is
+        bfloat16; "bfloat16", "float16", "float32".
 
     Raises:
-      ValueError: another layout, or a packed cache of another dtype.
+      ValueError: another layout, or a name that the layout doesn't take.
     """
     return jnp.dtype(layouts.resolve_cache_dtype(layout, cache_dtype))
 
@@ -293,7 +317,7 @@ def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: i
     num_pages = contract.static_int("num_pages", num_pages, minimum=1)
     page_size = contract.static_int("page_size", page_size, minimum=1)
     if layout == "plain":
-        return jnp.zeros((num_pages, page_size, head_dim), dtype)
+        return jnp.zeros((num_pages, page_size, contract.static_int("head_dim", head_dim, minimum=1)), dtype)
     if head_dim != layouts.V4_PACKED.head_dim:
         raise ValueError(f"head_dim: got {head_dim}; the packed layout has {layouts.V4_PACKED.head_dim}")
     return jnp.zeros((num_pages, layouts.V4_PACKED.page_bytes(page_size)), dtype)
