@@ -96,7 +96,7 @@ def quantize_blocks(spec: QuantizeBlocksSpec, x: torch.Tensor) -> tuple[torch.Te
     """values and scales of quantize_blocks."""
     terms = x.shape[-1]
     padded = torch.nn.functional.pad(x.float(), (0, -terms % BLOCK))
-    blocks = padded.view(*x.shape[:-1], -1, BLOCK)
+    blocks = padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
     amax = blocks.abs().amax(-1)
     scales = quantize_pow2(blocks, LEAST_AMAX)[1] if spec.power_of_two else amax.clamp(min=LEAST_AMAX) * INVERSE_MAX
     scales = torch.where(amax.isfinite(), scales, torch.nan)

@@ -38,6 +38,12 @@ def as_jax(tensor: torch.Tensor) -> jax.Array:
     return jnp.asarray(tensor.numpy())
 
 
+def test_no_row_is_quantised_to_no_row() -> None:
+    for power_of_two in (False, True):
+        values, scales = tsmla_bridge.quantize_blocks(torch.zeros(0, 200), power_of_two=power_of_two)
+        assert values.shape == (0, 200) and values.dtype == torch.float8_e4m3fn and scales.shape == (0, 2)
+
+
 @pytest.mark.parametrize("op", CALLS)
 def test_it_means_what_jax_means(op: str) -> None:
     function, given = CALLS[op]

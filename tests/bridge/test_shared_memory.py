@@ -102,3 +102,35 @@ def test_neighbours_in_one_tensor_share_nothing() -> None:
     expected = prefill(both[0].clone(), ROWS, ROWS)
     assert prefill(both[0], ROWS, ROWS, out=both[1]) is not None
     torch.testing.assert_close(both[1], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache"])
+def test_a_sparse_layout_is_refused_by_name(name: str) -> None:
+    given = {"q": Q, "kv_cache": POOL}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(TypeError, match=rf"^{name}: got a tensor of layout torch\.sparse_coo; legal: torch\.strided"):
+        decode(given["q"], given["kv_cache"])
+
+
+def test_indexer_operations_name_what_is_no_tensor() -> None:
+    q, weights, cache = INDEX[:3]
+    indices = torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^weights: got list; legal: a torch\.Tensor"):
+        tsmla_bridge.indexer_selected_logits(q, [1.0], cache, indices)
+    loss = {"q": torch.randn(2, 4, 64), "kv_cache": POOL, "lse": torch.randn(2, 4), "softmax_scale": 0.1}
+    for name in ("q", "kv_cache", "lse", "sinks"):
+        with pytest.raises(TypeError, match=rf"^{name}: got list; legal: a torch\.Tensor"):
+            tsmla_bridge.indexer_loss(q, weights, cache, **{**loss, "indices": indices, name: [1.0]})
+
+
+def test_compress_names_its_own_arguments() -> None:
+    arguments = {
+        "cache": torch.zeros(2, 16, 8), "kv_score": torch.zeros(3, 2, 8), "ape": torch.zeros(4, 8),
+        "state": torch.zeros(2, 4, 2, 8), "state_positions": torch.zeros(2, 3, dtype=torch.int32),
+        "norm_weight": torch.ones(8), "cos_sin": torch.ones(9, 4), "block_tables": TABLES,
+        "state_slots": LENS * 0, "seq_lens": LENS, "cu_seqlens_q": OFFSETS, "ratio": 4, "overlap": False, "eps": 1e-6,
+    }  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"^state_positions: got shape \[2, 3\]; axis 1 must be 4 \(ring, as in state\)"
+    ):
+        tsmla_bridge.compress_write_kv_cache(**arguments)

@@ -55,6 +55,8 @@ def indexer_selected_logits(
     """
     _check_implementation("indexer_selected_logits", implementation)
     if not torch.compiler.is_compiling():
+        _check_tensors(q=q, weights=weights, k_cache=k_cache, indices=indices)
+        _check_optional(lengths=lengths)
         operators.refuse_transformed("indexer_selected_logits")
     logits: torch.Tensor = torch.ops.tsmla.indexer_selected_logits(q, weights, k_cache, indices, lengths)
     return logits
@@ -104,6 +106,13 @@ def indexer_loss(
     _check_implementation("indexer_loss", implementation)
     scales.check("softmax_scale", softmax_scale, optional=False)
     if not torch.compiler.is_compiling():
+        _check_tensors(
+            index_q=index_q, index_weights=index_weights, index_cache=index_cache, q=q, kv_cache=kv_cache, lse=lse
+        )  # fmt: skip
+        _check_optional(
+            indices=indices, lengths=lengths, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+            sinks=sinks,
+        )  # fmt: skip
         operators.refuse_transformed("indexer_loss")
     # No gradient passes through the attention's side.
     attention = [None if x is None else x.detach() for x in (q, kv_cache, lse, sinks)]
@@ -120,6 +129,17 @@ def _check_implementation(name: str, implementation: str | None) -> None:
         raise contract.not_runnable(name, implementation, ["there is no kernel for this operation yet"])
     if implementation not in (None, "reference"):
         raise contract.unknown_implementation(implementation, ("cute", "reference"))
+
+
+def _check_tensors(**given: Any) -> None:
+    """TypeError unless all are tensors: the operator's own error would not say what is legal."""
+    for name, value in given.items():
+        tensors.describe(name, value)
+
+
+def _check_optional(**given: Any) -> None:
+    """TypeError unless each is a tensor or None."""
+    _check_tensors(**{name: value for name, value in given.items() if value is not None})
 
 
 # ---- the operators

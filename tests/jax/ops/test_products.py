@@ -361,6 +361,12 @@ def test_the_definition_has_a_derivative() -> None:
     np.testing.assert_allclose(slope[:, 0], exact(**given).sum(1) / given["x_scales"][:, 0], rtol=1e-4)
 
 
+def test_no_row_is_quantised_to_no_row() -> None:
+    for power_of_two in (False, True):
+        values, scales = tsmla_jax.quantize_blocks(jnp.zeros((0, 200), jnp.bfloat16), power_of_two=power_of_two)
+        assert values.shape == (0, 200) and values.dtype == jnp.float8_e4m3fn and scales.shape == (0, 2)
+
+
 def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, stack = operands(), grouped([0, 2, 2, 9])
     for change, text in (

@@ -14,7 +14,7 @@ def quantize_blocks(x: jax.Array, *, spec: QuantizeBlocksSpec) -> tuple[jax.Arra
     """values and scales, as the public quantize_blocks documents them."""
     terms = x.shape[-1]
     padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -terms % BLOCK)])
-    blocks = padded.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
     amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     if spec.power_of_two:
         scales = numerics.exp2_int(numerics.scale_exponent(amax, LEAST_AMAX))
