@@ -51,9 +51,7 @@ def test_the_kernel_gets_it(gpu: Gpu, batch_invariant: bool, ragged: bool) -> No
         changed = {"q": given.q.flatten(0, 1), "cu_seqlens_q": offsets, "max_q_len": S}
         visible = VISIBLE.view(-1)
     for _ in range(2):  # the second by the latest plan
-        got = attend(
-            given, visible_lens=visible, batch_invariant=batch_invariant, implementation="cute", **changed
-        )
+        got = attend(given, visible_lens=visible, batch_invariant=batch_invariant, implementation="cute", **changed)
         assert_right(got, given)
     assert gpu.loads == 1 and gpu.operands["visible_lens"].data_ptr() == visible.data_ptr()
     assert gpu.operands["visible_lens"].shape == (len(LENS) * S,)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 MATRICES = ((2112, 7168), (1536, 10944), (4096, 512))
 ROWS = (1, 8, 16, 33, 64, 128, 300)
+MANY_ROWS = 1100  # in pairs of CTAs
 SKEWS = ([5, 0, 130, 1, 16, 200, 0, 33], [0, 0, 385, 0], [3] * 64)
 
 
@@ -40,7 +41,7 @@ def close(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
     assert float((got.double() - want).norm() / want.norm()) < limit
 
 
-@pytest.mark.parametrize(("rows", "matrix"), itertools.product(ROWS, MATRICES))
+@pytest.mark.parametrize(("rows", "matrix"), itertools.product((*ROWS, MANY_ROWS), MATRICES))
 def test_dense(rows: int, matrix: tuple[int, int]) -> None:
     columns, terms = matrix
     operands = numbers(rows, terms), numbers(columns, terms), scales(rows, -(-terms // 128))

@@ -124,9 +124,7 @@ def test_slots_and_counts(columns: int, page_size: int, with_starts: bool) -> No
     starts = np.asarray([3, 0, 9, 100, 17, 1], np.int32) if with_starts else np.zeros(ROWS, np.int32)
     lens = np.minimum(lens_of(columns), columns - starts)
     arrays = {"block_tables": jnp.asarray(tables)} | ({"row_starts": jnp.asarray(starts)} if with_starts else {})
-    run = functools.partial(
-        tsmla_jax.select_topk, k=K, order="position", page_size=page_size, implementation="cute"
-    )
+    run = functools.partial(tsmla_jax.select_topk, k=K, order="position", page_size=page_size, implementation="cute")
     for kind in ("random", "equal"):
         logits = logits_of(kind, (ROWS, columns))
         slots, counts = jax.jit(run)(logits, lens, **arrays)

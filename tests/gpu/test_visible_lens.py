@@ -71,9 +71,7 @@ def test_other_forms(options: dict[str, bool]) -> None:
         got = attend((q[..., :512].contiguous(), q[..., 512:]), *others, visible_lens=visible)
     elif "ragged" in options:
         offsets = torch.arange(0, 37, 4, device="cuda", dtype=torch.int32)
-        flat = attend(
-            q.flatten(0, 1), *others, visible_lens=visible.view(-1), cu_seqlens_q=offsets, max_q_len=4
-        )
+        flat = attend(q.flatten(0, 1), *others, visible_lens=visible.view(-1), cu_seqlens_q=offsets, max_q_len=4)
         got = tuple(x.view(y.shape) for x, y in zip(flat, want, strict=True))
     else:
         got = attend(*args, visible_lens=visible, **options)

@@ -272,9 +272,7 @@ def test_rows_without_a_text_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("speculative", [0, 2])
-def test_logits_that_are_no_numbers_are_no_token(
-    speculative: int, tiny_model: Model, alone: list[list[int]]
-) -> None:
+def test_logits_that_are_no_numbers_are_no_token(speculative: int, tiny_model: Model, alone: list[list[int]]) -> None:
     """The text is named and ended; what the others say is neither lost nor changed."""
     config, params = tiny_model
     spoiled = {**params, "embed": params["embed"].at[100].set(jnp.nan)}

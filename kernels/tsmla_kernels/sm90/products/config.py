@@ -35,8 +35,14 @@ MANY_TILES_MEAN = 384
 """If groups have this many rows on average, few of a group's tiles are not full, whatever their height."""
 FEW_MEAN = 10
 """If groups have this many rows on average, a tile of 16 rows serves most of them."""
-_TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
-"""Measured times of a block of terms of a tile, relative to (2, 1), by (groups, waves)."""
+MULTICAST_ROWS = 512
+"""From this many rows on, dense tiles of e4m3 activations may have weights in common by multicast."""
+_TIMES = {
+    (2, 1, None): 1.0, (2, 2, None): 1.74, (3, 1, None): 1.4,
+    (2, 1, "weights"): 0.9, (2, 2, "weights"): 1.61, (3, 1, "weights"): 1.31,
+}  # fmt: skip
+"""Times of a block of terms of a tile, relative to (2, 1, None), by (groups, waves, multicast). LOG.md says which were
+measured."""
 X_DTYPES = (FP8, "bfloat16", "float16")
 QUANTIZE_CTAS = 5
 """CTAs of quantize_blocks that a multiprocessor holds at a time."""
@@ -70,7 +76,11 @@ class ProductConfig:
         together).
       tokens_first: whether M of a WGMMA are 64 of the tile's tokens, and N are 128 weight rows (if plain, all of the
         tile's); otherwise M are 64 of the tile's weight rows, and N are all of its tokens.
-      splits: how many CTAs a cluster has; each sums a part of the terms of one tile, and the first adds these up.
+      splits: if more than one, how many CTAs a cluster has; each sums a part of the terms of one tile, and the first
+        adds these up.
+      multicast: which operand the two CTAs of a cluster have in common; each loads half of it into both. "weights": one
+        CTA's tile has the rows of x behind the other's. "x": it has the weight rows behind the other's; not with picked
+        rows. None: they have none in common. Only with tokens_first and whole sums.
       ctas: how many CTAs a multiprocessor holds at a time.
       num_sms: how many multiprocessors the GPU has.
     """
@@ -91,6 +101,37 @@ class ProductConfig:
     tail: int = 0
     packed: bool = False
     plain: bool = False
+    multicast: str | None = None
+
+    @property
+    def cluster(self) -> int:
+        """How many CTAs a cluster has."""
+        return 2 if self.multicast else self.splits
+
+    @property
+    def may_multicast(self) -> bool:
+        """Whether `multicast` goes with the other attributes."""
+        return self.tokens_first and self.splits == 1 and (self.multicast != "x" or not self.picked)
+
+    @property
+    def cluster_tokens(self) -> int:
+        """Rows of x of the tiles of a cluster."""
+        return self.tokens * 2 if self.multicast == "weights" else self.tokens
+
+    @property
+    def cluster_width(self) -> int:
+        """Columns of the result of the tiles of a cluster."""
+        return self.width * 2 if self.multicast == "x" else self.width
+
+    @property
+    def loaded_rows(self) -> int:
+        """Weight rows that a CTA loads."""
+        return self.rows // 2 if self.multicast == "weights" else self.rows
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Rows of x that a CTA loads."""
+        return self.tokens // 2 if self.multicast == "x" else self.tokens
 
     @property
     def quantized(self) -> bool:
@@ -350,16 +391,18 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
         candidates = [config]
         if not config.quantized:
             candidates = [replace(config, waves=1), config, replace(config, tokens=192, groups=3, waves=1)]
+        pairs = (replace(one, multicast="weights") for one in candidates if rows >= MULTICAST_ROWS)
+        candidates += [one for one in pairs if _tiles(one, rows, spec.num_columns) >= LEAST_CTAS]
 
     def time(config: ProductConfig) -> float:
         """An estimate proportional to the busiest CTA's time. A tile's start and end count as FIXED_BLOCKS blocks."""
         tiles = _tiles(config, rows, spec.num_columns)
         rounds = -(-tiles // (config.num_sms * config.ctas))
-        return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves), 1.0)
+        return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves, config.multicast), 1.0)
 
     best = min(reversed(candidates), key=time)
-    if best.quantized and best.tokens > 64:
-        return best  # a split sum would need more registers than there are
+    if (best.quantized and best.tokens > 64) or best.multicast:
+        return best  # a split sum of the first would need more registers than there are
     tiles = _tiles(best, rows, spec.num_columns)
     most = 2 * LEAST_CTAS if config.wide else config.num_sms
     split = (replace(best, splits=splits) for splits in (8, 4, 2) if splits <= blocks and tiles * splits <= most)
@@ -367,4 +410,6 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
 
 
 def _tiles(config: ProductConfig, rows: int, columns: int) -> int:
-    return -(-rows // config.tokens) * -(-columns // config.rows)
+    """How many tiles the product has. With multicast of weights this number is even."""
+    pairs = config.cluster_tokens // config.tokens
+    return -(-rows // config.cluster_tokens) * pairs * -(-columns // config.rows)

@@ -36,6 +36,10 @@ class BlockScaledMatmul:
             raise ValueError(f"{config} leaves {config.stages} stages of shared memory; {SCALE_WARPS} are needed")
         if not config.has_room:
             raise ValueError(f"{config} has more sums than its stages have room for")
+        if config.multicast and not config.may_multicast:
+            raise ValueError(
+                f"{config} has multicast; legal: with tokens_first, splits of 1, and x in order if it is x"
+            )
         self.config = config
         self.copy_warp = config.threads // 32
         self.storage = make_storage(config)
@@ -49,14 +53,14 @@ class BlockScaledMatmul:
         given = (True, True, *scaled, config.grouped, config.picked, True, config.quantized)
         operand = iter(operands)
         arrays = Arrays._make([next(operand) if const_expr(has) else None for has in given])
-        clusters = Int32(config.num_sms * config.ctas // config.splits)
+        clusters = Int32(config.num_sms * config.ctas // config.cluster)
         if const_expr(not config.grouped):
             tiles = self.tiles.below(Int32(arrays.out.shape[0])) * self.tiles.columns(arrays)
             clusters = cutlass.max(cutlass.min(tiles, clusters) if const_expr(config.persistent) else tiles, 1)
         self.multiply(self.copies.tensor_maps(arrays), arrays, self.sums.mma()).launch(
-            grid=[clusters * config.splits, 1, 1],
+            grid=[clusters * config.cluster, 1, 1],
             block=[config.threads + 128, 1, 1],
-            cluster=[config.splits, 1, 1],
+            cluster=[config.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=config.ctas,
             preferred_smem_carveout=100,  # in percent; without this number the DSL would ask a GPU for it
@@ -76,8 +80,9 @@ class BlockScaledMatmul:
             self.init_barriers(shared)
         cute.arch.mbarrier_init_fence()
         block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        place = Place(quotient(block, config.splits), remainder(block, config.splits), quotient(grid, config.splits))
-        if const_expr(config.splits > 1):
+        size = config.cluster
+        place = Place(quotient(block, size), remainder(block, size), quotient(grid, size))
+        if const_expr(size > 1):
             meet_cluster()
         else:
             cute.arch.sync_threads()
@@ -93,6 +98,8 @@ class BlockScaledMatmul:
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             self.sums.run(arrays, shared, mma, place, group)
+        if const_expr(config.multicast is not None):
+            meet_cluster()  # a CTA must not end while the other one arrives on its barriers
 
     @cute.jit
     def init_barriers(self, shared: Shared):
@@ -100,4 +107,4 @@ class BlockScaledMatmul:
         lane = cute.arch.lane_idx()
         if lane < self.config.stages:
             cute.arch.mbarrier_init(shared.full + lane, 2)
-            cute.arch.mbarrier_init(shared.empty + lane, self.copy_warp)
+            cute.arch.mbarrier_init(shared.empty + lane, self.copy_warp * (2 if self.config.multicast else 1))

@@ -93,7 +93,15 @@ CONFIGS |= {
         dataclasses.replace(PLAIN, num_picked=4096, gated=True, out_dtype="float8_e4m3fn")
     ),
 }
+CONFIGS |= {
+    "192 rows a group, x in common": dataclasses.replace(CONFIGS["128 rows a group"], multicast="x"),
+    "gated groups to e4m3, x in common": dataclasses.replace(
+        product_config(spec(32768, 4096, 7168, 256)), gated=True, out_dtype="float8_e4m3fn", multicast="x",
+        tokens=128, groups=2, waves=2, tail=0,
+    ),
+}  # fmt: skip
 FAST = (
+    "4096 rows",
     "plain, gated and picked",
     "16 rows",
     "128 rows a group",
@@ -114,6 +122,7 @@ def fits(config: ProductConfig) -> None:
     used = config.stages * (config.stage_bytes + 4 * config.scale_words) + config.threads // 32 * config.staging_bytes
     assert config.stages >= 3 and used + 1024 <= limit and config.has_room
     assert config.splits <= 8 and not (config.grouped and config.splits > 1)
+    assert config.may_multicast or not config.multicast
     assert config.tokens == 64 * config.groups if config.tokens_first else config.tokens % 8 == 0
     assert config.rows <= 256 and config.tokens <= 256  # of a copy
     math, others = config.registers
@@ -146,6 +155,15 @@ def test_a_split_sum_has_terms_in_each_part() -> None:
         for columns, terms in (*MATRICES, (128, 128), (128, 512)):
             config = product_config(spec(rows, columns, terms))
             assert config.splits <= -(-terms // 128), (rows, columns, terms)
+
+
+def test_many_rows_take_pairs_of_tiles_if_there_are_enough() -> None:
+    enough = ((4096, (7168, 16384)), (1024, (24576, 1536)), (1024, (2112, 7168)))
+    too_few = ((300, (36864, 7168)), (512, (2112, 7168)))
+    for rows, matrix in (*enough, *too_few):
+        multicast = "weights" if (rows, matrix) in enough else None
+        assert product_config(spec(rows, *matrix)).multicast == multicast
+        assert product_config(dataclasses.replace(spec(rows, *matrix), x_dtype="bfloat16")).multicast is None
 
 
 def test_few_rows_take_smaller_tiles_if_larger_ones_take_rounds() -> None:
