@@ -136,6 +136,29 @@ def test_picked_rows(counts: list[int], wide: bool, out_dtype: torch.dtype, limi
             close(out[begin:end], gated(want, limit), bound)
 
 
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("kind", ["e4m3", "bfloat16", "bfloat16 weights"])
+def test_groups_of_many_rows_have_x_in_common(kind: str, gate: bool) -> None:
+    """Pairs of CTAs, with multicast; groups of no row, of one, and of an odd number of tiles."""
+    counts, columns, form = [300, 0, 385, 1, 900, 130], 1024, {"gated": gate, "out_dtype": torch.float32}
+    rows, groups = sum(counts), len(counts)
+    cu_rows = [0, *itertools.accumulate(counts)]
+    weight, of_weight = numbers(groups, columns, 1488), scales(groups, 8, 12) / 400
+    x, of_x = numbers(rows + 9, 1488), scales(rows + 9, 12) * 10
+    if kind != "e4m3":
+        x, of_x = torch.randn(rows + 9, 1488, device=DEVICE).bfloat16(), torch.ones(rows + 9, 12, device=DEVICE)
+    if kind == "bfloat16 weights":
+        weight, of_weight = (weight.float() / 100).bfloat16(), torch.ones(groups, 8, 12, device=DEVICE)
+    given = weight, of_x if kind == "e4m3" else None, None if kind == "bfloat16 weights" else of_weight
+    offsets = torch.tensor(cu_rows, dtype=torch.int32, device=DEVICE)
+    out = tsmla_bridge.grouped_block_scaled_matmul(x, *given, offsets, **form, implementation="cute")
+    assert not out[-9:].any()
+    for group, (begin, end) in enumerate(itertools.pairwise(cu_rows)):
+        if begin < end:
+            want = product(x[begin:end], weight[group], of_x[begin:end], of_weight[group])
+            close(out[begin:end], gated(want, None) if gate else want, 1e-3)
+
+
 @pytest.mark.parametrize("counts", SKEWS)
 def test_packed(counts: list[int]) -> None:
     rows, groups = sum(counts), len(counts)

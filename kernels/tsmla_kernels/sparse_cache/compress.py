@@ -291,9 +291,7 @@ class CompressWriteKvCache:
         return load(dtype, address, LANE_CHANNELS)
 
     @cute.jit
-    def normed(
-        self, sums: Sums, weights: cute.Tensor, place: Place, squares: cute.Tensor
-    ):
+    def normed(self, sums: Sums, weights: cute.Tensor, place: Place, squares: cute.Tensor):
         """Compute a thread's channels of the entry, pooled and normed. All threads of the CTA call this function; the
         threads of each part compute the same values."""
         config = self.config
@@ -317,9 +315,7 @@ class CompressWriteKvCache:
         return values
 
     @cute.jit
-    def target(
-        self, arrays: CompressArrays, request: Request, entry: Int32, place: Place
-    ):
+    def target(self, arrays: CompressArrays, request: Request, entry: Int32, place: Place):
         """Find the place to which an entry is written, and load the cos and sin of the thread's channels."""
         config = self.config
         page_size = config.page_size if const_expr(config.cache == "v4") else arrays.new_cache.shape[1]
@@ -339,9 +335,7 @@ class CompressWriteKvCache:
         return Target(page, entry - table_entry * page_size, cos, sin)
 
     @cute.jit
-    def write(
-        self, arrays: CompressArrays, target: Target, place: Place, values: cute.Tensor
-    ):
+    def write(self, arrays: CompressArrays, target: Target, place: Place, values: cute.Tensor):
         """Rotate an entry's channels, quantise them and write them into the entry's slot. Whole warps call this."""
         config = self.config
         if place.channel >= config.channels - config.rope_dim:

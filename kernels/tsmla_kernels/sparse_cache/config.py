@@ -155,8 +155,10 @@ def _width_reasons(head_dim: int, rotation: Rotation | None) -> list[str]:
     step = 2 * LANE_VALUES if rotation.layout == "halves" else LANE_VALUES
     reasons = []
     if rotation.dim % step:
-        reasons.append(f"rope_dim (R) is {rotation.dim}; the kernel takes multiples of {step} where rope_layout is"
-                       f" '{rotation.layout}'")
+        reasons.append(
+            f"rope_dim (R) is {rotation.dim}; the kernel takes multiples of {step} where rope_layout is"
+            f" '{rotation.layout}'"
+        )
     if rotation.offset % LANE_VALUES:
         reasons.append(f"rope_offset is {rotation.offset}; the kernel takes multiples of {LANE_VALUES}")
     return reasons

@@ -74,9 +74,7 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     return reasons
 
 
-def chunks_of(
-    spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None, *, arch: str = HOPPER
-) -> Chunks:
+def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None, *, arch: str = HOPPER) -> Chunks:
     """The launches that serve `spec`, a call with at least one query token and one column, on a GPU of `arch` with
     `num_sms` multiprocessors. workspace: as in chunk_rows."""
     ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns, workspace)

@@ -259,9 +259,7 @@ class Copier:
         q_box = (self.box_heads, self.box_tokens, 64, self.q_tiles)
         rows = cute.make_tensor(
             boxes.iterator,
-            cute.make_layout(
-                (*q_box, self.stages), stride=(*self.heads_first_strides(), boxes.stride[5])
-            ),
+            cute.make_layout((*q_box, self.stages), stride=(*self.heads_first_strides(), boxes.stride[5])),
         )
         g_q = cute.local_tile(cute.domain_offset((head, token, 0, 0), tma.q), q_box, (0, 0, 0, 0))
         t_qs, t_qg = cpasync.tma_partition(

@@ -115,7 +115,12 @@ class MlaDecode:
             use_pdl=True,
         )  # fmt: skip
         self.combine.merge_pieces(
-            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters,
+            arrays.partial_out,
+            arrays.partial_lse,
+            arrays.split_info,
+            arrays.out,
+            arrays.lse,
+            num_clusters,
             Optional(),
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 

@@ -69,9 +69,7 @@ class Softmax:
         return seen
 
     @cute.jit
-    def mask(
-        self, s: cute.Tensor, b: Int32, piece: Described, place: Place, visible_lens: cute.Tensor | None = None
-    ):
+    def mask(self, s: cute.Tensor, b: Int32, piece: Described, place: Place, visible_lens: cute.Tensor | None = None):
         """Set the scores of keys that a row does not see to -inf. visible_lens: as in Arrays."""
         keys = piece[Piece.KEYS]
         for i in cutlass.range_constexpr(2):

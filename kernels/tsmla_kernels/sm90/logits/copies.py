@@ -121,9 +121,7 @@ class Producer:
         )
         for group in cutlass.range_constexpr(config.q_groups):
             first = (row + group * config.tokens) * config.num_heads
-            box = cute.local_tile(
-                cute.domain_offset((first, 0), tma.q.tensor), (config.columns, HEAD_DIM), (0, 0)
-            )
+            box = cute.local_tile(cute.domain_offset((first, 0), tma.q.tensor), (config.columns, HEAD_DIM), (0, 0))
             target, source = cpasync.tma_partition(
                 tma.q.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(box, 0, 2)
             )

@@ -155,9 +155,7 @@ class Math:
         limit = pieces[Piece.FIRST_KEYS, q_index] + place.token - place.key
         target = logits.iterator.toint() + (Int64(row) * Int64(width) + Int64(place.key)) * 4
         first = q_index * config.q_groups + place.q_group
-        rows = self.operand(
-            uniform(shared.q.memory.toint() + first * (config.columns * HEAD_DIM)), config.columns
-        )
+        rows = self.operand(uniform(shared.q.memory.toint() + first * (config.columns * HEAD_DIM)), config.columns)
         q = mma.first.make_fragment_B(mma.first.get_slice(place.thread).partition_B(rows))
         weights = self.load_weights(shared.q.scales + (first * config.columns + place.lane % 4 * 2))
         return Held(q, weights, target, Int64(width) * 4, limit, tokens)

@@ -51,9 +51,7 @@ class Gemms:
         mma.first.set(Field.ACCUMULATE, False)
         mma.qk.set(Field.ACCUMULATE, True)
         mma.pv.set(Field.ACCUMULATE, True)
-        return Products(
-            mma=mma, thr_qk=thr_qk, thr_pv=thr_pv, q=q, p=p, p_target=p_target, acc_s=acc_s, acc_o=acc_o
-        )
+        return Products(mma=mma, thr_qk=thr_qk, thr_pv=thr_pv, q=q, p=p, p_target=p_target, acc_s=acc_s, acc_o=acc_o)
 
     @cute.jit
     def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32) -> None:

@@ -183,9 +183,7 @@ class Planner(PlanWriter):
         self.write_plan(requests, schedule, heads, Int32(schedule.progress.shape[0]))
 
     @cute.jit
-    def write_row(
-        self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
-    ) -> None:
+    def write_row(self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32) -> None:
         """Write a request's row of the plan, except for `TILES_END`."""
         traits = self.traits
         # The number of bytes of a head's keys may need more than 32 bits, so the divisors are applied one after the

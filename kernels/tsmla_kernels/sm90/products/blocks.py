@@ -125,7 +125,7 @@ class WeightBlocks:
         if const_expr(early < config.tokens):
             factors = self.of_halves(scales, range(early, config.tokens))
             self.add_some(sums, acc, factors, early // 2)
-        leave(empty)
+        leave(empty, self.config)
 
     def of_halves(self, scales: Int32, tokens: range) -> list[cute.Tensor]:
         """A list of `factors`: if gated, one for each half of the weight; otherwise one for the whole weight."""
@@ -181,7 +181,7 @@ class TokenBlocks:
         pitch = 4 * self.config.block_scales
         factors = [load_scale(scales + half * pitch + row * 32) for half in range(1 + gated) for row in range(2)]
         warpgroup.wait_group(0)
-        leave(empty, self.config.multicast is not None)
+        leave(empty, self.config)
         for i in cutlass.range_constexpr(BLOCK // 2):
             sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 + 2 * (i // 4 % 2 * gated)]
 
@@ -264,7 +264,7 @@ class WideBlocks:
         gated = self.config.gated
         factors = [load_scale(scales + 4 * half) for half in range(1 + gated)]
         warpgroup.wait_group(0)
-        leave(empty)
+        leave(empty, self.config)
         for i in cutlass.range_constexpr(self.tokens // 2):
             sums[i] = sums[i] + acc[i] * factors[i // 2 % 2 * gated]
 
@@ -331,7 +331,7 @@ class PackedBlocks:
         the sums already."""
         if const_expr(empty is not None):
             warpgroup.wait_group(0)
-            leave(empty)
+            leave(empty, self.config)
 
 
 class PlainBlocks:
@@ -367,13 +367,13 @@ class PlainBlocks:
 
 
 @cute.jit
-def leave(barrier: cute.Pointer | None, both: cutlass.Constexpr[bool] = False) -> None:
-    """Arrive on `barrier`, if there is one, once for the calling warp, when all its lanes have finished. both: also on
-    the same barrier of the cluster's other CTA, which fills this CTA's stages, too. Only reads precede the arrival, so
-    it needs no fence over the cluster, which would take 0.4 us."""
+def leave(barrier: cute.Pointer | None, config: ProductConfig) -> None:
+    """Arrive on `barrier`, if there is one, once for the calling warp, when all its lanes have finished. With multicast
+    arrive on the same barrier of the cluster's other CTA, too, which fills this CTA's stages. Only reads precede the
+    arrival, so it needs no fence over the cluster, which would take 0.4 us."""
     if const_expr(barrier is not None):
         cute.arch.sync_warp()
-        if const_expr(both):
+        if const_expr(config.multicast is not None):
             lane = cute.arch.lane_idx()
             if lane < 2:
                 cute.arch.mbarrier_arrive(barrier, lane)

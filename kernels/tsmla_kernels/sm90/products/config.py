@@ -35,6 +35,9 @@ MANY_TILES_MEAN = 384
 """If groups have this many rows on average, few of a group's tiles are not full, whatever their height."""
 FEW_MEAN = 10
 """If groups have this many rows on average, a tile of 16 rows serves most of them."""
+MULTICAST_MEAN = 41
+"""If groups have this many rows on average, tiles of 128 rows of x and more may have x in common by multicast. Tiles of
+fewer rows wait for weights."""
 MULTICAST_ROWS = 512
 """From this many rows on, dense tiles of e4m3 activations may have weights in common by multicast."""
 _TIMES = {
@@ -80,7 +83,7 @@ class ProductConfig:
         adds these up.
       multicast: which operand the two CTAs of a cluster have in common; each loads half of it into both. "weights": one
         CTA's tile has the rows of x behind the other's. "x": it has the weight rows behind the other's; not with picked
-        rows. None: they have none in common. Only with tokens_first and whole sums.
+        rows. None: they have none in common. Only with whole sums, and not with packed weights.
       ctas: how many CTAs a multiprocessor holds at a time.
       num_sms: how many multiprocessors the GPU has.
     """
@@ -111,7 +114,7 @@ class ProductConfig:
     @property
     def may_multicast(self) -> bool:
         """Whether `multicast` goes with the other attributes."""
-        return self.tokens_first and self.splits == 1 and (self.multicast != "x" or not self.picked)
+        return self.splits == 1 and not self.packed and (self.multicast != "x" or not self.picked)
 
     @property
     def cluster_tokens(self) -> int:
@@ -323,9 +326,10 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
     )
     config = replace(config, picked=spec.num_picked is not None, packed=spec.packed, plain=spec.plain)
     if groups is not None:
-        if not isinstance(rows, int) or not isinstance(groups, int):
-            return _grouped(config, LARGE_MEAN)
-        config = _grouped(config, -(-rows // groups))
+        mean = -(-rows // groups) if isinstance(rows, int) and isinstance(groups, int) else LARGE_MEAN
+        config = _grouped(config, mean)
+        if mean >= MULTICAST_MEAN:
+            return replace(config, multicast="x" if _has_x_in_common(config, spec.num_columns) else None)
         # Nearly as many tiles of rows as rows: if these take several rounds, smaller tiles waste less of the last one.
         apart = rows <= 2 * groups and config.wide and not config.quantized and not config.packed and not config.plain
         rounds = rows * -(-spec.num_columns // config.rows) > config.num_sms
@@ -366,6 +370,12 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
     if second and not config.picked and not config.packed and not config.quantized:
         return replace(config, tokens=144, waves=1)
     return replace(config, tokens=176, waves=1) if ONE_TILE_MEAN < mean <= 160 and not config.gated else config
+
+
+def _has_x_in_common(config: ProductConfig, columns: int) -> bool:
+    """Whether pairs of a group's tiles have x in common: those of many rows, if an even number lies side by side."""
+    even = -(-columns // config.rows) % 2 == 0
+    return even and config.tokens >= 128 and not config.picked and not config.packed
 
 
 def _whole_blocks(config: ProductConfig) -> ProductConfig:

@@ -179,12 +179,12 @@ class Sums:
             self.plain.multiply(shared, mma, sums, index, part)
             warpgroup.wait_group(1)
             if b > tile.begin:
-                leave(shared.empty + before, self.config.multicast is not None)
+                leave(shared.empty + before, self.config)
             before = index
             index, phase = advance(index, phase, self.config.stages)
         warpgroup.wait_group(0)
         if tile.end > tile.begin:
-            leave(shared.empty + before, self.config.multicast is not None)
+            leave(shared.empty + before, self.config)
         return index, phase
 
     @cute.jit
@@ -193,7 +193,7 @@ class Sums:
         index, phase = turn
         for _ in cutlass.range(uniform(tile.begin), uniform(tile.end), unroll=1):
             wait_busily(shared.full + index, phase)
-            leave(shared.empty + index, self.config.multicast is not None)
+            leave(shared.empty + index, self.config)
             index, phase = advance(index, phase, self.config.stages)
         return index, phase
 

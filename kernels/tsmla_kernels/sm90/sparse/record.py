@@ -89,6 +89,7 @@ SPARSE_MLA_UNION = Kernel(
     presets=(),  # SPARSE_MLA has them; its `instead` says which calls launch this kernel
 )
 
+
 def kernel_of(spec: SparseMLASpec) -> Kernel:
     """The kernel for the form that the call names, or else for the form that follows from the call's sizes."""
     return SPARSE_MLA_UNION if sparse_form(spec).name == "union" else SPARSE_MLA

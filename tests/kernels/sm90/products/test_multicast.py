@@ -30,12 +30,17 @@ DENSE = {
     "x, 128 x 256": replace(PAIR, multicast="x"),
     "x, 192 x 128": replace(PAIR, multicast="x", **THREE),
 }
+BASE_WIDE: Any = {"tokens_first": False, "x_dtype": "bfloat16"}
+WIDE: Any = {**BASE_WIDE, "tokens": 144, "waves": 1}
 COUNTS = (0, 300, 1, 0, 130, 64)
 GROUPED = {
     "weights, gated": replace(PAIR, grouped=True, gated=True),
     "weights, gated, to e4m3": replace(PAIR, grouped=True, gated=True, out_dtype="float8_e4m3fn"),
     "weights, of 16 bits": replace(PAIR, grouped=True, x_dtype="bfloat16", plain=True, tail=64),
     "x, 192 x 128": replace(PAIR, grouped=True, multicast="x", tail=64, **THREE),
+    "x of bf16, 144 x 128, gated": replace(PAIR, grouped=True, multicast="x", gated=True, **WIDE),
+    "x of bf16, 144 x 128": replace(PAIR, grouped=True, multicast="x", **WIDE),
+    "x of bf16, 128 x 256 with tails": replace(PAIR, **BASE_WIDE, grouped=True, multicast="x", tail=64),
     "x, gated, to e4m3": replace(PAIR, grouped=True, multicast="x", gated=True, out_dtype="float8_e4m3fn"),
 }
 
@@ -83,7 +88,7 @@ def test_dense_products_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     check(run_on_machine(monkeypatch, DENSE[name], lambda: tsmla_bridge.block_scaled_matmul(*given)), want, 3e-3)
 
 
-@pytest.mark.parametrize("name", all_but_slow(GROUPED, ("weights, gated, to e4m3", "x, 192 x 128")))
+@pytest.mark.parametrize("name", all_but_slow(GROUPED, ("weights, gated, to e4m3", "x of bf16, 144 x 128, gated")))
 def test_products_of_groups_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of no row, of less than a tile, and of an odd number of tiles; three blocks of columns; rows behind the
     last group."""
@@ -97,6 +102,7 @@ def test_products_of_groups_agree(name: str, monkeypatch: pytest.MonkeyPatch) ->
         values, scales = tsmla_bridge.quantize_blocks(x)
         narrow, _ = tsmla_bridge.quantize_blocks(weight.view(-1, 400))
         given = values, narrow.view(weight.shape), scales, torch.rand(len(COUNTS), 6, 4, generator=generator) * 0.01
+        given = (x.bfloat16(), given[1], None, given[3]) if config.wide else given
     form = {"gated": config.gated, "out_dtype": getattr(torch, config.out_dtype)}
 
     def call() -> Any:

@@ -166,6 +166,16 @@ def test_many_rows_take_pairs_of_tiles_if_there_are_enough() -> None:
         assert product_config(dataclasses.replace(spec(rows, *matrix), x_dtype="bfloat16")).multicast is None
 
 
+def test_groups_of_many_rows_have_x_in_common_if_tiles_make_pairs() -> None:
+    for x_dtype, plain in (("float8_e4m3fn", False), ("bfloat16", False), ("bfloat16", True)):
+        many = dataclasses.replace(spec(36864, 7168, 2048, 257), x_dtype=x_dtype, plain=plain)
+        assert (
+            product_config(many).multicast == product_config(dataclasses.replace(many, num_rows="r")).multicast == "x"
+        )
+        for change in ({"num_columns": 640}, {"num_picked": 4096}, {"num_rows": 4096}):
+            assert product_config(dataclasses.replace(many, **change)).multicast is None
+
+
 def test_few_rows_take_smaller_tiles_if_larger_ones_take_rounds() -> None:
     """Of V3's and V2-Lite's experts for one token and for 16."""
     form, v3, lite = {"x_dtype": "bfloat16", "gated": True, "num_picked": 16}, (4096, 7168), (2816, 2048)

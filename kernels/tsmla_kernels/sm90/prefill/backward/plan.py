@@ -33,9 +33,7 @@ class BackwardPlanner(PlanWriter):
         self.write_plan(tiled_by_keys, schedule, heads, Int32(0))
 
     @cute.jit
-    def write_row(
-        self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
-    ) -> None:
+    def write_row(self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32) -> None:
         """Write a request's row of the plan, except for `TILES_END`. Here `request.rows` are keys, and `request.keys`
         are queries."""
         plan[position, PlanWord.FIRST_ROW] = request.first_key
