@@ -6,6 +6,7 @@ compiler's error.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -52,12 +53,14 @@ def device_of(card: Card) -> Any:
 
 
 def products() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions and the shapes of their arguments: DeepSeek-V2-Lite's experts and a block-scaled matrix, by tokens."""
+    """Functions and the shapes of their arguments: DeepSeek-V2-Lite's experts and a block-scaled matrix, by tokens, and
+    batch-invariant products, a norm and a softmax."""
     import jax
     import jax.numpy as jnp
 
     from tsmla_jax.generate.config import MoEConfig
     from tsmla_jax.generate.moe import mixture_of_experts
+    from tsmla_jax.nn import batch_invariant
     from tsmla_jax.nn.products.block_scaled import BlockScaled
     from tsmla_jax.nn.products.linear import linear
 
@@ -85,6 +88,14 @@ def products() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             made[f"experts of {name}, {tokens} tokens"] = experts, (params, x, *per_token)
     for tokens in (4, 16, 128, 256):
         made[f"matrix of fp8, {tokens} tokens"] = linear, (wide(tokens, hidden), narrow(3648, hidden))
+    made["batch-invariant product"] = batch_invariant.linear, (wide(128, 11_264), wide(hidden, 11_264))
+    heads = wide(128, 16, 512), wide(16, 128, 512)
+    made["batch-invariant product of heads"] = batch_invariant.linear_by_heads, heads
+    made["batch-invariant norm"] = (
+        functools.partial(batch_invariant.rms_norm, eps=1e-6),
+        (wide(128, hidden), wide(hidden)),
+    )
+    made["batch-invariant softmax"] = batch_invariant.log_softmax, (array(jnp.float32, 128, 102_400),)
     return made
 
 

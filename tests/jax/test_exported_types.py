@@ -11,6 +11,7 @@ from jax import export
 
 from tsmla_jax import nn, sparse
 from tsmla_jax.nn import v4, v32
+from tsmla_jax.nn.batch_invariant import BatchInvariant
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.v4.step import V4Step
 
@@ -27,6 +28,7 @@ TREES = (
     nn.Step(X, X, X),
     nn.Segments(X, X, X, 7),
     BlockScaled(X, X),
+    BatchInvariant(X),
     v32.V32Cache(X, X),
     v4.V4Cache(X, None, None, STATE, None),
     V4Step(STEP, X, X, X, X, X, None, ROWS, X, 64, 16, None),

@@ -1,7 +1,8 @@
 """Attention layers: configs, the functional forms, the Flax layers, and Hugging Face weights.
 
 `tsmla_jax.nn.functional` is MLA's (DeepSeek-V2, V3, Kimi-K2); `tsmla_jax.nn.v32` and `tsmla_jax.nn.v4` hold the sparse
-layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices. Flax is imported only when a layer
+layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices; `tsmla_jax.nn.batch_invariant` computes
+a row's products in one order for any number of rows. Flax is imported only when a layer
 (`MLAttention`, `V32Attention`, `V4Attention`) is first used, safetensors only when a checkpoint is opened.
 """
 
@@ -9,7 +10,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from tsmla_jax.nn import context_parallel, v4, v32
+from tsmla_jax.nn import batch_invariant, context_parallel, v4, v32
 from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint, CheckpointError
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.dot_product import dot_product_attention
@@ -41,6 +42,7 @@ __all__ = [
     "V32Attention",
     "V32Config",
     "YarnConfig",
+    "batch_invariant",
     "context_parallel",
     "dot_product_attention",
     "functional",

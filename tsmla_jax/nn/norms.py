@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.nn import batch_invariant
+from tsmla_jax.nn.batch_invariant import BatchInvariant
 from tsmla_jax.ops.selected import numerics
 
 
@@ -15,9 +17,11 @@ class Norm(NamedTuple):
     eps: float
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array | BatchInvariant, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32 or x's wider dtype, result in x's
     dtype."""
+    if isinstance(weight, BatchInvariant):
+        return batch_invariant.rms_norm(x, weight.values, eps)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * weight.astype(x.dtype)

@@ -66,6 +66,20 @@ def test_a_trainer_by_rows_has_the_rollouts_bits() -> None:
     assert example.difference(one, two)[:2] == (pytest.approx(1 / 3), 1.0)  # -0 is 0
 
 
+def test_a_trainer_has_the_rollouts_bits_at_once() -> None:
+    """With products that add in one order for any number of rows."""
+    example = load("rollout_and_training")
+    model, texts = example.models(1)["tiny"], example.Texts(4, 12, 6)
+    params = example.draw(model, jnp.dtype("float32"))
+    steps = example.in_one_order(model, params)
+    rollout = example.roll_out(model, texts, steps, jnp.dtype("float32"))
+    for batches in (example.all_rows(texts), example.text_after_text(texts)):
+        exact = example.recompute_exact(model, texts, steps, rollout.tokens, batches)
+        assert example.difference(rollout.log_probs, exact) == (0.0, 0.0, 0.0)
+    whole = example.recompute_whole(model, texts, params, rollout.tokens, [None])
+    assert 0 < example.difference(rollout.log_probs, whole).greatest < 1e-5
+
+
 @pytest.mark.slow  # compiles some ten programs
 @pytest.mark.parametrize("model", ["tiny", "tiny-v3.2"])
 def test_rollout_and_training(capsys: pytest.CaptureFixture[str], model: str) -> None:

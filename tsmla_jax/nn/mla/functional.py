@@ -31,6 +31,7 @@ from tsmla_jax.nn.mla.projections import project_latent_unrotated as project_lat
 from tsmla_jax.nn.mla.projections import project_low_rank_q as project_low_rank_q
 from tsmla_jax.nn.mla.projections import project_out as project_out
 from tsmla_jax.nn.mla.projections import project_q as project_q
+from tsmla_jax.nn.mla.projections import project_values as project_values
 from tsmla_jax.nn.mla.projections import unfold as unfold
 from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
@@ -262,7 +263,8 @@ def decode(
         kv_scale: the scale of an fp8 cache.
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale), for a cache of that dtype; None leaves
             them in x's dtype.
-        batch_invariant, implementation: passed to `tsmla_jax.mla_decode`.
+        batch_invariant, implementation: passed to `tsmla_jax.mla_decode`. With parameters of `batch_invariant.wrap` the
+            rest of the layer doesn't depend on the batch either.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis.
 
@@ -300,7 +302,7 @@ def decode(
     }
 
     def values(out: jax.Array) -> jax.Array:
-        return jnp.einsum("...hl,hvl->...hv", out.astype(latent.dtype), params["w_uv"])
+        return project_values(params, out.astype(latent.dtype))
 
     project = partial(project_out, params, config)
     where = (kv_cache, step.block_tables, step.seq_lens)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.nn import batch_invariant
+from tsmla_jax.nn.batch_invariant import BatchInvariant
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.rope import apply_rope
@@ -173,7 +175,20 @@ def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
     in this form, and Hopper's kernel reads it in place.
     """
     both = params["w_ukv"] if "w_ukv" in params else jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
+    if isinstance(both, BatchInvariant):
+        heads, columns, width = both.shape
+        kv = batch_invariant.linear(latent, both.values.reshape(heads * columns, width))
+        return kv.reshape(-1, heads, columns)
     return jnp.einsum("tl,hcl->thc", latent, both)
+
+
+def project_values(params: Params, out: jax.Array) -> jax.Array:
+    """The heads' outputs [..., H, V] of attention over latents [..., H, L]: times W_UV."""
+    weight = params["w_uv"]
+    if isinstance(weight, BatchInvariant):
+        values = batch_invariant.linear_by_heads(out.reshape(-1, *out.shape[-2:]), weight.values)
+        return values.reshape(*out.shape[:-1], values.shape[-1])
+    return jnp.einsum("...hl,hvl->...hv", out, weight)
 
 
 def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
@@ -184,7 +199,11 @@ def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
         raise ValueError(f"q_nope: got shape {q_nope.shape}; legal: [..., H, N] with N = {nope}, of w_uk")
     # Tokens get one axis: with two, XLA's GPU compiler joins the parts by a transpose, ten times slower for 64 tokens.
     tokens = [part.reshape(-1, *part.shape[-2:]) for part in (q_nope, q_rope)]
-    q = jnp.concatenate([jnp.einsum(axes, tokens[0], params["w_uk"]), tokens[1]], axis=-1)
+    if isinstance(weight := params["w_uk"], BatchInvariant):
+        absorbed = batch_invariant.linear_by_heads(tokens[0], weight.values)
+    else:
+        absorbed = jnp.einsum(axes, tokens[0], weight)
+    q = jnp.concatenate([absorbed, tokens[1]], axis=-1)
     return q.reshape(*q_nope.shape[:-1], q.shape[-1])
 
 

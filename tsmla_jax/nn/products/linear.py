@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tsmla_jax.nn import batch_invariant
+from tsmla_jax.nn.batch_invariant import BatchInvariant
 from tsmla_jax.nn.products import grouped_matmul as grouped
 from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, products_of, quantized, widened
 from tsmla_jax.nn.products.grouped_matmul import grouped_matmul
@@ -48,13 +50,15 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
     return NamedSharding(right.mesh, PartitionSpec(*left.spec[: x.ndim - axes], *right.spec[axes:]))
 
 
-def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
 
     A block-scaled weight whose `products` is "quantized" is not widened. Any other is widened to x's dtype: by the
     kernel that reads it, or, if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), a single one, or no kernel can run, by
     XLA.
     """
+    if isinstance(weight, BatchInvariant):
+        return batch_invariant.linear(x, weight.values)
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape

@@ -87,7 +87,5 @@ def _fold(
 def _derivative(
     kv_cache: jax.Array, latent: jax.Array, k_rope: jax.Array, slots: jax.Array, kv_scale: jax.Array
 ) -> jax.Array:
-    spec = describe_call(
-        contract.cache_write_spec, kv_cache=kv_cache, latent=latent, k_rope=k_rope, slot_mapping=slots
-    )
+    spec = describe_call(contract.cache_write_spec, kv_cache=kv_cache, latent=latent, k_rope=k_rope, slot_mapping=slots)
     return xla.by_scatter(kv_cache, latent, k_rope, slots, spec=spec, kv_scale=kv_scale[0])
