@@ -4,11 +4,12 @@ projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 exp
 and 6), 2816 x 2048 of V2-Lite (64 and 6).
 
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
-experts they are two products, and what is between: the first one reads tokens by their index and makes silu(gate) * up,
-quantised by "tsmla". "deep_gemm" is its two products alone, of rows that have been copied and padded, without what is
-between: masked below MANY_TOKENS, contiguous from there on. "cublas" multiplies bf16 with weights that were widened
-before. Tokens choose experts at random, the same for all. Some rows are checked against float64 over activations as
-they are: rel_err of exact products, own_err of quantised ones (norm of the difference over norm).
+experts they are two products, and what is between: the first one reads tokens by their index, or a copy of their rows
+that is timed, too, where the layers of `nn` make one (COPIED_PAIRS), and makes silu(gate) * up, quantised by "tsmla".
+"deep_gemm" is its two products alone, of rows that have been copied and padded, without what is between: masked below
+MANY_TOKENS, contiguous from there on. "cublas" multiplies bf16 with weights that were widened before. Tokens choose
+experts at random, the same for all. Some rows are checked against float64 over activations as they are: rel_err of
+exact products, own_err of quantised ones (norm of the difference over norm).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import tsmla_bridge
 from benchmarks.floors import FLOPS_PER_S, bytes_per_s
 from benchmarks.harness import Case, Object, Run, device, ints, randn
+from tsmla_jax.nn.products.tiles import COPIED_PAIRS
 
 WEIGHT_SCALE = 2.0**-11
 MANY_TOKENS = 1024
@@ -30,6 +32,8 @@ LINEARS = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 716
 EXPERTS = {(4096, 7168): (256, 8), (4096, 4096): (256, 6), (2816, 2048): (64, 6)}
 """How many experts there are, and how many of them each token has, by the size of the gate and up projections."""
 FORMS = {"tsmla": "float8_e4m3fn", "tsmla_exact": "bfloat16"}
+PRODUCTS = {"tsmla": "quantized", "tsmla_exact": "exact"}
+"""By the names of our rows, dtypes of the activations, and what `nn` calls the products."""
 
 
 class Point(NamedTuple):
@@ -42,6 +46,17 @@ class Point(NamedTuple):
 def experts_of(point: Point) -> tuple[int, int]:
     """How many experts there are, and how many of them each token has; two for sizes that no model has."""
     return EXPERTS.get((point.n, point.k), (2, 2))
+
+
+def copies_rows(point: Point, name: str) -> bool:
+    """Whether rows are copied before the first products of one of our forms."""
+    count, top_k = experts_of(point)
+    return any(fewest * count <= point.t * top_k <= most * count for fewest, most in COPIED_PAIRS[PRODUCTS[name]])
+
+
+def rows_of(x: Any, rows: Any) -> Any:
+    """The rows of x, copied as bytes if they are e4m3, which torch does not copy by an index."""
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[rows]
 
 
 def weight(*shape: int) -> tuple[Any, Any]:
@@ -91,13 +106,14 @@ class Products(Case):
     def objects(cls, point: Point) -> Iterable[Object]:
         sizes = {"num_tokens": point.t, "in_features": point.k, "out_features": point.n}
         yield "quantize_blocks", {"dtype": "bfloat16", **sizes}
-        for dtype in FORMS.values():
+        for name, dtype in FORMS.items():
             if point.op == "linear":
                 yield "block_scaled_matmul", {"dtype": dtype, **sizes}
                 continue
             count, top_k = experts_of(point)
             grouped = {"dtype": dtype, "num_tokens": point.t * top_k, "num_groups": count}
-            first = {"gated": True, "picked": True, "quantized": dtype == "float8_e4m3fn", "in_features": point.k}
+            picked = not copies_rows(point, name)
+            first = {"gated": True, "picked": picked, "quantized": dtype == "float8_e4m3fn", "in_features": point.k}
             yield "grouped_block_scaled_matmul", {**grouped, **first, "out_features": point.n}
             yield "grouped_block_scaled_matmul", {**grouped, "in_features": point.n // 2, "out_features": point.k}
 
@@ -107,11 +123,15 @@ class Products(Case):
     def run(self, name: str) -> Any:
         """The result of one of our forms."""
         quantised = name == "tsmla"
-        x, x_scales = self.quantised if quantised else (self.x, None)
+        x: Any = self.quantised[0] if quantised else self.x
+        x_scales = self.quantised[1] if quantised else None
         if not self.experts:
             return tsmla_bridge.block_scaled_matmul(x, self.weights[0][0], x_scales, self.weights[0][1])
         (gate_up, of_gate_up), (down, of_down) = self.weights
-        form = {"rows": self.picked, "gated": True, "out_dtype": getattr(torch, FORMS[name])}
+        form: dict[str, Any] = {"rows": self.picked, "gated": True, "out_dtype": getattr(torch, FORMS[name])}
+        if copies_rows(self.point, name):
+            form["rows"] = None
+            x, x_scales = rows_of(x, self.picked), None if x_scales is None else rows_of(x_scales, self.picked)
         inner = tsmla_bridge.grouped_block_scaled_matmul(x, gate_up, x_scales, of_gate_up, self.cu_rows, **form)
         values, scales = inner if isinstance(inner, tuple) else (inner, None)
         return tsmla_bridge.grouped_block_scaled_matmul(values, down, scales, of_down, self.cu_rows)
