@@ -352,10 +352,10 @@ def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
     if mean <= 40:
         tokens = 64 if few or mean > 24 else 16 if mean <= FEW_MEAN else 32
         return _whole_blocks(replace(config, tokens=tokens, waves=1))
-    config = replace(config, tokens_first=True)
+    config = replace(config, tokens_first=True, tail=GROUP_ROWS)
     # With picked rows the other warps need more registers than three math warpgroups leave.
     whole = mean <= ONE_TILE_MEAN or mean >= MANY_TILES_MEAN or config.quantized or config.picked
-    return config if whole else replace(config, tokens=192, groups=3, waves=1, tail=GROUP_ROWS)
+    return config if whole else replace(config, tokens=192, groups=3, waves=1)
 
 
 def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:

@@ -41,7 +41,7 @@ GROUPED = {
     "x of bf16, 144 x 128, gated": replace(PAIR, grouped=True, multicast="x", gated=True, **WIDE),
     "x of bf16, 144 x 128": replace(PAIR, grouped=True, multicast="x", **WIDE),
     "x of bf16, 128 x 256 with tails": replace(PAIR, **BASE_WIDE, grouped=True, multicast="x", tail=64),
-    "x, gated, to e4m3": replace(PAIR, grouped=True, multicast="x", gated=True, out_dtype="float8_e4m3fn"),
+    "x, gated, to e4m3": replace(PAIR, grouped=True, multicast="x", gated=True, out_dtype="float8_e4m3fn", tail=64),
 }
 
 

@@ -97,7 +97,7 @@ CONFIGS |= {
     "192 rows a group, x in common": dataclasses.replace(CONFIGS["128 rows a group"], multicast="x"),
     "gated groups to e4m3, x in common": dataclasses.replace(
         product_config(spec(32768, 4096, 7168, 256)), gated=True, out_dtype="float8_e4m3fn", multicast="x",
-        tokens=128, groups=2, waves=2, tail=0,
+        tokens=128, groups=2, waves=2,
     ),
 }  # fmt: skip
 FAST = (
