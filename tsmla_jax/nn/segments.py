@@ -23,6 +23,7 @@ from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import Scale
 from tsmla_jax.ops.operation import Preference
 from tsmla_kernels.contract import values
+from tsmla_kernels.contract.rules import static_int
 
 # In `cu_seqlens` padding attends to itself like a segment, because mla_prefill allows no rows between requests that
 # belong to no request. It is cut into pieces, so that its cost is linear in its length.
@@ -76,8 +77,7 @@ class Segments:
             raise TypeError(f"ids: got dtype {ids.dtype}; legal: integers or booleans")
         if ids.ndim != 2:
             raise ValueError(f"ids: got shape {ids.shape}; legal: [B, S]")
-        if max_segments < 1:
-            raise ValueError(f"max_segments: got {max_segments}; legal: an int >= 1")
+        max_segments = static_int("max_segments", max_segments, minimum=1)
         # Ids are compared at full width: cut to 32 bits, two 64-bit ids could become equal, or become padding.
         ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
         ids = checks.behind(partial(values.segment_ids, max_segments), ids)

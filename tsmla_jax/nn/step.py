@@ -14,10 +14,13 @@ import jax.numpy as jnp
 
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.inputs import check_mesh_axis, describe_ints
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract.layouts import V4_PACKED
+from tsmla_kernels.contract.paging import has_slots
+from tsmla_kernels.contract.rules import static_dim
 
 _T = TypeVar("_T")
 
@@ -75,9 +78,11 @@ class Step:
             context_axis: as in `ragged`.
 
         Raises:
-            TypeError, ValueError: page_size is no static int, at least 1.
+            TypeError, ValueError: an argument has the wrong type, shape or dtype, or page_size is less than 1.
         """
         page_size = contract.static_int("page_size", page_size, minimum=1)
+        new_tokens = static_dim("new_tokens", new_tokens)
+        _check_requests(block_tables, seq_lens)
         seq_lens = jnp.asarray(seq_lens)
         positions = _here(dense_positions(seq_lens, new_tokens), page_size, context_axis)
         requests = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)[:, None]
@@ -111,9 +116,15 @@ class Step:
                 the device's own, and tokens whose page is on another device have slot -1.
 
         Raises:
-            TypeError, ValueError: page_size is no static int, at least 1.
+            TypeError, ValueError: an argument has the wrong type, shape or dtype, or page_size is less than 1.
         """
         page_size = contract.static_int("page_size", page_size, minimum=1)
+        total_tokens = static_dim("total_tokens", total_tokens)
+        for name, bound in (("max_q_len", max_q_len), ("max_seq_len", max_seq_len)):
+            if bound is not None:
+                static_dim(name, bound)
+        num_requests = _check_requests(block_tables, seq_lens)
+        describe_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (num_requests + 1, "B + 1, of block_tables's requests"))
         requests, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
         positions = _here(positions, page_size, context_axis)
         slots = slots_of(block_tables, requests, positions, page_size=page_size)
@@ -203,7 +214,7 @@ def check_step(step: object, kind: type, made_by: str) -> None:
 def check_axis(context_axis: str | None, made_with: str | None) -> None:
     """Raises a ValueError if a layer is called with another axis than its step was made with."""
     if context_axis != made_with:
-        raise ValueError(f"{context_axis=}; legal: the step's, {made_with!r}")
+        raise ValueError(f"context_axis: got {context_axis!r}; legal: the step's, {made_with!r}")
 
 
 def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: str) -> None:
@@ -221,7 +232,15 @@ def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: s
         )
 
 
+def _check_requests(block_tables: jax.Array, seq_lens: jax.Array) -> contract.Dim:
+    """B. Raises a TypeError or ValueError unless block_tables and seq_lens are [B, M] and [B] i32."""
+    num_requests = describe_ints("block_tables", block_tables, "B M").shape[0]
+    describe_ints("seq_lens", seq_lens, "B", (num_requests, "B, block_tables's requests"))
+    return num_requests
+
+
 def _here(positions: jax.Array, page_size: int, context_axis: str | None) -> jax.Array:
+    check_mesh_axis("context_axis", context_axis)
     if context_axis is None:
         return positions
     return context_parallel.local_positions(positions, context_axis, page_size)
@@ -270,10 +289,13 @@ def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array,
         page_size: Z, static.
 
     Returns:
-        i32 of the same shape; -1 (skipped by `write_kv_cache`) if the position is negative or past the table.
+        i32 of the same shape; -1 (skipped by `write_kv_cache`) if the position is negative or past the table, or its
+        page is negative or too large for slots of i32.
     """
     block_tables = jnp.asarray(block_tables)
+    if 0 in (size for size in block_tables.shape if isinstance(size, int)):
+        return jnp.full_like(positions, -1, jnp.int32)
     page_index = positions // page_size
     pages = block_tables[requests, jnp.clip(page_index, 0, block_tables.shape[1] - 1)]
-    inside = (positions >= 0) & (page_index < block_tables.shape[1]) & (pages >= 0)
+    inside = (positions >= 0) & (page_index < block_tables.shape[1]) & has_slots(pages, page_size)
     return jnp.where(inside, pages * page_size + positions % page_size, -1).astype(jnp.int32)

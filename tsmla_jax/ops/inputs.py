@@ -66,6 +66,18 @@ def describe_scale(name: str, value: Any) -> Any:
     return describe(name, value) if _is_array(value) else value
 
 
+def check_mesh_axis(name: str, axis: Any) -> None:
+    """TypeError / ValueError unless the axis is None, or a mesh axis of a jax.shard_map around the call."""
+    if axis is not None and not isinstance(axis, str):
+        raise TypeError(f"{name}: got {type(axis).__name__}; legal: the name of a mesh axis, or None")
+    try:
+        if axis is not None:
+            jax.lax.axis_size(axis)
+    except NameError:
+        legal = "a mesh axis of a jax.shard_map around the call, or None"
+        raise ValueError(f"{name}: got {axis!r}; legal: {legal}") from None
+
+
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import Scale, accumulation_dtype, as_scale
-from tsmla_kernels.contract import FP8, FP8_MAX
+from tsmla_jax.ops.inputs import Scale, accumulation_dtype, as_scale, describe_scale
+from tsmla_kernels.contract import FP8, FP8_MAX, rules
 
 
 def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
@@ -25,5 +25,8 @@ def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
 
 
 def quantize_q(q: jax.Array, q_scale: Scale | None) -> jax.Array:
-    """Queries as a layer gives them to attention: q / q_scale in float8_e4m3fn, or q itself if q_scale is None."""
+    """Queries as a layer gives them to attention: q / q_scale in float8_e4m3fn, or q itself if q_scale is None.
+    ValueError / TypeError for a q_scale that is no scale.
+    """
+    rules.check_scale("q_scale", describe_scale("q_scale", q_scale))
     return q if q_scale is None else to_cache_dtype(q, q_scale, FP8)

@@ -374,13 +374,13 @@ def test_refused_arguments() -> None:
         step = dataclasses.replace(arguments["step"], **fields)
         return functional.decode(params, CONFIG, **{**arguments, "step": step})
 
-    with pytest.raises(ValueError, match=r"x: got shape \(10, 47\); legal: \[T, E\] with E = 48"):
+    with pytest.raises(ValueError, match=r"x: got shape \[10, 47\]; legal: \[T, E\] with E = 48"):
         prefill(params, x[:, :47])
-    with pytest.raises(ValueError, match=r"x: got shape \(1, 10, 48\); legal: \[T, E\]"):
+    with pytest.raises(ValueError, match=r"x: got shape \[1, 10, 48\]; legal: \[T, E\]"):
         prefill(params, x[None])
     with pytest.raises(ValueError, match="cu_seqlens_q: got dtype float32; legal: int32"):
         prefill(params, x, cu=CU.astype(np.float32))
-    with pytest.raises(ValueError, match=r"cu_seqlens_q: got shape \(1, 4\); legal: a vector"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: got shape \[1, 4\] of rank 2; legal: \[B \+ 1\]"):
         prefill(params, x, cu=CU[None])
     with pytest.raises(ValueError, match="seq_lens: got dtype int64; legal: int32"):
         decode(seq_lens=np.asarray([9, 6]))

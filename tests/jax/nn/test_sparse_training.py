@@ -362,7 +362,7 @@ def test_memory_is_linear_in_the_tokens() -> None:
     ("change", "options", "message"),
     [
         ({}, {"x": jnp.zeros((TOKENS, 24), jnp.float8_e4m3fn)}, "x: got dtype float8_e4m3fn; legal: float16"),
-        ({}, {"x": jnp.zeros((TOKENS, 23))}, "x: got width 23; legal: hidden_size = 24"),
+        ({}, {"x": jnp.zeros((TOKENS, 23))}, r"x: got shape \[30, 23\]; legal: \[T, E\] with E = 24"),
         (
             {"o_proj": BlockScaled(jnp.zeros((24, 24), jnp.float8_e4m3fn), jnp.ones((1, 1)))},
             {},

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import tsmla_jax
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.inputs import check_layer, check_tokens
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.projections import absorb_q as absorb_q
 from tsmla_jax.nn.mla.projections import expand_joint_kv as expand_joint_kv
@@ -36,20 +36,23 @@ from tsmla_jax.nn.mla.projections import unfold as unfold
 from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
+from tsmla_jax.ops.inputs import check_mesh_axis, describe, describe_ints
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.transforms import without_derivative
+from tsmla_kernels import contract
 
 _ALWAYS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "w_uk", "w_uv", "o_proj")
 _QUERY = ("q_proj",)
 _LOW_RANK_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 
 
-def _check_params(params: Params, config: MLAConfig) -> None:
-    """Raises a ValueError that names the first weight that `params` lacks. Folded parameters are not checked, because
-    `fold` has joined some weights.
+def _check_layer(params: Params, config: MLAConfig) -> None:
+    """Raises a TypeError for params that are no dict or a config of another class, and a ValueError that names the
+    first weight that `params` lacks. Folded parameters are not looked through, because `fold` has joined some weights.
     """
+    check_layer(params, config, MLAConfig)
     if "in_proj" not in params:
         for name in (*(_QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY), *_ALWAYS):
             if name not in params:
@@ -85,9 +88,11 @@ def prefill(
     Raises:
         ValueError: x or cu_seqlens_q has the wrong rank or width, or a weight is missing.
     """
-    _check_params(params, config)
-    _check_tokens("x", x, config, ranks=(2,))
-    cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
+    _check_layer(params, config)
+    check_tokens(x, config.hidden_size, "T E")
+    check_mesh_axis("context_axis", context_axis)
+    describe_ints("cu_seqlens_q", cu_seqlens_q, "B + 1")
+    cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
     _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
     cos, sin = rope_cos_sin(config, positions)
@@ -160,10 +165,11 @@ def prefill_with_context(
             context_chunk below 1.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
-    _check_tokens("x", x, config, ranks=(2,))
-    if context_chunk < 1:
-        raise ValueError(f"context_chunk: got {context_chunk}; legal: an int >= 1")
-    _check_step(step, kv_cache, context_axis)
+    _check_layer(params, config)
+    check_tokens(x, config.hidden_size, "T E")
+    context_chunk = contract.static_int("context_chunk", context_chunk, minimum=1)
+    context_passes = None if context_passes is None else contract.static_int("context_passes", context_passes)
+    _check_step(config, step, kv_cache, context_axis)
     cos, sin = rope_cos_sin(config, positions := step.positions(x.shape[:-1]))
     block_tables, context_lens = step.block_tables, step.context_lens
     cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
@@ -217,8 +223,7 @@ def prefill_with_context(
         )
         cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        offsets = (cu_seqlens_q, cu_seqlens_kv)
-        chunk_out, chunk_lse = attend(q, (cached, cached_rope), offsets, held.chunk, causal=False)
+        chunk_out, chunk_lse = attend(q, (cached, cached_rope), (cu_seqlens_q, cu_seqlens_kv), held.chunk, causal=False)
         return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
     needed = (jnp.max(held.most_lens, initial=0) + held.chunk - 1) // held.chunk
@@ -275,9 +280,9 @@ def decode(
         ValueError: a wrong rank or width, a dense step for ragged x or the reverse, or a step of another context_axis
             or page size.
     """
-    _check_params(params, config)
-    _check_tokens("x", x, config, ranks=(2, 3))
-    _check_step(step, kv_cache, context_axis)
+    _check_layer(params, config)
+    check_tokens(x, config.hidden_size, "T E", "B S E")
+    _check_step(config, step, kv_cache, context_axis)
     positions = step.positions(x.shape[:-1])
     cos, sin = rope_cos_sin(config, positions)
     latent, k_rope = project_latent(params, config, x, cos, sin)
@@ -313,27 +318,14 @@ def decode(
     return y.reshape(x.shape), kv_cache
 
 
-def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:
-    if x.ndim not in ranks or x.shape[-1] != config.hidden_size:
-        legal = " or ".join({2: "[T, E]", 3: "[B, S, E]"}[rank] for rank in ranks)
-        raise ValueError(f"{name}: got shape {x.shape}; legal: {legal} with E = {config.hidden_size}, the config's")
-
-
-def _check_step(step: Step, kv_cache: jax.Array, context_axis: str | None) -> None:
+def _check_step(config: MLAConfig, step: Step, kv_cache: jax.Array, context_axis: str | None) -> None:
+    cache = describe("kv_cache", kv_cache)
+    if contract.rules.cache_shape(cache)[2] != config.cache_dim:
+        got = contract.rules.show(cache.shape)
+        raise ValueError(f"kv_cache: got shape {got}; legal: [P, Z, D] with D = {config.cache_dim}, the config's")
     check_step(step, Step, "Step.dense or Step.ragged")
     step.check_axis(context_axis)
     step.check_pages("kv_cache", kv_cache)
-    _vector("seq_lens", step.seq_lens)
+    describe_ints("seq_lens", step.seq_lens, "B")
     if step.cu_seqlens_q is not None:
-        _vector("cu_seqlens_q", step.cu_seqlens_q)
-
-
-def _vector(name: str, x: jax.Array) -> jax.Array:
-    """x as a jax array. Raises a ValueError unless x is an int32 vector: another integer width is refused, not
-    narrowed.
-    """
-    if x.ndim != 1:
-        raise ValueError(f"{name}: got shape {x.shape}; legal: a vector")
-    if x.dtype != np.int32:
-        raise ValueError(f"{name}: got dtype {x.dtype}; legal: int32")
-    return jnp.asarray(x)
+        describe_ints("cu_seqlens_q", step.cu_seqlens_q, "B + 1")

@@ -20,6 +20,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.inputs import check_layer, check_tokens
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.products.linear import rows_of, weight_of
@@ -227,7 +228,10 @@ def attend_projected(
     """`attend`, given the products of `project`. keep: whether the caller wants positions, also where attention itself
     needs slots alone."""
     kv_scale, q_scale, context_axis, form, implementation = options
-    mla, num_tokens = config.mla, x.shape[0]
+    check_layer(params, config, V32Config)
+    mla = config.mla
+    check_tokens(x, mla.hidden_size, "T E")
+    num_tokens = x.shape[0]
     check_step(step, Step, "Step.ragged")
     step.check_axis(context_axis)
     step = step.checked(num_tokens)
@@ -369,6 +373,8 @@ def _check_cache(config: V32Config, cache: V32Cache) -> None:
     """Raises a ValueError unless a layer's caches have the same pages, and there is a cache of indexer keys if, and
     only if, there is an indexer.
     """
+    if not isinstance(cache, V32Cache):
+        raise TypeError(f"cache: got {type(cache).__name__}; legal: V32Cache, which v32.init_cache makes")
     if (cache.indexer is None) == config.has_indexer:
         got = "None" if cache.indexer is None else f"an array of shape {cache.indexer.shape}"
         legal = "indexer keys" if config.has_indexer else "None"

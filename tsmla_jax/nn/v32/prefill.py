@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.inputs import check_layer
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
@@ -99,8 +100,9 @@ def prefill(
             choice or for the indexer's loss.
         NotImplementedError: the named implementation can't run this call.
     """
+    check_layer(params, config, V32Config)
     mla = config.mla
-    packed_texts.check_trainable(params, x, mla.hidden_size)
+    packed_texts.check_trainable(params, x, mla.hidden_size, cu_seqlens_q)
     num_tokens = x.shape[0]
     _check_choice(num_tokens, selected, form, dense)
     if not config.has_indexer:

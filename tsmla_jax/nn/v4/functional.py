@@ -22,6 +22,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel, few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.inputs import check_layer, check_tokens
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
@@ -204,6 +205,10 @@ def attend(
         ValueError: the step was made for another kind of layer, or with another context_axis or other page sizes.
         NotImplementedError: the named implementation can't run this call.
     """
+    check_layer(params, config, V4Config)
+    check_tokens(x, config.hidden_size, "T E")
+    if not isinstance(cache, V4Cache):
+        raise TypeError(f"cache: got {type(cache).__name__}; legal: V4Cache, which v4.init_cache makes")
     check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
     if step.kind != config.kind:

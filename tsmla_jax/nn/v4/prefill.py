@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.inputs import check_layer
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import product
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
@@ -133,7 +134,8 @@ def prefill(
             folded parameters; or selected is given to a layer that chooses nothing.
         NotImplementedError: the named implementation can't run this call.
     """
-    packed_texts.check_trainable(params, x, config.hidden_size)
+    check_layer(params, config, V4Config)
+    packed_texts.check_trainable(params, x, config.hidden_size, cu_seqlens_q)
     if "in_proj" in params:
         raise ValueError("params: got folded ones, which have no gradient; legal: those of param_shapes")
     if selected is not None:

@@ -12,6 +12,7 @@ from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.nn.yarn import inverse_frequencies
 from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.selected import v4 as sparse_v4
 from tsmla_jax.ops.selected.v4 import MixedIndices
 from tsmla_kernels import contract
@@ -102,7 +103,12 @@ def make_step(
         ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse`); the step is dense, or was
             made with a context_axis or another page_size; under TSMLA_CHECK=1 also if cu_seqlens_q is not ascending.
     """
+    if not isinstance(config, V4Config):
+        raise TypeError(f"config: got {type(config).__name__}; legal: V4Config")
     check_step(step, Step, "Step.ragged")
+    num_requests = step.seq_lens.shape[0]
+    describe_ints("state_slots", state_slots, "B", (num_requests, "B, the step's requests"))
+    describe_ints("compressed_tables", compressed_tables, "B Mc", (num_requests, "B, the step's requests"))
     if step.context_axis is not None:
         raise ValueError(
             f"step: got one made with context_axis={step.context_axis!r}; legal: None, as every device has the whole"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import Scale, describe_call
+from tsmla_jax.ops.inputs import Scale, check_mesh_axis, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs
 from tsmla_jax.ops.selected import checks
 from tsmla_kernels.contract import indexer as indexer_contract
@@ -96,8 +96,7 @@ def indexer_loss(
 
 
 def _spec(*, head_axis: str | None = None, **arguments: Any) -> indexer_contract.IndexerLossSpec:
-    if head_axis is not None and not isinstance(head_axis, str):
-        raise TypeError(f"head_axis: got {type(head_axis).__name__}; legal: the name of a mesh axis, or None")
+    check_mesh_axis("head_axis", head_axis)
     return describe_call(indexer_contract.indexer_loss_spec, **arguments)
 
 

@@ -1,0 +1,150 @@
+"""What the functions of layers refuse: the message names the argument, what it got and what is legal."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax import nn
+from tsmla_jax.nn import MLAConfig, Segments, Step, functional, v4, v32
+
+CONFIG = MLAConfig(
+    hidden_size=64,
+    num_attention_heads=2,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    q_lora_rank=24,
+)
+V32 = v32.V32Config(CONFIG, index_n_heads=2, index_head_dim=32, index_topk=8)
+TABLES: Any = np.array([[0, 1], [2, 3]], np.int32)
+LENS: Any = np.array([18, 7], np.int32)
+CU: Any = np.array([0, 3, 5], np.int32)
+X, CACHE = np.zeros((5, 64), np.float32), np.zeros((4, 16, 48), np.float32)
+DENSE: Any = functools.partial(Step.dense, new_tokens=2, page_size=16)
+RAGGED: Any = functools.partial(Step.ragged, total_tokens=5, page_size=16)
+
+AN_AXIS = "context_axis: got 'x'; legal: a mesh axis of a jax.shard_map around the call, or None"
+STEP_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"block_tables": TABLES.astype(np.float32)}, "block_tables: got dtype float32; legal: int32"),
+    ({"block_tables": TABLES.astype(np.int64)}, "block_tables: got dtype int64; legal: int32"),
+    ({"block_tables": TABLES[0]}, r"block_tables: got shape \[2\] of rank 1; legal: \[B, M\]"),
+    ({"block_tables": TABLES[:1]}, r"seq_lens: got shape \[2\]; axis 0 must be 1 \(B, block_tables's requests\)"),
+    ({"block_tables": None}, "block_tables: got NoneType; legal: an array"),
+    ({"seq_lens": LENS.astype(np.int64)}, "seq_lens: got dtype int64; legal: int32"),
+    ({"seq_lens": [18, 7]}, "seq_lens: got list; legal: an array"),
+    ({"context_axis": "x"}, AN_AXIS),
+    ({"context_axis": 1}, "context_axis: got int; legal: the name of a mesh axis, or None"),
+    ({"page_size": 0}, "page_size: got 0; legal: an int >= 1"),
+]
+DENSE_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"new_tokens": 2.0}, "new_tokens: got float; legal: a static int"),
+    ({"new_tokens": -1}, "new_tokens: got -1; legal: an int >= 0"),
+    ({"new_tokens": 2**31}, f"new_tokens: got {2**31}; legal: an int from 0 to {2**31 - 1}"),
+]
+RAGGED_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"cu_seqlens_q": CU[:2]}, r"cu_seqlens_q: got shape \[2\]; axis 0 must be 3 \(B \+ 1, of block_tables's requests"),
+    ({"cu_seqlens_q": CU * 1.0}, "cu_seqlens_q: got dtype float32; legal: int32"),
+    ({"total_tokens": "5"}, "total_tokens: got str; legal: a static int"),
+    ({"max_q_len": -1}, "max_q_len: got -1; legal: an int >= 0"),
+    ({"max_seq_len": 1.5}, "max_seq_len: got float; legal: a static int"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), STEP_CASES + DENSE_CASES)
+def test_a_dense_step(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        DENSE(**({"block_tables": TABLES, "seq_lens": LENS} | changed))
+
+
+@pytest.mark.parametrize(("changed", "message"), STEP_CASES + RAGGED_CASES)
+def test_a_ragged_step(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        RAGGED(**({"block_tables": TABLES, "seq_lens": LENS, "cu_seqlens_q": CU} | changed))
+
+
+def test_a_step_without_pages_has_no_slot() -> None:
+    step = DENSE(np.zeros((2, 0), np.int32), LENS)
+    assert step.slot_mapping.tolist() == [[-1, -1], [-1, -1]]
+    assert RAGGED(np.zeros((2, 0), np.int32), LENS, CU).slot_mapping.tolist() == [-1] * 5
+
+
+def test_a_page_of_no_slot_in_32_bits_has_none() -> None:
+    """2^28 pages of 16 tokens end at slot 2^32: the slots wrapped to 0 and the tokens after it."""
+    step = DENSE(np.array([[0, 2**28], [2, 3]], np.int32), LENS)
+    assert step.slot_mapping.tolist() == [[-1, -1], [2 * 16 + 5, 2 * 16 + 6]]
+
+
+@functools.cache
+def arguments(function: str) -> dict[str, Any]:
+    """Legal arguments of a layer's function."""
+    ragged, params = RAGGED(TABLES, LENS, CU, max_q_len=3), nn.init_params(jax.random.key(0), CONFIG)
+    plain = {"params": params, "config": CONFIG, "x": X}
+    sparse = plain | {"config": V32, "params": v32.init_params(jax.random.key(0), V32)}
+    caches: Any = functools.partial(v32.init_cache, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
+    prompts = {"cu_seqlens_q": CU, "max_q_len": 3}
+    return {
+        "prefill": plain | prompts,
+        "decode": plain | {"kv_cache": CACHE, "step": ragged},
+        "prefill_with_context": plain | {"kv_cache": CACHE, "step": ragged, "context_chunk": 16},
+        "v32.prefill": sparse | prompts,
+        "v32.attend": sparse | {"cache": caches(V32, 4, 16), "step": ragged},
+    }[function]
+
+
+EVERY = ("prefill", "decode", "prefill_with_context", "v32.prefill", "v32.attend")
+CALLS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (EVERY, {"params": None}, r"params: got NoneType; legal: a dict of the weights of param_shapes\(config\)"),
+    (EVERY, {"config": None}, "config: got NoneType; legal: (MLAConfig|V32Config)"),
+    (EVERY, {"config": {"hidden_size": 64}}, "config: got dict; legal: (MLAConfig|V32Config)"),
+    (EVERY, {"x": None}, "x: got NoneType; legal: an array"),
+    (EVERY, {"x": X.astype(np.int32)}, "x: got dtype int32; legal: float16, bfloat16, float32"),
+    (EVERY, {"x": X.astype(jnp.float8_e4m3fn)}, "x: got dtype float8_e4m3fn; legal: float16"),
+    (EVERY, {"x": X[:, :63]}, r"x: got shape \[5, 63\]; legal: \[T, E\].* with E = 64, the config's"),
+    (EVERY[:3], {"params": {}}, "params: got no 'q_a_proj'; legal: the weights of param_shapes"),
+    (EVERY[:3], {"context_axis": "x"}, "context_axis: got 'x'; legal: "),
+    (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU.astype(np.int64)}, "cu_seqlens_q: got dtype int64; legal: int32"),
+    (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU * 1.0}, "cu_seqlens_q: got dtype float32; legal: int32"),
+    (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": None}, "cu_seqlens_q: got NoneType; legal: an array"),
+    (EVERY[1:3], {"kv_cache": None}, "kv_cache: got NoneType; legal: an array"),
+    (EVERY[1:3], {"kv_cache": CACHE[..., :47]}, r"kv_cache: got shape \[4, 16, 47\]; legal: .* D = 48, the config's"),
+    (EVERY[1:2], {"q_scale": "x"}, "q_scale: got str; legal: a float or a float32 scalar array"),
+    (EVERY[1:2], {"q_scale": -1.0}, "q_scale: got -1.0; legal: a positive number"),
+    (EVERY[1:2], {"q_scale": np.ones((3, 3), np.float32)}, r"q_scale: got an array of shape \[3, 3\]; legal: a float"),
+    (EVERY[2:3], {"context_chunk": 4.0}, "context_chunk: got float; legal: a static int"),
+    (EVERY[2:3], {"context_passes": -1}, "context_passes: got -1; legal: an int >= 0"),
+    (EVERY[2:3], {"context_passes": True}, "context_passes: got True; legal: an int"),
+    (EVERY[4:], {"cache": None}, "cache: got NoneType; legal: V32Cache, which v32.init_cache makes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "message"),
+    [(function, changed, message) for functions, changed, message in CALLS for function in functions],
+)
+def test_a_layers_function(function: str, changed: dict[str, Any], message: str) -> None:
+    module, _, name = function.rpartition(".")
+    call = getattr(v32 if module else functional, name)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call(**(arguments(function) | changed))
+
+
+def test_deepseek_v4_refuses_other_arguments() -> None:
+    attend: Any = v4.attend
+    with pytest.raises(TypeError, match=r"^config: got MLAConfig; legal: V4Config"):
+        attend({}, CONFIG, X, None, None)
+    make: Any = v4.make_step
+    step = RAGGED(TABLES, LENS, CU)
+    with pytest.raises(TypeError, match=r"^config: got MLAConfig; legal: V4Config"):
+        make(CONFIG, step, state_slots=LENS, compressed_tables=TABLES, cos_sin=X, page_size=16)
+
+
+def test_segments() -> None:
+    with pytest.raises(TypeError, match=r"^max_segments: got float; legal: a static int"):
+        Segments.from_ids(jnp.ones((1, 3), jnp.int32), max_segments=2.0)  # type: ignore[arg-type]
