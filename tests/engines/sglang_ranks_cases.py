@@ -174,7 +174,7 @@ def test_refusals() -> None:
         with pytest.raises(NotImplementedError, match=said), settings(0, Ranks(2)):
             plugin.create_backend(runner)
 
-    said = "--dcp-size: got 2; tsmla serves 1 in a"
+    said = "--dcp-size: got 2; legal with tsmla: 1 for a"
     refused(f"{said} draft model", is_draft_worker=True)
     refused(f"{said} model without rope columns", {"qk_rope_head_dim": 0})
     refused(f"{said} model with queries scaled", {"hf_config": SimpleNamespace(llama_4_scaling={"beta": 0.1})})

@@ -175,7 +175,7 @@ class _Reader:
         return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def keeps_fp4(self, *names: str) -> bool:
-        """Whether all these matrices stay in MXFP4: fp8 weights are to stay, too."""
+        """Whether all these matrices stay in MXFP4. They do if fp8 weights are to stay block-scaled."""
         return self._keep_fp8 and all(self._checkpoint.is_fp4(self._stored.get(name, name)) for name in names)
 
     def fp4(self, name: str, shape: Sequence[int]) -> MXFP4:

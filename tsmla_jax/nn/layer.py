@@ -51,7 +51,7 @@ class AttentionLayer(nnx.Module):
 
     @classmethod
     def from_hf(cls, checkpoint_dir: str | Path | Checkpoint, layer: int, *, dtype: DTypeLike | None = None) -> Self:
-        """Layer `layer` of a Hugging Face checkpoint; arguments and errors are those of `load_hf_attention`."""
+        """Layer `layer` of a Hugging Face checkpoint. These arguments and the errors are as in `load_hf_attention`."""
         checkpoint = open_checkpoint(checkpoint_dir)
         config = cls._weights.read_config(checkpoint.directory, layer)
         return cls(config, params=cls._weights.load_hf_attention(checkpoint, layer, config=config, dtype=dtype))

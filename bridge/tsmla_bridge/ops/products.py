@@ -227,7 +227,7 @@ def _outputs(
     device: torch.device,
     read: dict[str, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The caller's tensors for the results, behind their checks. read: the call's tensors, by argument."""
+    """The caller's tensors for the results, after their checks. read: the call's tensors, by argument."""
     given = list(out) if isinstance(out, tuple) else [out]
     if len(given) != len(kinds):
         legal = "a tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"
@@ -242,7 +242,7 @@ def _outputs(
 
 
 def _traced(name: str, arguments: tuple[Any, ...], out: Result | None) -> Result:
-    """The call as an operator of torch.library: one that returns the result, or two, or one that writes to `out`."""
+    """The call as an operator of torch.library, which returns one result or two, or writes to `out`."""
     of_two = arguments[-2] == torch.float8_e4m3fn
     if out is None:
         result: Result = getattr(torch.ops.tsmla, f"quantized_{name}" if of_two else name)(*arguments)

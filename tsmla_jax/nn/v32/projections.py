@@ -85,7 +85,7 @@ def indexer_keys(params: Params, x: jax.Array) -> jax.Array:
 
 
 def normed_keys(params: Params, k: jax.Array) -> jax.Array:
-    """Keys [T, Di] behind their layer norm."""
+    """Keys [T, Di] after their layer norm."""
     k = k.astype(jnp.float32)
     k = k - k.mean(-1, keepdims=True)
     k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + KEY_NORM_EPS)

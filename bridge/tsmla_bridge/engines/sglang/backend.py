@@ -225,7 +225,7 @@ class TsmlaBackend(AttentionBackend):
         ):
             if is_so:
                 said = f"{said} by SGLang {sglang.__version__}"
-                raise NotImplementedError(f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in {said}")
+                raise NotImplementedError(f"--dcp-size: got {self.deal.world}; legal with {NAME}: 1 for {said}")
 
     def _take_rope_apart(self, config: Any) -> None:
         """Enter this backend's name in the list of those to which models hand latent and rope columns as they are, not
@@ -384,8 +384,8 @@ class TsmlaBackend(AttentionBackend):
         options: dict[str, Any] = {"visible_lens": metadata.visible_lens, "return_lse": is_part}
         if is_part and heads != self.num_heads * self.deal.world:
             raise NotImplementedError(
-                f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in a model whose queries are not gathered over the"
-                f" ranks: they have {heads} heads, not {self.num_heads * self.deal.world}"
+                f"--dcp-size: got {self.deal.world}; legal with {NAME}: 1 for a model whose queries are not gathered"
+                f" over the ranks: they have {heads} heads, not {self.num_heads * self.deal.world}"
             )
         # An fp8 cache has no scale, either: the pool converts the keys that it is given and does not divide them by
         # the layer's scale of the checkpoint.
