@@ -6,7 +6,9 @@ compiler's error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -99,6 +101,27 @@ def products() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return made
 
 
+def show_gpu(capability: tuple[int, int]) -> None:
+    """Let Pallas find a GPU of this compute capability."""
+    import jax
+
+    class Gpu:
+        """What Pallas asks of the GPU."""
+
+        compute_capability = "{}.{}".format(*capability)
+
+    real = jax.local_devices
+    jax.local_devices = lambda *args, backend=None, **named: (
+        [Gpu()] if backend == "gpu" else real(*args, backend=backend, **named)
+    )
+    jax.default_backend = lambda: "gpu"
+    with contextlib.suppress(ImportError):  # jax before 0.11 asks the device
+        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        major, minor = capability
+        found = gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor)
+        gpu_info.get_gpu_info = lambda: found
+
+
 def main(name: str) -> None:
     card = CARDS[name]
     os.environ |= {
@@ -111,18 +134,9 @@ def main(name: str) -> None:
     from jax._src import xla_bridge
     from jax.sharding import SingleDeviceSharding
 
-    class Gpu:
-        """What Pallas asks of the GPU."""
-
-        compute_capability = "{}.{}".format(*card.capability)
-
     if "cuda" not in xla_bridge._backend_factories:
         xla_bridge.discover_pjrt_plugins()
-    real = jax.local_devices
-    jax.local_devices = lambda *args, backend=None, **named: (  # type: ignore[assignment]
-        [Gpu()] if backend == "gpu" else real(*args, backend=backend, **named)
-    )
-    jax.default_backend = lambda: "gpu"
+    show_gpu(card.capability)
     place = SingleDeviceSharding(device_of(card))
     for product, (function, shapes) in products().items():
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)

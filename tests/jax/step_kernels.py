@@ -31,20 +31,12 @@ def prepare() -> None:
     import jax
     from jax._src import xla_bridge
 
+    from tests.jax.gpu_compiler import show_gpu
     from tsmla_jax.ops import device, kernel_call
-
-    class Gpu:
-        """What Pallas asks of the GPU."""
-
-        compute_capability = "9.0"
 
     if "cuda" not in xla_bridge._backend_factories:
         xla_bridge.discover_pjrt_plugins()
-    real = jax.local_devices
-    jax.local_devices = lambda *args, backend=None, **named: (  # type: ignore[assignment]
-        [Gpu()] if backend == "gpu" else real(*args, backend=backend, **named)
-    )
-    jax.default_backend = lambda: "gpu"
+    show_gpu((9, 0))
     plugin: Any = __import__("jax_cuda13_plugin.cuda_plugin_extension", fromlist=["ffi_handlers"])
     handlers = (entry for entry in plugin.ffi_handlers().values() if isinstance(entry, dict))
     any_handler = next(entry["execute"] for entry in handlers if "execute" in entry)
