@@ -19,7 +19,7 @@ from tsmla_jax.nn.segments import Segments, attend_within
 from tsmla_jax.ops.inputs import Scale, describe
 from tsmla_jax.ops.operation import Preference
 from tsmla_kernels import contract
-from tsmla_kernels.contract.rules import VALUES
+from tsmla_kernels.contract.rules import VALUES, static_bool
 from tsmla_kernels.contract.selection import WORD_KEYS, selection_words
 
 
@@ -214,7 +214,7 @@ def dot_product_attention(
         )
         results = _over_rows(call, partial(attend, q, selection=call.selection), lengths, is_causal)
     out, lse, *max_logits = (x[0] if one_row else x for x in results)
-    found = (out, *[lse] * return_residual, *max_logits)
+    found = (out, *[lse] * static_bool("return_residual", return_residual), *max_logits)
     return found if len(found) > 1 else out
 
 

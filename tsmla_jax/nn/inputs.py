@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tsmla_jax.ops.inputs import describe
-from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.contract.rules import check_dtype, named_axes, show
+from jax.typing import DTypeLike
+
+from tsmla_jax.ops.inputs import describe, describe_ints, dtype_name
+from tsmla_kernels.contract import FLOATS, VALUES
+from tsmla_kernels.contract.rules import check_at_least_one, check_dtype, named_axes, show, static_dim, static_int
+
+
+def check_config(config: object, kind: type) -> None:
+    """Raises a TypeError unless the config is a `kind`."""
+    if not isinstance(config, kind):
+        raise TypeError(f"config: got {type(config).__name__}; legal: {kind.__name__}")
 
 
 def check_layer(params: object, config: object, kind: type) -> None:
     """Raises a TypeError unless params are a dict, or another mapping, and the config is a `kind`."""
-    if not isinstance(config, kind):
-        raise TypeError(f"config: got {type(config).__name__}; legal: {kind.__name__}")
+    check_config(config, kind)
     if not isinstance(params, Mapping):
         raise TypeError(f"params: got {type(params).__name__}; legal: a dict of the weights of param_shapes(config)")
 
@@ -27,3 +34,21 @@ def check_tokens(x: Any, hidden_size: int, *legends: str) -> None:
         legal = " or ".join(f"[{', '.join(each)}]" for each in axes)
         raise ValueError(f"x: got shape {show(array.shape)}; legal: {legal} with E = {hidden_size}, the config's")
     check_dtype("x", array, FLOATS)
+
+
+def check_texts(cu_seqlens_q: Any, max_q_len: object) -> None:
+    """Raises a TypeError or ValueError unless these are offsets [B + 1] i32 and a static bound of a text's length."""
+    array = describe_ints("cu_seqlens_q", cu_seqlens_q, "B + 1")
+    check_at_least_one("cu_seqlens_q", array.shape, 0, "B + 1")
+    static_dim("max_q_len", max_q_len)
+
+
+def check_new_caches(sizes: Mapping[str, object], dtypes: Mapping[str, DTypeLike]) -> None:
+    """Raises a TypeError or ValueError unless the sizes of new caches are static ints (those of pages and rows at least
+    1, counts at least 0), and their dtypes uint8 or what a cache holds.
+    """
+    for name, size in sizes.items():
+        static_int(name, size, minimum=int(name.endswith("page_size")))
+    for name, dtype in dtypes.items():
+        if (found := dtype_name(name, dtype)) not in ("uint8", *VALUES):
+            raise ValueError(f"{name}: got {found}; legal: uint8, {', '.join(VALUES)}")

@@ -14,18 +14,14 @@ import jax.numpy as jnp
 from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.inputs import check_tokens
 from tsmla_jax.nn.products.block_scaled import BlockScaled
-from tsmla_jax.ops.inputs import describe_ints
 from tsmla_kernels.contract import FLOATS
 
 _PAGE = 64
 
 
-def check_trainable(params: Params, x: jax.Array, hidden_size: int, cu_seqlens_q: jax.Array) -> None:
-    """ValueError / TypeError for x or a parameter that has no gradient, x of another width, or offsets that are no
-    [B + 1] i32.
-    """
+def check_trainable(params: Params, x: jax.Array, hidden_size: int) -> None:
+    """ValueError / TypeError for x or a parameter that has no gradient, or x of another width."""
     check_tokens(x, hidden_size, "T E")
-    describe_ints("cu_seqlens_q", cu_seqlens_q, "B + 1")
     for name, value in params.items():
         if isinstance(value, BlockScaled) or value.dtype.name.startswith("float8"):
             kind = "block-scaled float8_e4m3fn" if isinstance(value, BlockScaled) else value.dtype.name

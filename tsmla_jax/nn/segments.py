@@ -20,10 +20,10 @@ import numpy as np
 import tsmla_jax
 from tsmla_jax.ops import checks
 from tsmla_jax.ops.exporting import exportable
-from tsmla_jax.ops.inputs import Scale
+from tsmla_jax.ops.inputs import Scale, describe
 from tsmla_jax.ops.operation import Preference
-from tsmla_kernels.contract import values
-from tsmla_kernels.contract.rules import static_int
+from tsmla_kernels.contract import VALUES, values
+from tsmla_kernels.contract.rules import check_dtype, static_int
 
 # In `cu_seqlens` padding attends to itself like a segment, because mla_prefill allows no rows between requests that
 # belong to no request. It is cut into pieces, so that its cost is linear in its length.
@@ -70,6 +70,7 @@ class Segments:
                 to other values; max_segments < 1. With TSMLA_CHECK=1 also a row of too many segments, or an id that
                 comes back after another one.
         """
+        describe("ids", ids)
         given, ids = ids, jnp.asarray(ids)
         if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
             raise ValueError(f"ids: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
@@ -267,15 +268,18 @@ def segment_attention_kv(
 
 
 def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
-    """The arrays with their axes B and S joined into one. Raises a ValueError if B and S are not those of the
-    segments.
+    """The arrays with their axes B and S joined into one. Raises a TypeError or ValueError if B and S are not those of
+    the segments, or an argument has another type or dtype.
     """
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments: got {type(segments).__name__}; legal: Segments, which Segments.from_ids makes")
     rows = segments.valid.shape
     for name, x in arrays.items():
+        check_dtype(name, describe(name, x), VALUES)
         axes = "[B, S, R]" if name == "k_rope" else "[B, S, H, columns]"
         if x.ndim != axes.count(",") + 1 or x.shape[:2] != rows:
             raise ValueError(f"{name}: got shape {x.shape}; legal: {axes} with the segments' B, S = {rows}")
-    return [x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
+    return [x.reshape(rows[0] * rows[1], *x.shape[2:]) for x in arrays.values()]
 
 
 def _results(found: tuple[jax.Array, ...]) -> jax.Array | tuple[jax.Array, jax.Array]:

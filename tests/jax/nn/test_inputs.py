@@ -112,6 +112,8 @@ CALLS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU.astype(np.int64)}, "cu_seqlens_q: got dtype int64; legal: int32"),
     (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU * 1.0}, "cu_seqlens_q: got dtype float32; legal: int32"),
     (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": None}, "cu_seqlens_q: got NoneType; legal: an array"),
+    (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU[:0]}, r"cu_seqlens_q: got shape \[0\]; B \+ 1 must be at least 1"),
+    (EVERY[:1] + EVERY[3:4], {"max_q_len": None}, "max_q_len: got NoneType; legal: a static int"),
     (EVERY[1:3], {"kv_cache": None}, "kv_cache: got NoneType; legal: an array"),
     (EVERY[1:3], {"kv_cache": CACHE[..., :47]}, r"kv_cache: got shape \[4, 16, 47\]; legal: .* D = 48, the config's"),
     (EVERY[1:2], {"q_scale": "x"}, "q_scale: got str; legal: a float or a float32 scalar array"),
@@ -135,16 +137,86 @@ def test_a_layers_function(function: str, changed: dict[str, Any], message: str)
         call(**(arguments(function) | changed))
 
 
+V4: Any = v4.V4Config(
+    kind="csa",
+    ratio=4,
+    hidden_size=24,
+    num_attention_heads=4,
+    q_lora_rank=8,
+    head_dim=16,
+    rope_dim=8,
+    sliding_window=8,
+    o_groups=2,
+    o_lora_rank=8,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_topk=4,
+)
+
+
 def test_deepseek_v4_refuses_other_arguments() -> None:
     attend: Any = v4.attend
     with pytest.raises(TypeError, match=r"^config: got MLAConfig; legal: V4Config"):
         attend({}, CONFIG, X, None, None)
-    make: Any = v4.make_step
     step = RAGGED(TABLES, LENS, CU)
+    rest: Any = {"state_slots": LENS, "compressed_tables": TABLES, "page_size": 16}
     with pytest.raises(TypeError, match=r"^config: got MLAConfig; legal: V4Config"):
-        make(CONFIG, step, state_slots=LENS, compressed_tables=TABLES, cos_sin=X, page_size=16)
+        v4.make_step(CONFIG, step, cos_sin=X, **rest)
+    table = v4.rope_table(V4, 4)
+    with pytest.raises(ValueError, match=r"^cos_sin: got shape \[4, 6\]; legal: \[N, R\] with .* R = 8"):
+        v4.make_step(V4, step, cos_sin=table[:, :6], **rest)
+    prefill: Any = functools.partial(v4.prefill, v4.init_params(jax.random.key(0), V4), V4, jnp.zeros((9, 24)))
+    cu = jnp.array([0, 9], jnp.int32)
+    with pytest.raises(ValueError, match=r"^cos_sin: got shape \[4, 8\]; legal: \[N, R\] with N at least 9"):
+        prefill(cu_seqlens_q=cu, max_q_len=9, cos_sin=table)
+    with pytest.raises(TypeError, match=r"^index_loss: got str; legal: True or False"):
+        prefill(cu_seqlens_q=cu, max_q_len=9, cos_sin=v4.rope_table(V4, 9), index_loss="no")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_pages": -1}, "num_pages: got -1; legal: an int >= 0"),
+        ({"page_size": 0}, "page_size: got 0; legal: an int >= 1"),
+        ({"page_size": True}, "page_size: got True; legal: an int"),
+        ({"kv_dtype": jnp.int32}, "kv_dtype: got int32; legal: uint8, float16"),
+        ({"indexer_dtype": "bfloat61"}, "indexer_dtype: got 'bfloat61'; legal: a dtype"),
+        ({"config": CONFIG}, "config: got MLAConfig; legal: V32Config"),
+    ],
+)
+def test_new_caches(changed: dict[str, Any], message: str) -> None:
+    sizes: Any = {"config": V32, "num_pages": 4, "page_size": 16, "kv_dtype": jnp.bfloat16} | changed
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        v32.init_cache(**sizes)
+    if "page_size" in changed:
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            v4.init_cache(V4, window_pages=2, compressed_pages=2, num_states=1, page_size=changed["page_size"])
+
+
+def test_flags_are_booleans() -> None:
+    attend: Any = functools.partial(v32.attend, **arguments("v32.attend"))
+    with pytest.raises(TypeError, match=r"^return_selected: got str; legal: True or False"):
+        attend(return_selected="no")
+    with pytest.raises(TypeError, match=r"^dense: got str; legal: True or False"):
+        v32.prefill(**arguments("v32.prefill"), dense="no")
+    q: Any = jnp.zeros((1, 3, 2, 16))
+    with pytest.raises(TypeError, match=r"^return_residual: got int; legal: True or False"):
+        nn.dot_product_attention(q, q, q, return_residual=2)  # type: ignore[call-overload]
 
 
 def test_segments() -> None:
+    from_ids: Any = Segments.from_ids
     with pytest.raises(TypeError, match=r"^max_segments: got float; legal: a static int"):
-        Segments.from_ids(jnp.ones((1, 3), jnp.int32), max_segments=2.0)  # type: ignore[arg-type]
+        from_ids(jnp.ones((1, 3), jnp.int32), max_segments=2.0)
+    with pytest.raises(TypeError, match=r"^ids: got NoneType; legal: an array"):
+        from_ids(None, max_segments=2)
+    segments, q = from_ids(jnp.ones((1, 3), jnp.int32), max_segments=1), jnp.zeros((1, 3, 2, 16))
+    attend: Any = functools.partial(nn.segment_attention, softmax_scale=1.0)
+    with pytest.raises(TypeError, match=r"^segments: got NoneType; legal: Segments, which Segments.from_ids makes"):
+        attend(q, q, q, None)
+    with pytest.raises(TypeError, match=r"^k: got NoneType; legal: an array"):
+        attend(q, None, q, segments)
+    with pytest.raises(ValueError, match=r"^q: got dtype int32; legal: float16"):
+        attend(q.astype(jnp.int32), q, q, segments)
+    with pytest.raises(ValueError, match=r"^q: got shape \[3, 0, 16\]; H must be at least 1"):
+        attend(q[:, :, :0], q, q, segments)

@@ -209,8 +209,8 @@ def test_steps_of_another_axis_or_kind_are_refused() -> None:
         with pytest.raises(ValueError, match=f"^{message}"):
             jax.eval_shape(inside)
 
-    refused("context_axis='context'; legal: the step's, None", "csa", None, "context")
-    refused("context_axis=None; legal: the step's, 'context'", "csa", "context", None)
+    refused("context_axis: got 'context'; legal: the step's, None", "csa", None, "context")
+    refused("context_axis: got None; legal: the step's, 'context'", "csa", "context", None)
     for kind in ("sliding", "hca"):
         refused("step: got one made for another kind of layer; this layer is 'csa'", kind, None, None)
     refused("step: got one made with context_axis='context'; legal: None, as every", "csa", "context", None, "context")

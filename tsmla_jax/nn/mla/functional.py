@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer, check_tokens
+from tsmla_jax.nn.inputs import check_layer, check_texts, check_tokens
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.projections import absorb_q as absorb_q
 from tsmla_jax.nn.mla.projections import expand_joint_kv as expand_joint_kv
@@ -91,7 +91,7 @@ def prefill(
     _check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
     check_mesh_axis("context_axis", context_axis)
-    describe_ints("cu_seqlens_q", cu_seqlens_q, "B + 1")
+    check_texts(cu_seqlens_q, max_q_len)
     cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
     _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])

@@ -20,7 +20,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer, check_tokens
+from tsmla_jax.nn.inputs import check_config, check_layer, check_new_caches, check_tokens
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.products.linear import rows_of, weight_of
@@ -35,6 +35,7 @@ from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.selected import metadata
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
+from tsmla_kernels.contract.rules import static_bool
 from tsmla_kernels.contract.selection import selection_words
 
 _MATRICES = ("indexer_wq_b", "indexer_wk", "indexer_weights_proj")
@@ -72,8 +73,13 @@ def init_cache(
         indexer_dtype: dtype of the cache of indexer keys; uint8 is fp8 keys with scales.
 
     Raises:
-        ValueError: the packed layout with other widths than latent 512 and rope 64.
+        TypeError, ValueError: a size or dtype is not legal, or the packed layout has other widths than latent 512 and
+            rope 64.
     """
+    check_config(config, V32Config)
+    check_new_caches(
+        {"num_pages": num_pages, "page_size": page_size}, {"kv_dtype": kv_dtype, "indexer_dtype": indexer_dtype}
+    )
     packed_kv, packed_keys = jnp.dtype(kv_dtype) == jnp.uint8, jnp.dtype(indexer_dtype) == jnp.uint8
     if packed_kv and (config.mla.kv_lora_rank, config.mla.qk_rope_head_dim) != (512, 64):
         raise ValueError(
@@ -229,6 +235,7 @@ def attend_projected(
     needs slots alone."""
     kv_scale, q_scale, context_axis, form, implementation = options
     check_layer(params, config, V32Config)
+    static_bool("return_selected", keep)
     mla = config.mla
     check_tokens(x, mla.hidden_size, "T E")
     num_tokens = x.shape[0]

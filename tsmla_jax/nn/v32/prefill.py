@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer
+from tsmla_jax.nn.inputs import check_layer, check_texts
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
@@ -28,6 +28,7 @@ from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.selected import indexer
 from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
+from tsmla_kernels.contract.rules import static_bool
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v32_selected", "v32_out", "v32_lse")
 """The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse. With these saved, the
@@ -102,9 +103,10 @@ def prefill(
     """
     check_layer(params, config, V32Config)
     mla = config.mla
-    packed_texts.check_trainable(params, x, mla.hidden_size, cu_seqlens_q)
+    packed_texts.check_trainable(params, x, mla.hidden_size)
+    check_texts(cu_seqlens_q, max_q_len)
     num_tokens = x.shape[0]
-    _check_choice(num_tokens, selected, form, dense)
+    _check_choice(num_tokens, selected, form, dense=dense, index_loss=index_loss)
     if not config.has_indexer:
         _check_sharing(selected is not None or dense, index_loss)
     cu_seqlens_q = jnp.asarray(cu_seqlens_q)
@@ -175,8 +177,12 @@ def prefill(
     return V32Prefill(y, selected, loss)
 
 
-def _check_choice(num_tokens: int, selected: jax.Array | None, form: str | None, dense: bool) -> None:
-    """Raises a ValueError or TypeError if the choice of keys or the form is not legal."""
+def _check_choice(
+    num_tokens: int, selected: jax.Array | None, form: str | None, *, dense: bool, index_loss: bool
+) -> None:
+    """Raises a ValueError or TypeError if the choice of keys, the form or a flag is not legal."""
+    for name, flag in (("dense", dense), ("index_loss", index_loss)):
+        static_bool(name, flag)
     if dense and (form is not None or selected is not None):
         got = "selected: got an array" if form is None else f"form: got {form!r}"
         raise ValueError(f"{got} with dense=True; legal: None, as all keys are attended to")

@@ -22,7 +22,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel, few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer, check_tokens
+from tsmla_jax.nn.inputs import check_config, check_layer, check_new_caches, check_tokens
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
@@ -83,9 +83,13 @@ def init_cache(
         spare: how many tokens a request may take back.
 
     Raises:
-        ValueError: the packed layout with another head_dim than 512, or a size that is not legal.
+        TypeError, ValueError: the packed layout with another head_dim than 512, or a size or dtype that is not legal.
     """
+    check_config(config, V4Config)
     entries = page_size if compressed_page_size is None else compressed_page_size
+    sizes = {"window_pages": window_pages, "compressed_pages": compressed_pages, "num_states": num_states}
+    sizes |= {"page_size": page_size, "compressed_page_size": entries, "spare": spare}
+    check_new_caches(sizes, {"dtype": dtype, "indexer_dtype": indexer_dtype})
 
     def cache(pages: int, rows: int) -> jax.Array:
         if jnp.dtype(dtype) == jnp.uint8:

@@ -18,19 +18,21 @@ from jax.ad_checkpoint import checkpoint_name
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer
+from tsmla_jax.nn.inputs import check_layer, check_texts
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import product
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.functional import compressor_rows, project_in, project_out
+from tsmla_jax.nn.v4.step import check_angles
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.selected import indexer
 from tsmla_jax.ops.selected import v4 as sparse_v4
 from tsmla_jax.ops.selected.compressor import init_compressor_state
+from tsmla_kernels.contract.rules import static_bool
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v4_selected", "v4_out", "v4_lse")
 """The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse."""
@@ -135,7 +137,10 @@ def prefill(
         NotImplementedError: the named implementation can't run this call.
     """
     check_layer(params, config, V4Config)
-    packed_texts.check_trainable(params, x, config.hidden_size, cu_seqlens_q)
+    packed_texts.check_trainable(params, x, config.hidden_size)
+    check_texts(cu_seqlens_q, max_q_len)
+    static_bool("index_loss", index_loss)
+    check_angles(config, cos_sin, positions=min(max_q_len, x.shape[0]))
     if "in_proj" in params:
         raise ValueError("params: got folded ones, which have no gradient; legal: those of param_shapes")
     if selected is not None:

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.nn import context_parallel
+from tsmla_jax.nn.inputs import check_config
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.nn.yarn import inverse_frequencies
 from tsmla_jax.ops.exporting import exportable
-from tsmla_jax.ops.inputs import describe_ints
+from tsmla_jax.ops.inputs import describe_as, describe_ints
 from tsmla_jax.ops.selected import v4 as sparse_v4
 from tsmla_jax.ops.selected.v4 import MixedIndices
 from tsmla_kernels import contract
+from tsmla_kernels.contract.rules import show
 
 
 def rope_table(config: V4Config, num_positions: int) -> jax.Array:
@@ -28,6 +30,14 @@ def rope_table(config: V4Config, num_positions: int) -> jax.Array:
     frequencies = inverse_frequencies(config.rope_dim, config.rope_theta, config.yarn)
     magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
     return sparse_v4.rope_table(jnp.asarray(frequencies), num_positions, scale=magnitude)
+
+
+def check_angles(config: V4Config, cos_sin: jax.Array, *, positions: int = 1) -> None:
+    """Raises a TypeError or ValueError unless cos_sin has the config's width and at least `positions` rows."""
+    shape = describe_as("cos_sin", cos_sin, "N R", ("float32",)).shape
+    if shape[1] != config.rope_dim or shape[0] < positions:
+        legal = f"[N, R] with N at least {positions} and R = {config.rope_dim}, the config's rope_dim"
+        raise ValueError(f"cos_sin: got shape {show(shape)}; legal: {legal}")
 
 
 @exportable
@@ -103,12 +113,12 @@ def make_step(
         ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse`); the step is dense, or was
             made with a context_axis or another page_size; under TSMLA_CHECK=1 also if cu_seqlens_q is not ascending.
     """
-    if not isinstance(config, V4Config):
-        raise TypeError(f"config: got {type(config).__name__}; legal: V4Config")
+    check_config(config, V4Config)
     check_step(step, Step, "Step.ragged")
     num_requests = step.seq_lens.shape[0]
     describe_ints("state_slots", state_slots, "B", (num_requests, "B, the step's requests"))
     describe_ints("compressed_tables", compressed_tables, "B Mc", (num_requests, "B, the step's requests"))
+    check_angles(config, cos_sin)
     if step.context_axis is not None:
         raise ValueError(
             f"step: got one made with context_axis={step.context_axis!r}; legal: None, as every device has the whole"
