@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -18,11 +18,15 @@ def check_config(config: object, kind: type) -> None:
         raise TypeError(f"config: got {type(config).__name__}; legal: {kind.__name__}")
 
 
-def check_layer(params: object, config: object, kind: type) -> None:
-    """Raises a TypeError unless params are a dict, or another mapping, and the config is a `kind`."""
-    check_config(config, kind)
+def check_params(params: object, names: Iterable[str]) -> None:
+    """Raises a TypeError unless params are a dict, or another mapping, and a ValueError that names the first of these
+    weights that they lack. Folded parameters are not looked through, because `fold` has joined some weights.
+    """
     if not isinstance(params, Mapping):
         raise TypeError(f"params: got {type(params).__name__}; legal: a dict of the weights of param_shapes(config)")
+    for name in names:
+        if name not in params and "in_proj" not in params:
+            raise ValueError(f"params: got no {name!r}; legal: the weights of param_shapes(config)")
 
 
 def check_tokens(x: Any, hidden_size: int, *legends: str) -> None:

@@ -107,7 +107,7 @@ CALLS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (EVERY, {"x": X.astype(np.int32)}, "x: got dtype int32; legal: float16, bfloat16, float32"),
     (EVERY, {"x": X.astype(jnp.float8_e4m3fn)}, "x: got dtype float8_e4m3fn; legal: float16"),
     (EVERY, {"x": X[:, :63]}, r"x: got shape \[5, 63\]; legal: \[T, E\].* with E = 64, the config's"),
-    (EVERY[:3], {"params": {}}, "params: got no 'q_a_proj'; legal: the weights of param_shapes"),
+    (EVERY, {"params": {}}, "params: got no 'q_a_proj'; legal: the weights of param_shapes"),
     (EVERY[:3], {"context_axis": "x"}, "context_axis: got 'x'; legal: "),
     (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU.astype(np.int64)}, "cu_seqlens_q: got dtype int64; legal: int32"),
     (EVERY[:1] + EVERY[3:4], {"cu_seqlens_q": CU * 1.0}, "cu_seqlens_q: got dtype float32; legal: int32"),
@@ -162,7 +162,15 @@ def test_deepseek_v4_refuses_other_arguments() -> None:
     rest: Any = {"state_slots": LENS, "compressed_tables": TABLES, "page_size": 16}
     with pytest.raises(TypeError, match=r"^config: got MLAConfig; legal: V4Config"):
         v4.make_step(CONFIG, step, cos_sin=X, **rest)
+    with pytest.raises(TypeError, match=r"^config: got NoneType; legal: V4Config"):
+        v4.rope_table(None, 4)  # type: ignore[arg-type]
     table = v4.rope_table(V4, 4)
+    with pytest.raises(ValueError, match=AN_AXIS):
+        v4.make_step(V4, step, cos_sin=table, context_axis="x", **rest)
+    with pytest.raises(ValueError, match=r"^params: got no 'q_a_proj'; legal: the weights of param_shapes"):
+        v4.prefill(
+            {}, V4, jnp.zeros((9, 24)), cu_seqlens_q=jnp.array([0, 9]), max_q_len=9, cos_sin=v4.rope_table(V4, 9)
+        )
     with pytest.raises(ValueError, match=r"^cos_sin: got shape \[4, 6\]; legal: \[N, R\] with .* R = 8"):
         v4.make_step(V4, step, cos_sin=table[:, :6], **rest)
     prefill: Any = functools.partial(v4.prefill, v4.init_params(jax.random.key(0), V4), V4, jnp.zeros((9, 24)))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer, check_texts, check_tokens
+from tsmla_jax.nn.inputs import check_config, check_params, check_texts, check_tokens
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.projections import absorb_q as absorb_q
 from tsmla_jax.nn.mla.projections import expand_joint_kv as expand_joint_kv
@@ -48,15 +48,10 @@ _QUERY = ("q_proj",)
 _LOW_RANK_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 
 
-def _check_layer(params: Params, config: MLAConfig) -> None:
-    """Raises a TypeError for params that are no dict or a config of another class, and a ValueError that names the
-    first weight that `params` lacks. Folded parameters are not looked through, because `fold` has joined some weights.
-    """
-    check_layer(params, config, MLAConfig)
-    if "in_proj" not in params:
-        for name in (*(_QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY), *_ALWAYS):
-            if name not in params:
-                raise ValueError(f"params: got no {name!r}; legal: the weights of param_shapes(config)")
+def check_layer(params: Params, config: MLAConfig) -> None:
+    """Raises a TypeError or ValueError unless the config is an MLAConfig, and params have its weights."""
+    check_config(config, MLAConfig)
+    check_params(params, (*(_QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY), *_ALWAYS))
 
 
 def prefill(
@@ -88,7 +83,7 @@ def prefill(
     Raises:
         ValueError: x or cu_seqlens_q has the wrong rank or width, or a weight is missing.
     """
-    _check_layer(params, config)
+    check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
     check_mesh_axis("context_axis", context_axis)
     check_texts(cu_seqlens_q, max_q_len)
@@ -165,7 +160,7 @@ def prefill_with_context(
             context_chunk below 1.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
-    _check_layer(params, config)
+    check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
     context_chunk = contract.static_int("context_chunk", context_chunk, minimum=1)
     context_passes = None if context_passes is None else contract.static_int("context_passes", context_passes)
@@ -280,7 +275,7 @@ def decode(
         ValueError: a wrong rank or width, a dense step for ragged x or the reverse, or a step of another context_axis
             or page size.
     """
-    _check_layer(params, config)
+    check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E", "B S E")
     _check_step(config, step, kv_cache, context_axis)
     positions = step.positions(x.shape[:-1])

@@ -20,7 +20,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_config, check_layer, check_new_caches, check_tokens
+from tsmla_jax.nn.inputs import check_config, check_new_caches, check_tokens
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.products.linear import rows_of, weight_of
@@ -234,7 +234,8 @@ def attend_projected(
     """`attend`, given the products of `project`. keep: whether the caller wants positions, also where attention itself
     needs slots alone."""
     kv_scale, q_scale, context_axis, form, implementation = options
-    check_layer(params, config, V32Config)
+    check_config(config, V32Config)
+    functional.check_layer(params, config.mla)
     static_bool("return_selected", keep)
     mla = config.mla
     check_tokens(x, mla.hidden_size, "T E")

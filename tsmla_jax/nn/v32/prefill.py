@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer, check_texts
+from tsmla_jax.nn.inputs import check_config, check_texts
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.rope import rope_cos_sin
 from tsmla_jax.nn.step import ragged_positions
@@ -101,8 +101,8 @@ def prefill(
             choice or for the indexer's loss.
         NotImplementedError: the named implementation can't run this call.
     """
-    check_layer(params, config, V32Config)
-    mla = config.mla
+    check_config(config, V32Config)
+    functional.check_layer(params, mla := config.mla)
     packed_texts.check_trainable(params, x, mla.hidden_size)
     check_texts(cu_seqlens_q, max_q_len)
     num_tokens = x.shape[0]

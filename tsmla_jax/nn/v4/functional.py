@@ -22,7 +22,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel, few_tokens
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_config, check_layer, check_new_caches, check_tokens
+from tsmla_jax.nn.inputs import check_config, check_new_caches, check_params, check_tokens
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
@@ -160,8 +160,15 @@ def _matrices(config: V4Config) -> list[str]:
     return ["q_b_proj", "o_b_proj", *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
 
 
+_ALWAYS = ("q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "sinks", "o_a_proj", "o_b_proj")
 _ROWS = ("kv", "gate")
 """The parts of a compressor's rows."""
+
+
+def check_layer(params: Params, config: V4Config) -> None:
+    """Raises a TypeError or ValueError unless the config is a V4Config, and params have the weights of every layer."""
+    check_config(config, V4Config)
+    check_params(params, _ALWAYS)
 
 
 def project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +216,7 @@ def attend(
         ValueError: the step was made for another kind of layer, or with another context_axis or other page sizes.
         NotImplementedError: the named implementation can't run this call.
     """
-    check_layer(params, config, V4Config)
+    check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
     if not isinstance(cache, V4Cache):
         raise TypeError(f"cache: got {type(cache).__name__}; legal: V4Cache, which v4.init_cache makes")

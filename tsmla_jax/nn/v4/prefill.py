@@ -18,13 +18,13 @@ from jax.ad_checkpoint import checkpoint_name
 import tsmla_jax
 from tsmla_jax.nn import packed_texts
 from tsmla_jax.nn.checkpoints.weights import Params
-from tsmla_jax.nn.inputs import check_layer, check_texts
+from tsmla_jax.nn.inputs import check_texts
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import product
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v4.config import V4Config
-from tsmla_jax.nn.v4.functional import compressor_rows, project_in, project_out
+from tsmla_jax.nn.v4.functional import check_layer, compressor_rows, project_in, project_out
 from tsmla_jax.nn.v4.step import check_angles
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
@@ -136,7 +136,7 @@ def prefill(
             folded parameters; or selected is given to a layer that chooses nothing.
         NotImplementedError: the named implementation can't run this call.
     """
-    check_layer(params, config, V4Config)
+    check_layer(params, config)
     packed_texts.check_trainable(params, x, config.hidden_size)
     check_texts(cu_seqlens_q, max_q_len)
     static_bool("index_loss", index_loss)

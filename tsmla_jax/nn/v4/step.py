@@ -13,7 +13,7 @@ from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.nn.yarn import inverse_frequencies
 from tsmla_jax.ops.exporting import exportable
-from tsmla_jax.ops.inputs import describe_as, describe_ints
+from tsmla_jax.ops.inputs import check_mesh_axis, describe_as, describe_ints
 from tsmla_jax.ops.selected import v4 as sparse_v4
 from tsmla_jax.ops.selected.v4 import MixedIndices
 from tsmla_kernels import contract
@@ -27,6 +27,7 @@ def rope_table(config: V4Config, num_positions: int) -> jax.Array:
         config: the config of any such layer.
         num_positions: N, at least 1.
     """
+    check_config(config, V4Config)
     frequencies = inverse_frequencies(config.rope_dim, config.rope_theta, config.yarn)
     magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
     return sparse_v4.rope_table(jnp.asarray(frequencies), num_positions, scale=magnitude)
@@ -119,6 +120,7 @@ def make_step(
     describe_ints("state_slots", state_slots, "B", (num_requests, "B, the step's requests"))
     describe_ints("compressed_tables", compressed_tables, "B Mc", (num_requests, "B, the step's requests"))
     check_angles(config, cos_sin)
+    check_mesh_axis("context_axis", context_axis)
     if step.context_axis is not None:
         raise ValueError(
             f"step: got one made with context_axis={step.context_axis!r}; legal: None, as every device has the whole"
