@@ -127,7 +127,7 @@ def test_deterministic(gpu: Gpu, by_torch: bool) -> None:
     (config,) = (config for name, config, _ in loaded_kernels._loaded if name == "sparse_mla_backward")
     assert config.deterministic
     _, operands = gpu.launches[1]
-    assert operands["kv_sum"].dtype == torch.int32 and operands["key_bounds"].shape == (5 * PAGE,)
+    assert operands["kv_sum"].dtype == torch.int32 and operands["key_counts"].shape == (5 * PAGE,)
     with pytest.raises(TypeError, match="deterministic: got int; legal: True or False"):
         attend(given, options, deterministic=1)
 

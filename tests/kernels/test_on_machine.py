@@ -146,17 +146,57 @@ def test_a_gradient_of_whole_tiles_has_no_hazards(op: str, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_bits_of_a_deterministic_sparse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks run in other orders and add to the same keys."""
-    name = "deterministic bfloat16 {'heads': 80, "
-    (call,) = (x for x in CALLS["sparse_mla_gradient"](torch.Generator().manual_seed(0)) if x.name.startswith(name))
-    launcher.install(monkeypatch)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_bits_of_a_deterministic_sparse_gradient(uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run in other orders and add to the same keys. If all heads of a token with great cotangents look at
+    one key, what they add to it is carried to the second sums."""
+    call = deterministic_sparse_gradient()
+    if uneven:
+        slot = int(call.tensors["indices"][0].max())
+        key = call.tensors["kv_cache"].flatten(0, 1)[slot].float()
+        steep = key * 20 / (key.square().sum() * call.options["softmax_scale"])
+        q, d_out = (call.tensors[name].clone() for name in ("q", "dout"))
+        q[0] = steep.to(q.dtype)
+        d_out[0] *= 64
+        call = call._replace(tensors=call.tensors | {"q": q, "dout": d_out})
+    want = call.on(torch.device("cpu"))
+    forget()
+    gpu = launcher.install(monkeypatch)
     found = []
     for order in ORDERS:
         monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
         found.append(call.on(torch.device("cpu")))
+        assert gpu.operands["kv_carry"].any() == uneven
+    assert wrong(call, found[0], want) == []
     for results in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results, found[0], strict=True))
+
+
+@pytest.mark.slow
+def test_a_cotangent_that_is_not_finite_in_a_deterministic_sparse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the keys of its token, and no others."""
+    call, cpu = deterministic_sparse_gradient(), torch.device("cpu")
+    want = call.on(cpu)
+    indices, lengths = call.tensors["indices"], call.tensors["lengths"]
+    token = int(lengths.argmax())
+    d_out = call.tensors["dout"].clone()
+    d_out[token, 7, 20] = torch.inf
+    forget()
+    launcher.install(monkeypatch)
+    _, found, *_ = call._replace(tensors=call.tensors | {"dout": d_out}).on(cpu)
+    reached = torch.zeros(found.shape[0] * found.shape[1], dtype=torch.bool)
+    reached[[slot for slot in indices[token, : lengths[token]].tolist() if 0 <= slot < len(reached)]] = True
+    rows = found.flatten(0, 1)
+    assert reached.any() and not reached.all()
+    assert rows[reached].isnan().all() and rows[~reached].isfinite().all()
+    others = want[1].flatten(0, 1)[~reached].float()
+    assert (rows[~reached].float() - others).norm() < 2**-7 * others.norm()
+
+
+def deterministic_sparse_gradient() -> Call:
+    name = "deterministic bfloat16 {'heads': 80, "
+    (call,) = (x for x in CALLS["sparse_mla_gradient"](torch.Generator().manual_seed(0)) if x.name.startswith(name))
+    return call
 
 
 @pytest.mark.slow

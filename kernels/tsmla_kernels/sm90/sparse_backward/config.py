@@ -126,10 +126,12 @@ def backward_workspaces(
     kv_sum: sums of the caches' gradients, a row for each row of the caches: int32 if deterministic, otherwise float32.
     row_terms: for each query row (token * H + head): -lse in base 2; the weight share that the sink leaves; lse's
       cotangent minus share * rowsum(d_out * out).
+    kv_carry (if deterministic): int32 sums, in kv_sum's places, of what is too large for kv_sum.
     row_weights (if deterministic): for each query row, two bounds on what a weight of 1 adds to a number of a key's
       gradient: one part for any key, and one for each unit of length of the key's value.
-    key_norms, key_bounds, key_counts (if deterministic): for each row of the caches, the length of its value; the bits
-      of the greatest bound on what one tile of heads adds to a number of its gradient; how many such bounds there are.
+    key_lengths, key_bounds, key_counts (if deterministic): for each row of the caches, the length of its value; the
+      bits of the greatest bound on what a tile of heads would add to a number of its gradient if all keys of the token
+      had the same weight; how often something is added.
     union_slots, union_bits, union_lengths, token_lengths (if config.tokens > 1): see UnionArrays.
     """
     shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
@@ -137,8 +139,9 @@ def backward_workspaces(
         "row_terms": ((3, num_tokens * num_heads), "float32"),
     }
     if config.deterministic:
+        shapes["kv_carry"] = ((num_slots, config.head_dim), "int32")
         shapes["row_weights"] = ((2, num_tokens * num_heads), "float32")
-        shapes["key_norms"] = ((num_slots,), "float32")
+        shapes["key_lengths"] = ((num_slots,), "float32")
         shapes |= {name: ((num_slots,), "int32") for name in ("key_bounds", "key_counts")}
     if config.tokens > 1:
         groups = -(-num_tokens // config.tokens)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.operands import Block, TmaCopy
 from tsmla_kernels.sm90.sparse.union import NO_SLOT
-from tsmla_kernels.sm90.sparse_backward.bounds import factor_of
+from tsmla_kernels.sm90.sparse_backward.bounds import REACH_MASK, scale_of
 from tsmla_kernels.sm90.sparse_backward.memory import (
     GATHER_ROWS,
     SLOTS_KEPT,
@@ -29,13 +29,10 @@ ALL_ROWS = (1 << GATHER_ROWS) - 1
 
 
 class Gatherer:
-    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`, to one of `stages`
-    buffers in turn. `weighs`: whether `Shared.factors` gets the length of each key's value, and not the factor of its
-    numbers.
-    """
+    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`."""
 
-    def __init__(self, traits: Traits, block: Block, stages: int = 1, weighs: bool = False) -> None:
-        self.traits, self.block, self.stages, self.weighs = traits, block, stages, weighs
+    def __init__(self, traits: Traits, block: Block) -> None:
+        self.traits, self.block = traits, block
 
     # ---- queries
 
@@ -54,13 +51,6 @@ class Gatherer:
         shape = (block.rows, block.width, tiles)
         layout = cute.tile_to_shape(block.layout_atom(self.traits.dtype), shape, (0, 1, 2))
         return TmaCopy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_columns, layout, shape))
-
-    @cute.jit
-    def copy_q(self, copies: Copies, shared: Shared, item: Item):
-        """Copy Q of the CTA's heads, without dO."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.queries_full, self.traits.bytes_of(self.traits.q))
-        self.copy_rows(copies.q, shared.q, self.traits.q, shared.queries_full, item)
 
     @cute.jit
     def copy_queries(self, copies: Copies, shared: Shared, item: Item):
@@ -98,26 +88,18 @@ class Gatherer:
         shared: Shared,
         item: Item,
         length: Int32,
+        columns: Int32,
         warp: Int32,
         groups: cutlass.Constexpr[bool],
     ):
         """Gather one block of keys after another, each after the compute warps have released its buffer. Lane i knows
-        the slot of row i % 16 of its warp. groups: whether keys are those of groups of tokens."""
+        the slot of row i % 16 of its warp. columns: of the call's indices. groups: whether keys are those of groups of
+        tokens."""
         lane = cute.arch.lane_idx()
         column = warp * GATHER_ROWS + lane % GATHER_ROWS
-        early = self.stages > 1  # slots are read a block ahead; with one buffer the wait for it covers the read
-        following, following_bits = Int32(0), Int32(0)
-        if const_expr(early):
-            following = self.slot_at(keys, item, column, length, groups)
-            following_bits = self.bits_at(keys, item, column, length, groups)
         for block in cutlass.range(item.blocks, unroll=1):
-            slot, bits = following, following_bits
-            if const_expr(early):
-                following = self.slot_at(keys, item, column + self.block.rows, length, groups)
-                following_bits = self.bits_at(keys, item, column + self.block.rows, length, groups)
-            else:
-                slot = self.slot_at(keys, item, column, length, groups)
-                bits = self.bits_at(keys, item, column, length, groups)
+            slot = self.slot_at(keys, item, column, length, groups)
+            bits = self.bits_at(keys, item, column, length, groups)
             row = self.row_of(slot, column, keys, groups)
             place = block % SLOTS_KEPT
             if row < 0:
@@ -129,32 +111,19 @@ class Gatherer:
             if lane < GATHER_ROWS:
                 shared.rows[warp * GATHER_ROWS + lane, place] = row
                 if const_expr(self.traits.config.deterministic):
-                    factor = Float32(1.0)
+                    scale = Int32(REACH_MASK)  # no number exceeds an infinite reach
                     if row >= 0:
-                        if const_expr(self.weighs):
-                            factor = sums.key_norms[row]
-                        else:
-                            factor = factor_of(sums.key_bounds[row], sums.key_counts[row])
-                    shared.factors[warp * GATHER_ROWS + lane, place] = factor
-            stage = block % self.stages
-            cute.arch.mbarrier_wait(shared.keys_empty + stage, (block // self.stages + 1) & 1)
-            memory = shared.keys.toint() + stage * self.traits.bytes_of(self.block)
-            if const_expr(self.stages == 1):
-                self.copy_keys(keys, memory, row, warp, 0, self.traits.early_columns)
-                cute.arch.cp_async_commit_group()
-                self.copy_keys(keys, memory, row, warp, self.traits.early_columns, self.traits.head_dim)
-                cute.arch.cp_async_commit_group()
-                self.announce(shared, 0, 1)
-                self.announce(shared, 1, 0)
-            else:
-                self.copy_keys(keys, memory, row, warp, 0, self.traits.head_dim)
-                cute.arch.cp_async_commit_group()
-                if block > 0:
-                    self.announce(shared, (block - 1) % self.stages, 1)
+                        scale = scale_of(sums.key_bounds[row], sums.key_counts[row], columns)
+                    shared.scales[warp * GATHER_ROWS + lane, place] = scale
+            cute.arch.mbarrier_wait(shared.keys_empty, (block + 1) & 1)
+            memory = shared.keys.toint()
+            self.copy_keys(keys, memory, row, warp, 0, self.traits.early_columns)
+            cute.arch.cp_async_commit_group()
+            self.copy_keys(keys, memory, row, warp, self.traits.early_columns, self.traits.head_dim)
+            cute.arch.cp_async_commit_group()
+            self.announce(shared, 0, 1)
+            self.announce(shared, 1, 0)
             column += self.block.rows
-        if const_expr(self.stages > 1):
-            if item.blocks > 0:
-                self.announce(shared, (item.blocks - 1) % self.stages, 0)
 
     @cute.jit
     def announce(self, shared: Shared, full: Int32, later: cutlass.Constexpr[int]):

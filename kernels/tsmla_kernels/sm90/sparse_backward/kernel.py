@@ -1,8 +1,8 @@
 """The gradient of sparse_mla over plain caches of 16 bits, for Hopper.
 
 `prepare` computes the terms of query rows and zeroes the sums; `differentiate` computes dq and the sums of the caches'
-gradients; `finish` rounds these sums. If deterministic, `weigh` runs before `differentiate`, to find bounds that make
-the sums exact integers. A CTA of `differentiate` takes up to 64 heads of one token, or all heads of a group of tokens
+gradients; `finish` rounds these sums. If deterministic, `count` runs before `differentiate`, and the sums are exact
+integers (bounds.py). A CTA of `differentiate` takes up to 64 heads of one token, or all heads of a group of tokens
 (DESIGN.md), and the keys that they select, 64 at a time:
 
   warpgroup 0          scores, P and dS (scores.py)
@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.sparse.union import UnionArrays, UnionMaker
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK, TILE_HEADS, WORTH, SparseBackwardConfig
+from tsmla_kernels.sm90.sparse_backward.counts import COUNT_THREADS, COUNT_WARPS, Counter
 from tsmla_kernels.sm90.sparse_backward.gather import Gatherer
 from tsmla_kernels.sm90.sparse_backward.key_gradients import KeyGradients
 from tsmla_kernels.sm90.sparse_backward.memory import (
@@ -47,13 +48,6 @@ from tsmla_kernels.sm90.sparse_backward.memory import (
 from tsmla_kernels.sm90.sparse_backward.products import Products
 from tsmla_kernels.sm90.sparse_backward.rows import CTA_ROWS, CTA_VECTORS, ROW_THREADS, VECTOR, WARP_ROWS, RowKernels
 from tsmla_kernels.sm90.sparse_backward.scores import Scorer
-from tsmla_kernels.sm90.sparse_backward.weigh import (
-    WEIGH_BLOCK,
-    WEIGH_GATHER_WARP,
-    WEIGH_STAGES,
-    WEIGH_THREADS,
-    Weigher,
-)
 
 
 class Work(NamedTuple):
@@ -79,7 +73,7 @@ class SparseMlaBackward:
         self.products = Products(self.traits)
         self.scorer = Scorer(self.traits, self.products)
         self.key_gradients = KeyGradients(self.traits, self.products)
-        self.weigher = Weigher(self.traits, self.products)
+        self.counter = Counter(self.traits, self.gatherer)
         self.unions = UnionMaker(config, WORTH) if config.tokens > 1 else None
 
     def named(self, tensors: tuple[cute.Tensor, ...]) -> Operands:
@@ -96,11 +90,8 @@ class SparseMlaBackward:
         sink_terms = rest.pop(0) if config.sinks else lse
         kv_sum, row_terms = rest.pop(0), rest.pop(0)
         unions = Unions(*[rest.pop() for _ in range(4)][::-1]) if config.tokens > 1 else Unions(*(indices,) * 4)
-        row_weights, key_norms, key_bounds, key_counts = rest or (row_terms, row_terms, indices, indices)
-        sums = Sums(
-            kv_sum=kv_sum, row_terms=row_terms, row_weights=row_weights, key_norms=key_norms, key_bounds=key_bounds,
-            key_counts=key_counts,
-        )  # fmt: skip
+        of_integers = rest or (kv_sum, row_terms, row_terms, indices, indices)
+        sums = Sums(kv_sum, row_terms, *of_integers)
         return Operands(
             q=q, caches=read, indices=indices, lengths=lengths, sinks=sinks, scales=scales, out=out, lse=lse,
             d_out=d_out, d_lse=d_lse, d_q=d_q, d_caches=written, sink_terms=sink_terms, sums=sums, unions=unions,
@@ -128,16 +119,19 @@ class SparseMlaBackward:
             works = [self.together(x), *works]
         mma = self.products.make_mmas()
         if const_expr(self.config.deterministic):
-            for work in works:
-                self.weigh(work.copies, work.keys, sums, x.scales, mma, work.heads, work.groups).launch(
-                    grid=[work.ctas, 1, 1], block=[WEIGH_THREADS, 1, 1], stream=stream, use_pdl=True
-                )
+            keys = Keys(x.caches, x.indices, x.lengths, x.indices)
+            tokens = Int32(x.q.shape[0])
+            self.count(keys, sums, tokens, Int32(x.q.shape[1])).launch(
+                grid=[(tokens + COUNT_WARPS - 1) // COUNT_WARPS, 1, 1], block=[COUNT_THREADS, 1, 1], stream=stream,
+                use_pdl=True,
+            )  # fmt: skip
+        columns = Int32(x.indices.shape[1])
         for work in works:
-            self.differentiate(work.copies, work.keys, sums, x.scales, x.d_q, mma, work.heads, work.groups).launch(
-                grid=[work.ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
-            )
+            self.differentiate(
+                work.copies, work.keys, sums, x.scales, x.d_q, mma, work.heads, columns, work.groups
+            ).launch(grid=[work.ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
         vectors = cutlass.Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // VECTOR)
-        self.finish(sums, x.d_caches).launch(
+        self.finish(sums, x.d_caches, columns).launch(
             grid=[Int32((vectors + CTA_VECTORS - 1) // CTA_VECTORS), 1, 1], block=[ROW_THREADS, 1, 1], stream=stream,
             use_pdl=True,
         )  # fmt: skip
@@ -186,36 +180,12 @@ class SparseMlaBackward:
         self.rows.zero_sums(sums, cta, ctas)
 
     @cute.kernel
-    def weigh(
-        self,
-        copies: Copies,
-        keys: Keys,
-        sums: Sums,
-        scales: cute.Tensor,
-        mma: Mma,
-        heads: Int32,
-        groups: cutlass.Constexpr[bool],
-    ):
-        """Run one CTA, only if deterministic: bound what a tile of heads adds to its keys' gradients."""
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
-        storage = utils.SmemAllocator().allocate(self.weigher.storage)
-        shared, partial = self.weigher.shared_memory(storage)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                self.weigher.init_mbarriers(shared)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+    def count(self, keys: Keys, sums: Sums, tokens: Int32, heads: Int32):
+        """Run between `prepare` and the main kernel, only if deterministic: bound and count what is added to each
+        key."""
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        item, length, runs = self.item(keys, heads, WEIGH_BLOCK, groups)
-        if runs == 1:
-            if group < WEIGH_STAGES:
-                self.weigher.run(sums, Float32(scales[0]), shared, partial, mma, item, group, groups)
-            else:
-                if warp_idx == WEIGH_GATHER_WARP:
-                    self.weigher.gatherer.copy_q(copies, shared, item)
-                self.weigher.gatherer.run(keys, sums, shared, item, length, warp_idx - WEIGH_GATHER_WARP, groups)
+        self.counter.run(keys, sums, tokens, heads)
 
     @cute.jit
     def item(self, keys: Keys, heads: Int32, block: cutlass.Constexpr[int], groups: cutlass.Constexpr[bool]):
@@ -245,6 +215,7 @@ class SparseMlaBackward:
         d_q: cute.Tensor,
         mma: Mma,
         heads: Int32,
+        columns: Int32,
         groups: cutlass.Constexpr[bool],
     ):
         """Run one CTA: set up the barriers, then give each warp its role."""
@@ -272,7 +243,7 @@ class SparseMlaBackward:
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
                 if warp_idx == GATHER_WARP:
                     self.gatherer.copy_queries(copies, shared, item)
-                self.gatherer.run(keys, sums, shared, item, length, warp_idx - GATHER_WARP, groups)
+                self.gatherer.run(keys, sums, shared, item, length, columns, warp_idx - GATHER_WARP, groups)
             else:
                 cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
                 if group == 0:
@@ -281,7 +252,7 @@ class SparseMlaBackward:
                     self.key_gradients.run(sums, d_q, shared, mma, item, group - 1)
 
     @cute.kernel
-    def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...]):
+    def finish(self, sums: Sums, d_caches: tuple[cute.Tensor, ...], columns: Int32):
         """Run after the main kernel: write the caches' gradients."""
         cute.arch.griddepcontrol_wait()
-        self.rows.store_keys(sums, d_caches, cute.arch.block_idx()[0])
+        self.rows.store_keys(sums, d_caches, cute.arch.block_idx()[0], columns)

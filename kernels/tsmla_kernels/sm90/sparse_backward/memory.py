@@ -32,7 +32,6 @@ class Barrier(IntEnum):
     READ = 1  # P and dS of the block before have been read
     WRITTEN = 2  # P and dS lie in shared memory
     SCORED = 5  # in the warpgroup of scores: what its threads have stored lies in shared memory
-    BOUNDED = 3  # in `weigh`, 3 and 4 for its two warpgroups: the partial sums of their warps lie in shared memory
 
 
 class Term(IntEnum):
@@ -114,8 +113,9 @@ class Sums(NamedTuple):
 
     kv_sum: cute.Tensor
     row_terms: cute.Tensor
+    kv_carry: cute.Tensor
     row_weights: cute.Tensor
-    key_norms: cute.Tensor
+    key_lengths: cute.Tensor
     key_bounds: cute.Tensor
     key_counts: cute.Tensor
 
@@ -159,8 +159,8 @@ class Shared(NamedTuple):
     `keys` has one block of gathered rows. `p` and `ds` are P and dS, [heads, keys]. `rows` [key, block % SLOTS_KEPT]
     has the row in kv_sum of each key, or -1 if it does not exist. `valid` [warp, token of the group, block %
     SLOTS_KEPT] has a bit for each of a gathering warp's rows, set if the row exists and the token selects it. `terms`
-    [Term, head] has the terms of the tile's heads. If deterministic, `factors`, indexed as `rows`, has for each key
-    what its numbers are multiplied by before they are rounded to integers, or in `weigh` the length of its value.
+    [Term, head] has the terms of the tile's heads. If deterministic, `scales`, indexed as `rows`, has the
+    scale of each key's numbers (bounds.py).
     """
 
     queries_full: cute.Pointer
@@ -173,7 +173,7 @@ class Shared(NamedTuple):
     ds: cute.Pointer
     rows: cute.Tensor
     valid: cute.Tensor
-    factors: cute.Tensor
+    scales: cute.Tensor
     terms: cute.Tensor
 
 
@@ -215,7 +215,7 @@ def make_storage(traits: Traits) -> Any:
         "keys_empty": cute.struct.MemRange[Int64, 1],
         "rows": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "valid": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * GATHER_WARPS * traits.config.tokens], 16],
-        "factors": cute.struct.Align[cute.struct.MemRange[Float32, SLOTS_KEPT * BLOCK], 16],
+        "scales": cute.struct.Align[cute.struct.MemRange[Int32, SLOTS_KEPT * BLOCK], 16],
         "terms": cute.struct.Align[cute.struct.MemRange[Float32, len(Term) * TILE_HEADS], 16],
         "q": traits.memory_of(traits.q),
         "d_out": traits.memory_of(traits.d_out),
@@ -228,14 +228,14 @@ def make_storage(traits: Traits) -> Any:
 
 def shared_memory(storage: cute.struct, tokens: int) -> Shared:
     """Views of the allocated `storage`. tokens: how many a group has."""
-    tensors = ("rows", "valid", "factors", "terms")
+    tensors = ("rows", "valid", "scales", "terms")
     pointers = {name: getattr(storage, name).data_ptr() for name in Shared._fields if name not in tensors}
-    rows, factors = (
-        x.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK))) for x in (storage.rows, storage.factors)
+    rows, scales = (
+        x.get_tensor(cute.make_layout((BLOCK, SLOTS_KEPT), stride=(1, BLOCK))) for x in (storage.rows, storage.scales)
     )
     valid = storage.valid.get_tensor(cute.make_layout((GATHER_WARPS, tokens, SLOTS_KEPT)))
     terms = storage.terms.get_tensor(cute.make_layout((len(Term), TILE_HEADS), stride=(TILE_HEADS, 1)))
-    return Shared(rows=rows, valid=valid, factors=factors, terms=terms, **pointers)
+    return Shared(rows=rows, valid=valid, scales=scales, terms=terms, **pointers)
 
 
 def init_mbarriers(shared: Shared) -> None:

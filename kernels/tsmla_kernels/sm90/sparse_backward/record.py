@@ -50,6 +50,7 @@ def sparse_backward_operands(config: SparseBackwardConfig) -> tuple[Operand, ...
 
 
 _SHAPES: dict[str, tuple[int | None, ...]] = {
+    "kv_carry": (None, None),
     "row_weights": (2, None),
     "union_slots": (None, None),
     "union_bits": (None, None),

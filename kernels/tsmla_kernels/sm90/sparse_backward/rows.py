@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.sparse_backward.bounds import factor_of, greatest, magnitude
+from tsmla_kernels.sm90.sparse_backward.bounds import greatest, magnitude, scale_of, split_scale
 from tsmla_kernels.sm90.sparse_backward.config import LATENT_DIM
 from tsmla_kernels.sm90.sparse_backward.memory import Saved, Sums, Term, Traits, Weight
 from tsmla_kernels.sm90.warp import global_tensor, rounds
@@ -116,7 +116,7 @@ class RowKernels:
         counts."""
         lane, head_dim = cute.arch.lane_idx(), self.traits.head_dim
         of_first = caches[0].shape[0] * caches[0].shape[1]
-        for row in cutlass.range(warp, sums.key_norms.shape[0], warps, unroll=1):
+        for row in cutlass.range(warp, sums.key_lengths.shape[0], warps, unroll=1):
             address = caches[0].iterator.toint() + Int64(row) * self.traits.row_bytes
             if const_expr(self.traits.config.two_caches):
                 if row >= of_first:
@@ -131,7 +131,7 @@ class RowKernels:
             for offset in (16, 8, 4, 2, 1):
                 square += cute.arch.shuffle_sync_bfly(square, offset=offset)
             if lane == 0:
-                sums.key_norms[row] = cute.math.sqrt(square, fastmath=True)
+                sums.key_lengths[row] = cute.math.sqrt(square, fastmath=True)
                 sums.key_bounds[row], sums.key_counts[row] = Int32(0), Int32(0)
 
     @cute.jit
@@ -144,10 +144,12 @@ class RowKernels:
         step = Int64(ctas) * ROW_THREADS
         for i in cutlass.range(rounds(count, first, step), unroll=4):
             cute.autovec_copy(zeros, global_tensor(sums.kv_sum, (first + i * step) * 4, 4))
+            if const_expr(self.traits.config.deterministic):
+                cute.autovec_copy(zeros, global_tensor(sums.kv_carry, (first + i * step) * 4, 4))
 
     @cute.jit
-    def store_keys(self, sums: Sums, d_caches: tuple[cute.Tensor, ...], cta: Int32):
-        """Store the share of the caches' gradients that CTA `cta` has."""
+    def store_keys(self, sums: Sums, d_caches: tuple[cute.Tensor, ...], cta: Int32, columns: Int32):
+        """Store the share of the caches' gradients that CTA `cta` has. columns: of the indices."""
         row_vectors = self.traits.head_dim // VECTOR
         count = Int64(sums.kv_sum.shape[0]) * row_vectors
         of_first = Int64(d_caches[0].shape[0]) * d_caches[0].shape[1] * row_vectors
@@ -169,10 +171,13 @@ class RowKernels:
                 numbers = cute.make_rmem_tensor((VECTOR,), Float32)
                 numbers.store(total.load().to(Float32))
                 if const_expr(self.traits.config.deterministic):
+                    carry = cute.make_rmem_tensor((VECTOR,), Int32)
+                    cute.autovec_copy(global_tensor(sums.kv_carry, vector * VECTOR, VECTOR), carry)
                     row = Int32(vector // row_vectors)
-                    inverse = 1.0 / factor_of(sums.key_bounds[row], sums.key_counts[row])
+                    factor, reach = split_scale(scale_of(sums.key_bounds[row], sums.key_counts[row], columns))
+                    inverse = 1.0 / factor
                     for i in cutlass.range_constexpr(VECTOR):
-                        numbers[i] = numbers[i] * inverse
+                        numbers[i] = numbers[i] * inverse + Float32(carry[i]) * reach
                 rounded = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
                 rounded.store(numbers.load().to(self.traits.dtype))
                 if const_expr(self.traits.config.two_caches):

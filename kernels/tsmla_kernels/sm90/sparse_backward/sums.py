@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from tsmla_kernels.sm90.sparse_backward.bounds import ROUNDER, ROUNDER_BITS, inverse_of, split_scale
 from tsmla_kernels.sm90.sparse_backward.config import BLOCK
 from tsmla_kernels.sm90.sparse_backward.memory import COLUMN_TILE, Shared, Sums, ThreadIndex, Traits
 from tsmla_kernels.sm90.warp import transpose_quad
@@ -39,6 +40,7 @@ class Adder:
             part = cute.make_tensor(acc.iterator + tile * (BLOCK * COLUMN_TILE // 128), cute.make_layout(16))
             for half in cutlass.range_constexpr(2):
                 if const_expr(self.traits.config.deterministic):
+                    self.carry(part, half, sums, shared, place, column + tile * COLUMN_TILE, t)
                     self.add_integers(part, half, base, shared, place, t)
                 else:
                     self.add_floats(part, half, base, shared, place, t)
@@ -80,6 +82,45 @@ class Adder:
             )
 
     @cute.jit
+    def carry(
+        self,
+        acc: cute.Tensor,
+        half: cutlass.Constexpr[int],
+        sums: Sums,
+        shared: Shared,
+        place: Int32,
+        column: Int32,
+        t: ThreadIndex,
+    ):
+        """If a number of one of a thread's two keys is not below the key's reach, take the multiples of the reach off
+        the numbers, and add them to kv_carry. Numbers that are not finite have a key whose scale says so."""
+        _, reach = split_scale(shared.scales[t.row + 8 * half, place])
+        most = Float32(0.0)
+        for i in cutlass.range_constexpr(8):
+            most = cute.arch.inline_ptx(
+                "{ .reg .f32 a; abs.f32 a, {$r1}; max.NaN.f32 {$w0}, {$r0}, a; }",
+                write_only_types=[Float32], read_only_args=[most, acc[i // 2 * 4 + 2 * half + i % 2]],
+            )  # fmt: skip
+        if not (most < reach):
+            row = shared.rows[t.row + 8 * half, place]
+            first = sums.kv_carry.iterator.toint() + (column + t.lane % 4 * 2) * 4
+            first += Int64(row) * (4 * self.traits.head_dim)
+            inverse = inverse_of(reach)
+            for j in cutlass.range_constexpr(4):
+                for e in cutlass.range_constexpr(2):
+                    at = 4 * j + 2 * half + e
+                    times = acc[at] * inverse
+                    whole = cute.arch.inline_ptx(
+                        "cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[times]
+                    )
+                    acc[at] = (times - Float32(whole)) * reach
+                    if whole != 0 and row >= 0:
+                        cute.arch.inline_ptx(
+                            "red.relaxed.gpu.global.add.u32 [{$r0}], {$r1};",
+                            read_only_args=[first + (8 * j + e) * 4, whole],
+                        )
+
+    @cute.jit
     def add_integers(
         self,
         acc: cute.Tensor,
@@ -93,7 +134,7 @@ class Adder:
         quarter = t.lane // 4 % 4  # the lane's key among four; after the transpose, its group of 8 columns
         base += (quarter * 8 + t.lane % 4 * 2) * 4
         low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
-        factor = shared.factors[t.row + 8 * half, place]
+        factor, _ = split_scale(shared.scales[t.row + 8 * half, place])
         for j in cutlass.range_constexpr(4):
             first, second = (acc[4 * j + 2 * half + e] for e in range(2))
             low[j], high[j] = self.integers(first * factor, second * factor)
@@ -112,6 +153,5 @@ class Adder:
     def integers(self, first: Float32, second: Float32):
         """Two numbers rounded to integers, as the words of one integer of 64 bits: the second times 2^32, plus the
         first with its sign."""
-        low = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[first])
-        high = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[second])
+        low, high = ((x + ROUNDER).bitcast(Int32) - ROUNDER_BITS for x in (first, second))
         return low, high + (low >> 31)
