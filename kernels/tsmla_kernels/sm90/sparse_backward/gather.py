@@ -29,10 +29,10 @@ ALL_ROWS = (1 << GATHER_ROWS) - 1
 
 
 class Gatherer:
-    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each `block`."""
+    """Device code of the gathering warps. Warp w copies rows 16 w to 16 w + 15 of each block."""
 
-    def __init__(self, traits: Traits, block: Block) -> None:
-        self.traits, self.block = traits, block
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
 
     # ---- queries
 
@@ -123,7 +123,7 @@ class Gatherer:
             cute.arch.cp_async_commit_group()
             self.announce(shared, 0, 1)
             self.announce(shared, 1, 0)
-            column += self.block.rows
+            column += self.traits.keys.rows
 
     @cute.jit
     def announce(self, shared: Shared, full: Int32, later: cutlass.Constexpr[int]):
@@ -187,7 +187,7 @@ class Gatherer:
         """Start the copies of columns `first` to `end` of this warp's rows of a block to the buffer at `memory`. A row
         that does not exist becomes zeros: P is 0 there, but 0 * NaN is NaN."""
         lane = cute.arch.lane_idx()
-        block = self.block
+        block = self.traits.keys
         row_tile = block.width * self.traits.element_bytes  # bytes of a row in one column tile
         tile_bytes = block.pitch * row_tile
         chunk = lane % ROW_LANES

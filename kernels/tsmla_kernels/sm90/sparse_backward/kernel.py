@@ -69,7 +69,7 @@ class SparseMlaBackward:
         self.traits = Traits(config)
         self.storage = make_storage(self.traits)
         self.rows = RowKernels(self.traits)
-        self.gatherer = Gatherer(self.traits, self.traits.keys)
+        self.gatherer = Gatherer(self.traits)
         self.products = Products(self.traits)
         self.scorer = Scorer(self.traits, self.products)
         self.key_gradients = KeyGradients(self.traits, self.products)
@@ -188,8 +188,8 @@ class SparseMlaBackward:
         self.counter.run(keys, sums, tokens, heads)
 
     @cute.jit
-    def item(self, keys: Keys, heads: Int32, block: cutlass.Constexpr[int], groups: cutlass.Constexpr[bool]):
-        """The work of this CTA in blocks of `block` keys, how many keys it has, and whether it has work."""
+    def item(self, keys: Keys, heads: Int32, groups: cutlass.Constexpr[bool]):
+        """The work of this CTA in blocks of keys, how many keys it has, and whether it has work."""
         cta = cute.arch.block_idx()[0]
         token, first_head, indices = Int32(0), cta * TILE_HEADS, cta
         if const_expr(not groups):
@@ -203,7 +203,7 @@ class SparseMlaBackward:
             length = cutlass.min(cutlass.max(given, 0), columns)
             if const_expr(self.config.tokens > 1):
                 runs = Int32(given >= 0)
-        return Item(token, heads, first_head, indices, (length + block - 1) // block), length, runs
+        return Item(token, heads, first_head, indices, (length + BLOCK - 1) // BLOCK), length, runs
 
     @cute.kernel
     def differentiate(
@@ -233,7 +233,7 @@ class SparseMlaBackward:
         cute.arch.sync_threads()
         if const_expr(self.config.tokens > 1):  # the lengths are made by a kernel that may not have ended
             cute.arch.griddepcontrol_wait()
-        item, length, runs = self.item(keys, heads, BLOCK, groups)
+        item, length, runs = self.item(keys, heads, groups)
         if const_expr(self.config.tokens == 1):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

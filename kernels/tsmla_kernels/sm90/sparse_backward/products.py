@@ -75,13 +75,13 @@ class Products:
         queries: cute.Pointer,
         heads: cutlass.Constexpr[Block],
         keys: cute.Pointer,
-        block: cutlass.Constexpr[Block],
         columns: cutlass.Constexpr[Columns],
         t: ThreadIndex,
     ):
-        """Issue A B^T over some columns: A is the block `heads` at `queries`; B has the rows of `block`, at `keys`."""
+        """Issue A B^T over some columns: A is the block `heads` at `queries`; B has the rows of a block of keys,
+        at `keys`."""
         thr = products[0].get_slice(t.thread)
-        of_keys = block._replace(columns=heads.columns)
+        of_keys = self.traits.keys._replace(columns=heads.columns)
         a = products[0].make_fragment_A(thr.partition_A(operand(self.traits.dtype, queries, Int32(0), heads)))
         b = products[0].make_fragment_B(thr.partition_B(operand(self.traits.dtype, keys, Int32(0), of_keys)))
         for k in cutlass.range_constexpr(columns.first // 16, columns.end // 16):

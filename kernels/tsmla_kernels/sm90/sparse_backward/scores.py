@@ -123,10 +123,10 @@ class Scorer:
         t: ThreadIndex,
     ):
         """Issue S = Q K^T over some columns of the keys, and dP = dO V^T over some of the values, as two groups."""
-        products, keys = (mma.scores_first, mma.scores), self.traits.keys
-        self.products.issue(products, s, shared.q, self.traits.q, shared.keys, keys, of_keys, t)
+        products = (mma.scores_first, mma.scores)
+        self.products.issue(products, s, shared.q, self.traits.q, shared.keys, of_keys, t)
         warpgroup.commit_group()
-        self.products.issue(products, dp, shared.d_out, self.traits.d_out, shared.keys, keys, of_values, t)
+        self.products.issue(products, dp, shared.d_out, self.traits.d_out, shared.keys, of_values, t)
         warpgroup.commit_group()
 
     @cute.jit
