@@ -89,6 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     "v4 one cache": {"layout": "v4", "heads": 9, "selected": 260, "tokens": 12, "sinks": True},
     "v4 H 16": {"layout": "v4", "heads": 16, "selected": 640, "window": 128, "sinks": True, "tokens": 40},
     "v4 H 64": {"layout": "v4", "heads": 64, "selected": 640, "window": 128, "sinks": True, "tokens": 130},
+    "v4 few columns": {"layout": "v4", "heads": 128, "selected": 256, "window": 128, "sinks": True, "tokens": 110},
     "v4 H 128": {"layout": "v4", "heads": 128, "selected": 1152, "window": 128, "sinks": True, "tokens": 19},
     "v4 slots remapped": {"layout": "v4", "heads": 16, "selected": 64, "window": 20, "gap": 1},
     "plain": {"layout": "plain", "heads": 16, "selected": 515, "tokens": 30, "sinks": True},

@@ -295,7 +295,7 @@ def sparse_mla(
     return result if result_lse is None else (result, result_lse)
 
 
-WARM_TOKENS = (1, 32, 64, 128, 256, 1 << 14)
+WARM_TOKENS = (1, 32, 64, 80, 128, 160, 256, 320, 1 << 14)
 """Numbers of tokens from few to many: which kernel serves a call depends on that."""
 
 

@@ -33,7 +33,7 @@ PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # row tiles of up to this many heads fit with any kind of cache rows
 FEW_TILES = {"v32": 4, "v4": 64, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
 MANY_TILES = 384  # from this many row tiles on, another compiled kernel deals them out in turn
-WHOLE_TILES = 132  # up to this many row tiles, of up to WHOLE_COLUMNS columns, each tile has a CTA of its own
+WHOLE_TILES = 264  # up to this many row tiles, of up to WHOLE_COLUMNS columns, CTAs have whole tiles
 WHOLE_COLUMNS = 256
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
@@ -60,12 +60,12 @@ class SparseConfig:
       batch_invariant: whether tokens are cut at fixed columns, so that a row's bits do not depend on the rest of the
         batch.
       dealt: whether row tiles are dealt out in turn, if there are enough of them: see deal.py.
-      early_q: whether the Q of a piece, from the third on, is requested as soon as the products with the previous Q are
-        done.
+      early_q: whether the Q of a piece, from the third on or, if `whole`, from the second on, is requested as soon as
+        the products with the previous Q are done.
       tokens: query tokens of a row tile. If there are several, the indices are the union of these tokens' slots, and
         the operand union_bits says which of the tokens select each slot: see union_config.py.
       skips: whether there may be negative lengths, each of which leaves the row tile to another launch.
-      whole: whether each row tile has a CTA of its own, which leaves no schedule and nothing to merge: see whole.py.
+      whole: whether CTAs have whole row tiles, which leaves no schedule and nothing to merge: see whole.py.
     """
 
     dtype: str
@@ -292,7 +292,8 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
         dealt=not spec.batch_invariant and _has_many_tiles(spec),
         whole=_whole(spec),
         # The scales of two plain caches and greatest logits leave no registers for it.
-        early_q=_has_many_tiles(spec) and not (spec.max_logits and spec.compressed and spec.cache.layout == "plain"),
+        early_q=(_has_many_tiles(spec) or _whole(spec))
+        and not (spec.max_logits and spec.compressed and spec.cache.layout == "plain"),
     )
 
 
@@ -314,7 +315,7 @@ def _tile_rows(spec: SparseMLASpec) -> int:
 
 
 def _whole(spec: SparseMLASpec) -> bool:
-    """Whether each row tile of the call has a CTA of its own: there are few tiles, which have few keys."""
+    """Whether the call's CTAs have whole row tiles: there are few tiles, which have few keys."""
     known = isinstance(spec.num_tokens, int) and isinstance(spec.num_selected, int)
     if spec.batch_invariant or not known or spec.num_selected > WHOLE_COLUMNS:
         return False

@@ -151,7 +151,8 @@ class SparseMla:
     def num_ctas(self, arrays: Arrays) -> Int32:
         """How many CTAs share the work: see latent.shape.workspace_shapes."""
         if const_expr(self.config.whole):
-            return Int32(arrays.lengths.shape[0] * self.config.shape.max_tiles)
+            tiles = arrays.lengths.shape[0] * self.config.shape.max_tiles
+            return cutlass.min(Int32(tiles), Int32(arrays.split_info.shape[0] // 2))
         entries = arrays.split_info.shape[0]
         if const_expr(self.config.batch_invariant):
             return Int32(entries - arrays.lengths.shape[0] * self.config.shape.max_tiles)

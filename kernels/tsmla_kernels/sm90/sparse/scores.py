@@ -215,12 +215,13 @@ class SparseScores:
         """Wait for Q, and convert it to the form in which it is multiplied. Q is requested here, unless the piece is
         the first or request_next has requested its Q."""
         t, query = held.place.thread, held.query
-        # With early_q, later pieces' Q has been requested by request_next.
-        not_requested = number == 1 if const_expr(self.config.early_q) else number > 0
-        if not_requested:
-            # All four warps have read the previous Q: they have met since their last product with that Q.
-            if held.place.warp == 0:
-                self.query.request(piece[Piece.ROW], query)
+        if const_expr(not (self.config.early_q and self.config.whole)):
+            # With early_q, later pieces' Q has been requested by request_next.
+            not_requested = number == 1 if const_expr(self.config.early_q) else number > 0
+            if not_requested:
+                # All four warps have read the previous Q: they have met since their last product with that Q.
+                if held.place.warp == 0:
+                    self.query.request(piece[Piece.ROW], query)
         scale = held.scales[0] * LOG2_E  # loaded before the waits below, to overlap them
         if const_expr(self.config.layout == "plain"):
             scale = scale * held.scales[1]
@@ -285,9 +286,9 @@ class SparseScores:
     @cute.jit
     def request_next(self, number: Int32, held: Held, shared: Shared):
         """Request the Q of the piece after piece `number`. All four warps have finished the last K Q^T of piece
-        `number`, because they voted after it. After the first piece nothing is requested, because the second one may
-        not have been described yet."""
-        if number > 0 and held.place.warp == 0:
+        `number`, because they voted after it. After the first piece nothing is requested unless `whole`, because the
+        second one may not have been described yet."""
+        if number > (-1 if self.config.whole else 0) and held.place.warp == 0:
             following, b_begin, b_end = self.ring.described(number + 1, shared.pieces)
             if b_begin != b_end:
                 self.query.request(following[Piece.ROW], held.query)

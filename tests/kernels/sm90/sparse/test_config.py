@@ -71,7 +71,9 @@ def test_rows_of_16_bits_that_are_too_wide_for_64_heads(dtype: str, heads: int) 
         ({"num_tokens": 1, "num_selected": 256}, True),
         ({"num_tokens": 1, "num_selected": 257}, False),
         ({"num_tokens": 66, "num_heads": 128, "num_selected": 128}, True),
-        ({"num_tokens": 67, "num_heads": 128, "num_selected": 128}, False),
+        ({"num_tokens": 67, "num_heads": 128, "num_selected": 128}, True),
+        ({"num_tokens": 132, "num_heads": 128, "num_selected": 256}, True),
+        ({"num_tokens": 133, "num_heads": 128, "num_selected": 256}, False),
         ({"num_tokens": 132, "num_heads": 16, "num_selected": 200}, True),
         ({"num_tokens": "t", "num_selected": 128}, False),
         ({"num_tokens": 1, "num_selected": "k"}, False),
@@ -79,9 +81,9 @@ def test_rows_of_16_bits_that_are_too_wide_for_64_heads(dtype: str, heads: int) 
     ],
     ids=str,
 )
-def test_few_row_tiles_of_few_columns_have_a_cta_each(changes: dict[str, Any], whole: bool) -> None:
+def test_ctas_have_whole_row_tiles_of_few_columns(changes: dict[str, Any], whole: bool) -> None:
     config = sparse_config(dataclasses.replace(V4_CALL, **changes))
-    assert config.whole is whole and not (config.whole and config.dealt)
+    assert config.whole is whole and not (config.whole and config.dealt) and (config.early_q or not whole)
     assert not union_config(dataclasses.replace(V4_CALL, **(changes | {"num_heads": 16}))).alone.whole
 
 

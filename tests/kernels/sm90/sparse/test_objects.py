@@ -23,6 +23,15 @@ WHOLE = {
         "lengths": "true",
         "sinks": "true",
     },
+    "V4, two caches, 128 heads, two row tiles of few columns for each CTA": {
+        "num_heads": "128",
+        "num_tokens": "128",
+        "num_selected": "256",
+        "layout": "v4",
+        "window": "128",
+        "lengths": "true",
+        "sinks": "true",
+    },
     "16 heads, few tokens of few columns": {"num_heads": "16", "num_tokens": "8", "num_selected": "256"},
     "bf16, D 576, 128 heads, few tokens of few columns": {
         "num_heads": "128",
@@ -33,7 +42,7 @@ WHOLE = {
         "max_logits": "true",
     },
 }
-"""Calls whose row tiles have a CTA each."""
+"""Calls whose CTAs have whole row tiles."""
 CONFIGS = {
     "16 heads": {"num_heads": "16"},
     "128 heads, lengths": {"num_heads": "128", "lengths": "true"},
