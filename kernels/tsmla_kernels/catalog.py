@@ -12,8 +12,10 @@ from tsmla_kernels.sm90.few_tokens.record import (
     FEW_TOKEN_INDEX_KEY,
     FEW_TOKEN_MATMUL,
     FEW_TOKEN_QUERIES,
+    FEW_TOKEN_READ_STREAMS,
     FEW_TOKEN_ROUTER,
     FEW_TOKEN_WINDOW,
+    FEW_TOKEN_WRITE_STREAMS,
 )
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
@@ -69,6 +71,8 @@ KERNELS = {
         FEW_TOKEN_CHOOSE_UP,
         FEW_TOKEN_EXPERTS_DOWN,
         FEW_TOKEN_WINDOW,
+        FEW_TOKEN_WRITE_STREAMS,
+        FEW_TOKEN_READ_STREAMS,
     )
 }
 

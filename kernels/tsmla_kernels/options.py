@@ -35,6 +35,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     WindowSpec,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
+from tsmla_kernels.sm90.few_tokens.streams_config import ReadStreamsSpec, WriteStreamsSpec
 
 Spec = TypeVar("Spec")
 
@@ -116,6 +117,7 @@ _FEW_TOKENS = {
 }
 """The options of the kernels of few tokens. `dtype` is the dtype of the weights or, in few_token_queries, of the
 absorbed queries."""
+_STREAMS = {**_FEW_TOKENS, **_defaults(ReadStreamsSpec), **_defaults(WriteStreamsSpec), "streams": "4"}
 _BITS = {**_TOPK, "lengths": "false", "starts": "false"}
 _SPARSE = {
     **_TOPK,
@@ -389,9 +391,27 @@ def few_token_index_key_spec(options: Mapping[str, str]) -> IndexKeySpec:
 
 
 def few_token_window_spec(options: Mapping[str, str]) -> WindowSpec:
-    """The spec of few_token_window: num_tokens rows, into pages of page_size."""
-    values = _filled_in(options, _FEW_TOKENS)
-    return WindowSpec(_parsed(values, "num_tokens", int), _parsed(values, "page_size", int))
+    """The spec of few_token_window: num_tokens rows, into pages of page_size, beside queries of `rank` columns."""
+    values = _filled_in(options, {**_FEW_TOKENS, "rank": "1024"})
+    tokens, page_size, rank = (_parsed(values, name, int) for name in ("num_tokens", "page_size", "rank"))
+    eps = _parsed(values, "eps", float)
+    return WindowSpec(tokens, page_size, rank, eps, eps)
+
+
+def few_token_write_streams_spec(options: Mapping[str, str]) -> WriteStreamsSpec:
+    """The spec of few_token_write_streams: num_tokens tokens with `streams` streams of in_features columns each."""
+    return _of_streams(WriteStreamsSpec, options)
+
+
+def few_token_read_streams_spec(options: Mapping[str, str]) -> ReadStreamsSpec:
+    """The spec of few_token_read_streams, with the sizes of few_token_write_streams."""
+    return _of_streams(ReadStreamsSpec, options)
+
+
+def _of_streams(kind: type[Spec], options: Mapping[str, str]) -> Spec:
+    values = _filled_in(options, _STREAMS)
+    tokens, count, columns = (_parsed(values, name, int) for name in ("num_tokens", "streams", "in_features"))
+    return _spec(kind, values, tokens=tokens, count=count, columns=columns)
 
 
 def few_token_router_spec(options: Mapping[str, str]) -> RouterSpec:

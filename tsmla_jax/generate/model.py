@@ -27,8 +27,9 @@ from tsmla_jax.generate.expert_parallel import mixture_of_split_experts
 from tsmla_jax.generate.mesh import CONTEXT, ONE_DEVICE, MeshShape
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
-from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
+from tsmla_jax.generate.streams import after_layer, close_streams, mix_streams, open_streams, written
 from tsmla_jax.nn import MLAConfig, functional, v4, v32
+from tsmla_jax.nn.few_token_streams import Unwritten
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
 from tsmla_jax.nn.step import Step, needed_when_ragged
@@ -68,11 +69,11 @@ class Batch:
 
 
 class LayerResult(NamedTuple):
-    """Results of a layer: x, the layer's cache, the positions [T, K] that its attention chose (if later layers share
-    them), and the result [T, C] of its "shortcut", which the next layer adds.
+    """Results of a layer: x, in V4 perhaps as `Unwritten`; the layer's cache; the positions [T, K] that its attention
+    chose (if later layers share them); and the result [T, C] of its "shortcut", which the next layer adds.
     """
 
-    x: jax.Array
+    x: jax.Array | Unwritten
     cache: Any
     selected: jax.Array | None
     shortcut: jax.Array | None = None
@@ -216,7 +217,7 @@ def shared_steps(
 def decoder_layer(
     layer: Params,
     config: LayerConfig,
-    x: jax.Array,
+    x: jax.Array | Unwritten,
     cache: Any,
     batch: Batch,
     scales: Scales,
@@ -230,7 +231,7 @@ def decoder_layer(
     Args:
       layer: the layer's parameters; those of the MLP say whether the layer has experts.
       config, options: static.
-      x: [T, C], or [T, S, C] in V4.
+      x: [T, C]; in V4 [T, S, C], or the `LayerResult.x` of the layer before.
       cache: this layer's (`caches.init_cache`).
       batch: the step.
       scales: the scales of an fp8 cache and of fp8 queries.
@@ -242,13 +243,15 @@ def decoder_layer(
       LayerResult; the cache has the new tokens written (in place if it is donated).
     """
     # Padding rows are undefined after attention: a NaN in them must not reach the experts' blocks.
-    valid = batch.step.owned_tokens(x.shape[0])
+    valid = batch.step.owned_tokens(batch.tokens.shape[0])
+    # V4's streams are written by a kernel, beside which the mask is one more: a single token harms no other.
+    alone = config.streams is not None and batch.tokens.shape[0] == 1 and batch.expert_tokens is None
 
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache, selected
         found = _attend(layer["attention"], config, x, cache, batch, scales, options, shared, selected)
         cache, selected = found.cache, found.selected
-        return jnp.where(valid[:, None], found.x, 0)
+        return found.x if alone else jnp.where(valid[:, None], found.x, 0)
 
     def mlp(x: jax.Array) -> jax.Array:
         params = layer["mlp"]
@@ -268,13 +271,13 @@ def decoder_layer(
         if name == "mlp" and "shortcut" in layer:
             begun = experts(layer["shortcut"], rms_norm(x, *norm))
         if config.streams is not None:
-            read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
+            read, write, mix, streams = mix_streams(layer[f"{name}_streams"], x, norm, config.streams)
             if name == "attention" or _why_not_few_tokens(layer["mlp"], config, read, None, batch):
                 made = block(read)
             else:
                 params = layer["mlp"], config.moe
                 made = few_tokens.mlp(*params, read, None, valid, batch.tokens, residual=False)
-            x = write_streams(made, write, mix, x)
+            x = Unwritten(made, write, mix, streams)
         elif name == "attention" and (few := _attend_few_tokens(layer[name], config, x, norm, cache, batch, *given)):
             x, cache, selected = few.x, few.cache, few.selected
         elif name == "mlp" and not _why_not_few_tokens(layer["mlp"], config, x, norm, batch):
@@ -286,6 +289,7 @@ def decoder_layer(
                 # kernel.
                 normed = jax.lax.optimization_barrier(normed)
             x = x + block(normed)
+    x = after_layer(x) if isinstance(x, Unwritten) else x
     return LayerResult(x if shortcut is None else x + shortcut, cache, selected, begun)
 
 
@@ -437,7 +441,7 @@ def run_layers(
     Returns:
       x and the caches, with the new tokens written.
     """
-    written: list[Any] = []
+    caches_after: list[Any] = []
     selected: jax.Array | None = None
     shortcut: jax.Array | None = None
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
@@ -445,8 +449,8 @@ def run_layers(
         step = shared.get(own.kind)
         found = decoder_layer(layer, own, x, cache, batch, scales, options, step, selected, shortcut)
         x, cache, selected, shortcut = found
-        written.append(cache)
-    return x, written
+        caches_after.append(cache)
+    return written(x), caches_after
 
 
 def forward(

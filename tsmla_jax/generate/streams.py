@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.generate.config import StreamsConfig
+from tsmla_jax.nn import few_token_streams
+from tsmla_jax.nn.few_token_streams import Mixed, Unwritten
 from tsmla_jax.nn.norms import Norm, rms_norm_fixed_order
 from tsmla_jax.nn.products import streams as kernels
 
@@ -51,6 +53,26 @@ def read_streams(
     mix = jax.nn.softmax((mix * scale[2] + mix_base).reshape(-1, count, count), axis=-1) + config.eps
     x = rms_norm_fixed_order(_collapse(read, streams), *norm)
     return x, write, _doubly_stochastic(mix, config)
+
+
+def mix_streams(params: Params, given: jax.Array | Unwritten, norm: Norm, config: StreamsConfig) -> Mixed:
+    """`read_streams`, of streams to which a block's result is written first if they are `Unwritten`."""
+    streams = given.streams if isinstance(given, Unwritten) else given
+    if not few_token_streams.why_not(streams):
+        rounds, eps = config.sinkhorn_iterations, config.eps
+        return few_token_streams.mix_by_kernel(params, given, norm, rounds=rounds, eps=eps, norm_eps=config.norm_eps)
+    streams = written(given)
+    return Mixed(*read_streams(params, streams, norm, config), streams)
+
+
+def after_layer(given: Unwritten) -> jax.Array | Unwritten:
+    """A layer's streams: written, unless the next mix writes them in a kernel of its own."""
+    return written(given) if few_token_streams.why_not(given.streams) else given
+
+
+def written(given: jax.Array | Unwritten) -> jax.Array:
+    """The streams with a block's result written, if it isn't yet."""
+    return write_streams(*given) if isinstance(given, Unwritten) else given
 
 
 def write_streams(out: jax.Array, write: jax.Array, mix: jax.Array, streams: jax.Array) -> jax.Array:

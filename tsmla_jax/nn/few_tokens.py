@@ -25,9 +25,8 @@ from tsmla_jax.ops.inputs import scale_operand
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.rotation import rotate
-from tsmla_jax.ops.selected import layouts
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
-from tsmla_kernels.contract.layouts import INDEXER
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens import record
@@ -388,11 +387,54 @@ def write_index_keys_by_kernel(
 # ---- V4's window
 
 
-def write_window(kv_cache: jax.Array, rows: jax.Array, slot_mapping: jax.Array, *, page_size: int) -> jax.Array:
-    """The packed cache of V4's window, uint8 [P, bytes of a page], with rows [T, 512] f32 written: as
-    `tsmla_jax.sparse.write_v4_cache`, bit by bit, in one kernel where it can run."""
-    spec = WindowSpec(rows.shape[0], page_size)
-    unable = device.why_not(record.FEW_TOKEN_WINDOW) + device.why_not_by_default()
-    if unable or rows.dtype != jnp.float32 or record.FEW_TOKEN_WINDOW.reasons(spec):
-        return layouts.write_v4_cache(kv_cache, rows, slot_mapping, page_size=page_size)
-    return _run(record.FEW_TOKEN_WINDOW, spec, (rows, slot_mapping, kv_cache), kv_cache.shape)[0]
+class LowAndWindow(NamedTuple):
+    """Results of `write_window_by_kernel`: normed low-rank queries [T, rank], and the window's cache with the new
+    tokens' latents written."""
+
+    low: jax.Array
+    cache: jax.Array
+
+
+def _window_spec(joint: Any, low_norm: Norm, norm: Norm, page_size: int) -> WindowSpec:
+    return WindowSpec(joint.shape[0], page_size, low_norm.weight.shape[0], low_norm.eps, norm.eps)
+
+
+def why_not_window(
+    joint: Any, kv_cache: Any, low_norm: Norm, norm: Norm, *, rope_dim: int, page_size: int
+) -> list[str]:
+    """Why `write_window_by_kernel` can't run; empty if it can. rope_dim: R."""
+    if reasons := device.why_not(record.FEW_TOKEN_WINDOW) + device.why_not_by_default():
+        return reasons
+    if joint.dtype != jnp.bfloat16 or kv_cache.dtype != jnp.uint8:
+        return [f"rows are {joint.dtype}, the cache {kv_cache.dtype}; few_token_window takes bfloat16 and uint8"]
+    if rope_dim != V4_PACKED.rope_dim or kv_cache.shape[1] != V4_PACKED.page_bytes(page_size):
+        legal = f"{V4_PACKED.rope_dim}, and pages without gaps"
+        return [f"{rope_dim} columns have rope, or the cache's pages have gaps; few_token_window takes {legal}"]
+    return record.FEW_TOKEN_WINDOW.reasons(_window_spec(joint, low_norm, norm, page_size))
+
+
+def write_window_by_kernel(
+    kv_cache: jax.Array,
+    joint: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    low_norm: Norm,
+    norm: Norm,
+    rope: Rope,
+    page_size: int,
+) -> LowAndWindow:
+    """V4's new tokens in the packed cache of its window, and the norm of the low-rank queries beside them.
+
+    Args:
+      kv_cache: uint8 [P, bytes of a page].
+      joint: [T, W] in bf16; a row begins with the low-rank query and the latent, both before their norms.
+      slot_mapping: [T] i32, as of `tsmla_jax.sparse.write_v4_cache`.
+      low_norm: of the query. norm: of the latent, whose last R columns are rotated behind it.
+      rope: pairs lie side by side, in the cache too.
+      page_size: rows of a page.
+    """
+    spec, wide = _window_spec(joint, low_norm, norm, page_size), jnp.float32
+    weights = low_norm.weight.astype(wide), norm.weight.astype(wide)
+    inputs = (joint, *weights, rope.cos, rope.sin, slot_mapping, kv_cache)
+    shapes = ((joint.shape[0], spec.rank), kv_cache.shape)
+    return LowAndWindow(*_run(record.FEW_TOKEN_WINDOW, spec, inputs, *shapes))

@@ -94,6 +94,9 @@ def _few_token_calls() -> Iterator[Call]:
             yield Call("few_token_experts_up", f"{given},choices={choices}{limit}")
             yield Call("few_token_experts_down", f"{given},choices={choices}")
     yield Call("few_token_window", "page_size=64")
+    for written in ("true", "false"):
+        yield Call("few_token_write_streams", f"written={written}")
+    yield Call("few_token_read_streams", "in_features=4096")
     for dtype in ("bfloat16", "float32"):
         yield Call("few_token_index_key", f"dtype={dtype}")
     for tokens in (1, 2, 4, 8, 16):

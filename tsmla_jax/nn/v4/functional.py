@@ -233,20 +233,23 @@ def attend(
     rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
     rope = Rope(step.positions, step.cos_sin)
     rank, width, eps = config.q_lora_rank, config.head_dim, config.rms_norm_eps
-    low = rows(projected, Columns(0, 1, rank), Norm(params["q_a_norm"], eps))[:, 0]
-    q = lax.collapse(product(params, "q_b_proj", low), 1)
-    q = quantize_q(rows(q, Columns(0, q.shape[1] // width, width), eps, rope), q_scale)
-
-    kv = rows(projected, Columns(rank, 1, width), Norm(params["kv_norm"], eps), rope, dtype=jnp.float32)[:, 0]
     # The shape of a packed cache does not say how many rows its pages have; the shape of other caches does.
     packed = cache.window.dtype == jnp.uint8
     page_size, entries_page_size = (step.page_size, step.compressed_page_size) if packed else (None, None)
     slots = step.window.slot_mapping
-    if packed and "in_proj" in params and kv_scale is None:
-        window = few_tokens.write_window(cache.window, kv, slots, page_size=step.page_size)
+    low_norm, kv_norm = Norm(params["q_a_norm"], eps), Norm(params["kv_norm"], eps)
+    as_packed: dict[str, Any] = {"low_norm": low_norm, "norm": kv_norm, "page_size": step.page_size}
+    by_kernel = "in_proj" in params and kv_scale is None
+    if by_kernel and not few_tokens.why_not_window(projected, cache.window, rope_dim=config.rope_dim, **as_packed):
+        turned = few_tokens.Rope(*sparse_v4.angles(step.positions, step.cos_sin), True, "interleaved")
+        low, window = few_tokens.write_window_by_kernel(cache.window, projected, slots, rope=turned, **as_packed)
     else:
+        low = rows(projected, Columns(0, 1, rank), low_norm)[:, 0]
+        kv = rows(projected, Columns(rank, 1, width), kv_norm, rope, dtype=jnp.float32)[:, 0]
         window = layouts.write_v4_cache(cache.window, kv, slots, kv_scale=kv_scale, page_size=page_size)
     cache = cache._replace(window=window)
+    q = lax.collapse(product(params, "q_b_proj", low), 1)
+    q = quantize_q(rows(q, Columns(0, q.shape[1] // width, width), eps, rope), q_scale)
     selected = step.rows
     if cache.compressed is not None and cache.compressor is not None:
         options = {"kv_scale": kv_scale, "page_size": entries_page_size, "implementation": implementation}

@@ -30,6 +30,8 @@ PACKED = "uint8"
 MOST_EXPERTS = 512
 """Experts among which a warp chooses: their scores lie in registers."""
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+LOW_COLUMNS, MOST_RANK = 256, 2048
+"""Columns of a low-rank query that a warp of few_token_window loads at a time, and at most."""
 REGISTERS, SIXTEEN, HALVES = "registers", "sixteen", "halves"
 """How a kernel reads its weights: straight to registers; or, for one token, through a ring in shared memory, in tiles
 of sixteen rows, or of eight rows whose first and second half of terms are multiplied at once."""
@@ -274,17 +276,29 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """A call of few_token_window: how many tokens it has, and how many rows a page has."""
+    """A call of few_token_window: how many tokens it has; the other fields as in WindowConfig."""
 
     tokens: int
     page_size: int
+    rank: int
+    low_eps: float
+    eps: float
 
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """The static fact that an object of few_token_window is compiled for: how many rows a page has."""
+    """The static facts that an object of few_token_window is compiled for.
+
+    Attributes:
+      page_size: how many rows a page has.
+      rank: columns of the low-rank query.
+      low_eps, eps: of the norms of the query and of the latent.
+    """
 
     page_size: int = 64
+    rank: int = 1024
+    low_eps: float = 1e-6
+    eps: float = 1e-6
 
 
 def token_tiles(tokens: int) -> int:
@@ -462,9 +476,13 @@ def router_config(spec: RouterSpec) -> RouterConfig:
 
 def window_reasons(spec: WindowSpec) -> list[str]:
     """Why few_token_window can't run this call; empty if it can."""
-    return token_reasons(spec.tokens)
+    reasons = token_reasons(spec.tokens)
+    if spec.rank % LOW_COLUMNS or not 0 < spec.rank <= MOST_RANK:
+        legal = f"multiples of {LOW_COLUMNS} to {MOST_RANK}"
+        reasons.append(f"the query's low rank is {spec.rank}; few_token_window takes {legal}")
+    return reasons
 
 
 def window_config(spec: WindowSpec) -> WindowConfig:
     """The configuration that serves `spec`."""
-    return WindowConfig(spec.page_size)
+    return WindowConfig(spec.page_size, spec.rank, spec.low_eps, spec.eps)

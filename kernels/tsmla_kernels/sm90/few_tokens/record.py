@@ -11,8 +11,10 @@ from tsmla_kernels.options import (
     few_token_index_key_spec,
     few_token_matmul_spec,
     few_token_queries_spec,
+    few_token_read_streams_spec,
     few_token_router_spec,
     few_token_window_spec,
+    few_token_write_streams_spec,
 )
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceConfig,
@@ -36,6 +38,16 @@ from tsmla_kernels.sm90.few_tokens.config import (
     window_reasons,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeyConfig, index_key_config, index_key_reasons
+from tsmla_kernels.sm90.few_tokens.streams_config import (
+    SUMS,
+    ReadStreamsConfig,
+    WriteStreamsConfig,
+    mix_rows,
+    read_streams_config,
+    read_streams_reasons,
+    write_streams_config,
+    write_streams_reasons,
+)
 
 BF16 = "bfloat16"
 
@@ -235,19 +247,19 @@ FEW_TOKEN_CHOOSE_UP = Kernel(
 
 
 def window_operands(config: WindowConfig) -> tuple[Operand, ...]:
-    """The operands. The numbers of tokens and of pages are read at the launch."""
+    """The operands. The numbers of tokens and of pages, and the width of `joint`, are read at the launch."""
+    cache = (None, V4_PACKED.page_bytes(config.page_size))
+    angles = (None, V4_PACKED.rope_dim // 2)
     return (
-        Operand("rows", "float32", (None, V4_PACKED.head_dim)),
+        Operand("joint", BF16, (None, None)),
+        Operand("low_norm_weight", "float32", (config.rank,)),
+        Operand("norm_weight", "float32", (V4_PACKED.head_dim,)),
+        Operand("cos", "float32", angles),
+        Operand("sin", "float32", angles),
         Operand("slot_mapping", "int32", (None,), align=4),
-        Operand("kv_cache", "uint8", (None, V4_PACKED.page_bytes(config.page_size)), wide=True),
-        Operand(
-            "new_kv_cache",
-            "uint8",
-            (None, V4_PACKED.page_bytes(config.page_size)),
-            output=True,
-            wide=True,
-            alias="kv_cache",
-        ),
+        Operand("kv_cache", "uint8", cache, wide=True),
+        Operand("low", BF16, (None, config.rank), output=True),
+        Operand("new_kv_cache", "uint8", cache, output=True, wide=True, alias="kv_cache"),
     )
 
 
@@ -260,5 +272,62 @@ FEW_TOKEN_WINDOW = Kernel(
     spec_from_options=few_token_window_spec,
     reasons=window_reasons,
     config_for=window_config,
+    presets=(),
+)
+
+
+def write_streams_operands(config: WriteStreamsConfig) -> tuple[Operand, ...]:
+    """The operands. The numbers of tokens and of columns are read at the launch."""
+    count = config.count
+    weights = (
+        Operand("write", "float32", (None, count), align=4),
+        Operand("mix", "float32", (None, count * count), align=4),
+    )
+    return (
+        Operand("streams", BF16, (None, None)),
+        Operand("fn", "float32", (mix_rows(count), None)),
+        *((Operand("out", BF16, (None, None)), *weights) if config.written else ()),
+        Operand("sums", "float32", (None, None, SUMS), output=True),
+        *((Operand("new_streams", BF16, (None, None), output=True),) if config.written else ()),
+    )
+
+
+FEW_TOKEN_WRITE_STREAMS = Kernel(
+    name="few_token_write_streams",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.streams:FewTokenWriteStreams",
+    config=WriteStreamsConfig,
+    operands=write_streams_operands,
+    spec_from_options=few_token_write_streams_spec,
+    reasons=write_streams_reasons,
+    config_for=write_streams_config,
+    presets=(),
+)
+
+
+def read_streams_operands(config: ReadStreamsConfig) -> tuple[Operand, ...]:
+    """The operands. The numbers of tokens, of columns and of partial sums are read at the launch."""
+    count = config.count
+    return (
+        Operand("sums", "float32", (None, None, SUMS)),
+        Operand("streams", BF16, (None, None)),
+        Operand("base", "float32", (mix_rows(count),), align=4),
+        Operand("scale", "float32", (3,), align=4),
+        Operand("norm_weight", "float32", (None,)),
+        Operand("read", BF16, (None, None), output=True),
+        Operand("write", "float32", (None, count), output=True, align=4),
+        Operand("mix", "float32", (None, count * count), output=True, align=4),
+    )
+
+
+FEW_TOKEN_READ_STREAMS = Kernel(
+    name="few_token_read_streams",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.streams:FewTokenReadStreams",
+    config=ReadStreamsConfig,
+    operands=read_streams_operands,
+    spec_from_options=few_token_read_streams_spec,
+    reasons=read_streams_reasons,
+    config_for=read_streams_config,
     presets=(),
 )

@@ -249,6 +249,7 @@ inline void add_narrow(Handlers& handlers) {
   handlers["add.bf16x2"] = OP2(uint32_t, uint32_t, halves(a, b, BF16, [](float x, float y) { return x + y; }));
   handlers["mul.bf16x2"] = OP2(uint32_t, uint32_t, halves(a, b, BF16, [](float x, float y) { return x * y; }));
   handlers["mul.bf16"] = OP2(uint16_t, uint16_t, narrow(BF16, widen(BF16, a) * widen(BF16, b)));
+  handlers["add.bf16"] = OP2(uint16_t, uint16_t, narrow(BF16, widen(BF16, a) + widen(BF16, b)));
   handlers["max.bf16x2"] = OP2(uint32_t, uint32_t, halves(a, b, BF16, greater));
   handlers["abs.f16x2"] = handlers["abs.bf16x2"] = OP1(uint32_t, uint32_t, a & 0x7fff7fffu);
   handlers["neg.f16x2"] = handlers["neg.bf16x2"] = OP1(uint32_t, uint32_t, a ^ 0x80008000u);

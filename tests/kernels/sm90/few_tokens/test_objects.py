@@ -27,8 +27,15 @@ from tsmla_kernels.sm90.few_tokens.config import (
     matmul_reasons,
     queries_reasons,
     router_reasons,
+    window_reasons,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec, index_key_reasons
+from tsmla_kernels.sm90.few_tokens.streams_config import (
+    ReadStreamsSpec,
+    WriteStreamsSpec,
+    read_streams_reasons,
+    write_streams_reasons,
+)
 
 MATMUL = MatmulSpec(16, 7168, 2112, FP8, eps=1e-6)
 EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
@@ -36,9 +43,20 @@ QUERIES = QueriesSpec(16, 128, 128, 512, 64, "bfloat16", "bfloat16", True, "inte
 CHOICE = ChoiceSpec(7168, 2048, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, norm_topk_prob=True, eps=1e-6)
 INDEX_KEY = IndexKeySpec(16, "bfloat16", rope_layout="halves")
 ROUTER = RouterSpec(16, 7168, 256, 1e-6)
-CALLS: dict[
-    str, tuple[str, MatmulSpec | ExpertsSpec | ChoiceSpec | QueriesSpec | RouterSpec | WindowSpec | IndexKeySpec]
-] = {
+WINDOW = WindowSpec(16, 64, 1024, 1e-6, 1e-6)
+WRITE_STREAMS, READ_STREAMS = WriteStreamsSpec(16, 4, 4096), ReadStreamsSpec(16, 4, 4096)
+Spec = (
+    MatmulSpec
+    | ExpertsSpec
+    | ChoiceSpec
+    | QueriesSpec
+    | RouterSpec
+    | WindowSpec
+    | IndexKeySpec
+    | WriteStreamsSpec
+    | ReadStreamsSpec
+)
+CALLS: dict[str, tuple[str, Spec]] = {
     "matmul": ("few_token_matmul", MATMUL),
     "matmul gated": ("few_token_matmul", dataclasses.replace(MATMUL, gated=True)),
     "matmul of bf16": ("few_token_matmul", dataclasses.replace(MATMUL, weight_dtype="bfloat16")),
@@ -59,11 +77,17 @@ CALLS: dict[
     "queries of fp8": ("few_token_queries", dataclasses.replace(QUERIES, q_dtype=FP8, kv_dtype=FP8)),
     "queries of packed rows": ("few_token_queries", dataclasses.replace(QUERIES, kv_dtype=PACKED)),
     "index key": ("few_token_index_key", INDEX_KEY),
-    "window": ("few_token_window", WindowSpec(16, 64)),
+    "window": ("few_token_window", WINDOW),
+    "write streams": ("few_token_write_streams", WRITE_STREAMS),
+    "project streams": ("few_token_write_streams", dataclasses.replace(WRITE_STREAMS, written=False)),
+    "read streams": ("few_token_read_streams", READ_STREAMS),
     "router": ("few_token_router", ROUTER),
     "router 1 token": ("few_token_router", dataclasses.replace(ROUTER, tokens=1)),
 }
-FAST = ("matmul", "down", "index key", "matmul 1 token", "choose up of bf16", "down 1 token")
+FAST = (
+    "matmul", "down", "index key", "matmul 1 token", "choose up of bf16", "down 1 token", "write streams",
+    "read streams",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", all_but_slow(CALLS, FAST))
@@ -98,6 +122,9 @@ def test_what_the_kernels_refuse() -> None:
         (index_key_reasons(dataclasses.replace(INDEX_KEY, rope_dim=24)), "24 columns have rope"),
         (index_key_reasons(dataclasses.replace(INDEX_KEY, norm_dtype="float16")), "norm.weight.dtype is float16"),
         (router_reasons(dataclasses.replace(ROUTER, terms=100)), "the router has 100 columns"),
+        (window_reasons(dataclasses.replace(WINDOW, rank=1152)), "the query's low rank is 1152"),
+        (write_streams_reasons(dataclasses.replace(WRITE_STREAMS, count=5)), "there are 5 streams"),
+        (read_streams_reasons(dataclasses.replace(READ_STREAMS, columns=4080)), "a stream has 4080 columns"),
     ]  # fmt: skip
     for found, message in refused:
         assert len(found) == 1 and message in found[0]
