@@ -35,6 +35,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     WindowSpec,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
+from tsmla_kernels.sm90.few_tokens.latent_config import InputsSpec, OutputsSpec
 from tsmla_kernels.sm90.few_tokens.streams_config import ReadStreamsSpec, WriteStreamsSpec
 
 Spec = TypeVar("Spec")
@@ -396,6 +397,20 @@ def few_token_window_spec(options: Mapping[str, str]) -> WindowSpec:
     tokens, page_size, rank = (_parsed(values, name, int) for name in ("num_tokens", "page_size", "rank"))
     eps = _parsed(values, "eps", float)
     return WindowSpec(tokens, page_size, rank, eps, eps)
+
+
+def few_token_inputs_spec(options: Mapping[str, str]) -> InputsSpec:
+    """The spec of few_token_inputs: a token of in_features columns, with `pooled` weights of compressors;
+    tail: whether the first weight's last rows have a result of their own."""
+    values = _filled_in(options, {**_FEW_TOKENS, "tail": "false", "pooled": "1"})
+    tokens, terms, pooled = (_parsed(values, name, int) for name in ("num_tokens", "in_features", "pooled"))
+    return InputsSpec(tokens, terms, 1600, 64 * _parsed(values, "tail", bool), (1024,) * pooled)
+
+
+def few_token_outputs_spec(options: Mapping[str, str]) -> OutputsSpec:
+    """The spec of few_token_outputs: a token's heads."""
+    values = _filled_in(options, _FEW_TOKENS)
+    return OutputsSpec(_parsed(values, "num_tokens", int), groups=8, terms=4096, rows=1024)
 
 
 def few_token_write_streams_spec(options: Mapping[str, str]) -> WriteStreamsSpec:

@@ -9,16 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.whole_models.models import MODELS
 from tsmla_jax import sparse
 from tsmla_jax.generate import few_tokens as few_token_mlp
-from tsmla_jax.generate import moe
-from tsmla_jax.generate.config import MoEConfig
-from tsmla_jax.nn import MLAConfig, Step, few_tokens, functional, init_params
+from tsmla_jax.generate import moe, streams
+from tsmla_jax.generate.config import MoEConfig, StreamsConfig
+from tsmla_jax.nn import MLAConfig, Step, few_token_streams, few_tokens, functional, init_params
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
+from tsmla_jax.nn.v4 import V4Config
+from tsmla_jax.nn.v4 import few_tokens as v4_few_tokens
+from tsmla_jax.nn.v4 import functional as functional_v4
 from tsmla_jax.nn.v32.projections import normed_keys
 from tsmla_jax.ops.selected import layouts
+from tsmla_jax.ops.selected.v4 import angles, rope_table
 from tsmla_kernels.contract.layouts import V4_PACKED
 
 pytestmark = pytest.mark.gpu
@@ -142,8 +148,69 @@ def test_rows_of_packed_caches(tokens: int) -> None:
     assert (made == want).mean() > 0.999
 
 
-def test_a_window_row() -> None:
-    cache, rows = jnp.zeros((8, V4_PACKED.page_bytes(64)), jnp.uint8), random(1, 16, 512, dtype=jnp.float32)
-    slots = jnp.arange(16, dtype=jnp.int32) * 19 - 1
-    got = jax.jit(lambda: few_tokens.write_window(cache, rows, slots, page_size=64))()
-    assert (got == jax.jit(lambda: layouts.write_v4_cache(cache, rows, slots, page_size=64))()).all()
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_rows_of_a_window(tokens: int) -> None:
+    """Latents as the window's own write makes them of rows that are normed and rotated, and queries normed."""
+    joint, slots = random(1, tokens, 1600), jnp.arange(tokens, dtype=jnp.int32) * 19 - (tokens > 1)
+    cache = jnp.zeros((8, V4_PACKED.page_bytes(64)), jnp.uint8)
+    low, kv = Norm(random(2, 1024, dtype=jnp.float32), 1e-6), Norm(random(3, 512, dtype=jnp.float32), 1e-6)
+    table, positions = (
+        rope_table(jnp.float32(10.0) ** -(jnp.arange(32) / 8), 100),
+        jnp.arange(tokens, dtype=jnp.int32) * 5,
+    )
+    rope = few_tokens.Rope(*angles(positions, table), True, "interleaved")
+    kinds: dict[str, Any] = {"low_norm": low, "norm": kv, "page_size": 64}
+    assert v4_few_tokens.why_not_window(joint, cache, rope_dim=64, **kinds) == []
+    got = jax.jit(lambda: v4_few_tokens.write_window_by_kernel(cache, joint, slots, rope=rope, **kinds))()
+    rows = norm_rope(joint, Columns(1024, 1, 512), kv, Rope(positions, table), dtype=jnp.float32)[:, 0]
+    want = jax.jit(lambda: layouts.write_v4_cache(cache, rows, slots, page_size=64))()
+    assert (got.cache == want).mean() > 0.9999
+    close(got.low, norm_rope(joint, Columns(0, 1, 1024), low)[:, 0])
+
+
+@pytest.mark.parametrize("pooled", [1, 2])
+def test_products_of_a_token_of_v4(pooled: int) -> None:
+    config = V4Config.from_hf(MODELS["v4-slice", "fp8"], pooled - 1)
+    assert len(config.compressors) == pooled
+    rows = 1536 + 64 * (pooled - 1)
+    params = {"in_proj": random(1, rows, 4096, scale=0.05), "compressor_rows_proj": random(2, 1024 * pooled, 4096)}
+    params |= {"indexer_rows_proj": random(3, 512, 4096), "o_a_proj": random(4, 8, 1024, 4096, scale=0.05)}
+    params |= {"o_b_proj": random(5, 4096, 8192, scale=0.05), "q_b_proj": random(6, 32768, 1024, scale=0.05)}
+    x = random(7, 1, 4096)
+    assert v4_few_tokens.why_not_inputs(params, config, x) == []
+    got = jax.jit(lambda: v4_few_tokens.inputs_by_kernel(params, config, x))()
+    projected, weights = functional_v4.project_in(params, config, x)
+    close(got.projected, projected[:, :1536])
+    close(got.index_weights, weights)
+    for name, _ in config.compressors:
+        close(got.pooled[name], functional_v4.compressor_rows(params, name, x), 1e-5)
+    heads, table = random(8, 1, 64, 512), rope_table(jnp.float32(10.0) ** -(jnp.arange(32) / 8), 100)
+    rope = few_tokens.Rope(*angles(jnp.array([77]), table), True, "interleaved")
+    assert v4_few_tokens.why_not_outputs(params["o_a_proj"], heads, 64) == []
+    mixed = jax.jit(lambda: v4_few_tokens.outputs_by_kernel(params["o_a_proj"], heads, rope))()
+    back = norm_rope(heads.reshape(1, -1), Columns(0, 64, 512), rope=Rope(jnp.array([77]), table, inverse=True))
+    close(mixed, jnp.einsum("gi,gri->gr", back.reshape(8, 4096), params["o_a_proj"]).reshape(1, -1))
+    for name, terms in (("o_b_proj", mixed), ("q_b_proj", x[:, :1024])):
+        close(
+            jax.jit(lambda name=name, terms=terms: v4_few_tokens.matrix(params, name, terms))(), terms @ params[name].T
+        )
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_a_mix_of_streams(tokens: int) -> None:
+    """Twice, the second time with a block's result to be written first."""
+    params = {"fn": random(1, 24, 16384, dtype=jnp.float32, scale=0.1), "base": random(2, 24, dtype=jnp.float32)}
+    params["scale"] = jnp.array([1.0, 0.5, 2.0])
+    x, norm = random(3, tokens, 4, 4096), Norm(random(4, 4096, dtype=jnp.float32), 1e-6)
+    config = StreamsConfig(4, sinkhorn_iterations=20, eps=1e-6, norm_eps=1e-6)
+    assert few_token_streams.why_not(x) == []
+    first = jax.jit(lambda: streams.mix_streams(params, x, norm, config))()
+    out = random(5, tokens, 4096)
+    given = few_token_streams.Unwritten(out, first.write, first.mix, x)
+    second = jax.jit(lambda: streams.mix_streams(params, given, norm, config))()
+    for found, before in ((first, x), (second, streams.write_streams(*given))):
+        close(found.streams, before, 1e-3)
+        read, write, mix = jax.jit(lambda x: streams.read_streams(params, x, norm, config))(found.streams)
+        close(found.read, read)
+        close(found.write, write, 1e-4)
+        close(found.mix, mix, 1e-4)

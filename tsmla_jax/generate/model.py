@@ -73,7 +73,7 @@ class LayerResult(NamedTuple):
     chose (if later layers share them); and the result [T, C] of its "shortcut", which the next layer adds.
     """
 
-    x: jax.Array | Unwritten
+    x: Any
     cache: Any
     selected: jax.Array | None
     shortcut: jax.Array | None = None
@@ -217,7 +217,7 @@ def shared_steps(
 def decoder_layer(
     layer: Params,
     config: LayerConfig,
-    x: jax.Array | Unwritten,
+    x: Any,
     cache: Any,
     batch: Batch,
     scales: Scales,

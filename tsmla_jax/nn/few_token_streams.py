@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.nn.few_tokens import MOST_TOKENS
+from tsmla_jax.nn.few_tokens import MOST_TOKENS, run
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.ops import device
-from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels.sm90.few_tokens import record
 from tsmla_kernels.sm90.few_tokens.streams_config import (
     COLUMNS,
@@ -60,7 +59,8 @@ def why_not(streams: jax.Array) -> list[str]:
         return reasons
     if streams.dtype != jnp.bfloat16:
         return [f"streams are {streams.dtype}; the kernels of few tokens take bfloat16"]
-    return write_streams_reasons(WriteStreamsSpec(*streams.shape))
+    tokens, count, columns = streams.shape
+    return write_streams_reasons(WriteStreamsSpec(tokens, count, columns))
 
 
 def mix_by_kernel(
@@ -90,14 +90,10 @@ def mix_by_kernel(
     if isinstance(given, Unwritten):
         inputs += (given.out.astype(flat.dtype), given.write, given.mix.reshape(tokens, -1))
         shapes += (flat.shape,)
-    sums, *new = _run(record.FEW_TOKEN_WRITE_STREAMS, spec, inputs, *shapes)
+    sums, *new = run(record.FEW_TOKEN_WRITE_STREAMS, spec, inputs, *shapes)
     flat = new[0] if new else flat
     spec = ReadStreamsSpec(tokens, count, columns, rounds, eps, norm_eps, norm.eps)
     inputs = (sums, flat, *(array.astype(wide) for array in (params["base"], params["scale"], norm.weight)))
     shapes = ((tokens, columns), (tokens, count), (tokens, count * count))
-    read, write, mix = _run(record.FEW_TOKEN_READ_STREAMS, spec, inputs, *shapes)
+    read, write, mix = run(record.FEW_TOKEN_READ_STREAMS, spec, inputs, *shapes)
     return Mixed(read, write, mix.reshape(tokens, count, count), flat.reshape(streams.shape))
-
-
-def _run(kernel: Any, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int, ...]) -> list[jax.Array]:
-    return kernel_call(kernel, kernel.config_for(spec), inputs, shapes, arch=device.arch_for(kernel))

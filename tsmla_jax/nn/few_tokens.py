@@ -26,7 +26,7 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.rotation import rotate
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
-from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
+from tsmla_kernels.contract.layouts import INDEXER
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.few_tokens import record
@@ -38,7 +38,6 @@ from tsmla_kernels.sm90.few_tokens.config import (
     MatmulSpec,
     QueriesSpec,
     RouterSpec,
-    WindowSpec,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 
@@ -85,7 +84,8 @@ def weight_dtype(weight: Weight) -> str:
     return FP8 if isinstance(weight, BlockScaled) else jnp.dtype(weight.dtype).name
 
 
-def _run(kernel: Kernel, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int, ...]) -> list[jax.Array]:
+def run(kernel: Kernel, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Results of these shapes of the kernel's call that `spec` describes."""
     return kernel_call(kernel, kernel.config_for(spec), inputs, shapes, arch=device.arch_for(kernel))
 
 
@@ -142,7 +142,7 @@ def matmul(
     others = [] if norm is None else [norm.weight]
     others += [] if residual is None else [residual]
     columns = weight.shape[0] // (2 if gated else 1)
-    return _run(record.FEW_TOKEN_MATMUL, spec, (x, *_values(weight), *others), (x.shape[0], columns))[0]
+    return run(record.FEW_TOKEN_MATMUL, spec, (x, *_values(weight), *others), (x.shape[0], columns))[0]
 
 
 def _gated(both: jax.Array, limit: float | None) -> jax.Array:
@@ -189,7 +189,7 @@ def experts_up(
     spec = ExpertsSpec(tokens, choices, hidden, width, weight_dtype(gate_up), None if norm is None else norm.eps, limit)
     others = () if norm is None else (norm.weight,)
     inputs = (x, *_values(gate_up), *others, experts)
-    return _run(record.FEW_TOKEN_EXPERTS_UP, spec, inputs, (tokens * choices, width))[0]
+    return run(record.FEW_TOKEN_EXPERTS_UP, spec, inputs, (tokens * choices, width))[0]
 
 
 def _chosen(stack: Weight, experts: jax.Array, count: int) -> Weight:
@@ -223,7 +223,7 @@ def experts_down(
         total = jnp.where(exists[:, :, None], each * weights[:, :, None], 0).sum(axis=1)
         return (total if residual is None else residual + total).astype(inner.dtype)
     inputs = (inner, *_values(down), experts, weights, *(() if residual is None else (residual,)))
-    return _run(record.FEW_TOKEN_EXPERTS_DOWN, spec, inputs, (tokens, hidden))[0]
+    return run(record.FEW_TOKEN_EXPERTS_DOWN, spec, inputs, (tokens, hidden))[0]
 
 
 class Chosen(NamedTuple):
@@ -265,7 +265,7 @@ def choose_up_by_kernel(
     choices = spec.top_k + spec.num_shared
     inputs = (x, *_values(gate_up), *others, logits, *biases)
     shapes = ((choices, spec.width), (1, choices), (1, choices))
-    return Chosen(*_run(record.FEW_TOKEN_CHOOSE_UP, spec, inputs, *shapes))
+    return Chosen(*run(record.FEW_TOKEN_CHOOSE_UP, spec, inputs, *shapes))
 
 
 def router_logits(x: jax.Array, router: jax.Array, *, norm: Norm | None = None) -> jax.Array:
@@ -277,7 +277,7 @@ def router_logits(x: jax.Array, router: jax.Array, *, norm: Norm | None = None) 
         wide = [array.astype(jnp.float32) for array in (normed, router)]
         return jnp.einsum("tc,ec->te", *wide, precision="highest")
     inputs = (x, router) if norm is None else (x, router, norm.weight)
-    return _run(record.FEW_TOKEN_ROUTER, spec, inputs, (x.shape[0], router.shape[0]))[0]
+    return run(record.FEW_TOKEN_ROUTER, spec, inputs, (x.shape[0], router.shape[0]))[0]
 
 
 # ---- attention
@@ -342,7 +342,7 @@ def queries(
     spec = _queries_spec(q, w_uk, rope, norm, kv_cache, q_scale is not None)
     scales = scale_operand(q_scale), scale_operand(kv_scale)
     inputs = (q, joint, w_uk, norm.weight, rope.cos, rope.sin, slot_mapping, *scales, kv_cache)
-    return Written(*_run(record.FEW_TOKEN_QUERIES, spec, inputs, (q.shape[0], heads, width), kv_cache.shape))
+    return Written(*run(record.FEW_TOKEN_QUERIES, spec, inputs, (q.shape[0], heads, width), kv_cache.shape))
 
 
 class LayerNorm(NamedTuple):
@@ -381,60 +381,4 @@ def write_index_keys_by_kernel(
       rope: of the keys' first columns.
     """
     inputs = (keys, norm.weight, norm.bias.astype(norm.weight.dtype), rope.cos, rope.sin, slot_mapping, k_cache)
-    return _run(record.FEW_TOKEN_INDEX_KEY, _index_key_spec(keys, rope, norm), inputs, k_cache.shape)[0]
-
-
-# ---- V4's window
-
-
-class LowAndWindow(NamedTuple):
-    """Results of `write_window_by_kernel`: normed low-rank queries [T, rank], and the window's cache with the new
-    tokens' latents written."""
-
-    low: jax.Array
-    cache: jax.Array
-
-
-def _window_spec(joint: Any, low_norm: Norm, norm: Norm, page_size: int) -> WindowSpec:
-    return WindowSpec(joint.shape[0], page_size, low_norm.weight.shape[0], low_norm.eps, norm.eps)
-
-
-def why_not_window(
-    joint: Any, kv_cache: Any, low_norm: Norm, norm: Norm, *, rope_dim: int, page_size: int
-) -> list[str]:
-    """Why `write_window_by_kernel` can't run; empty if it can. rope_dim: R."""
-    if reasons := device.why_not(record.FEW_TOKEN_WINDOW) + device.why_not_by_default():
-        return reasons
-    if joint.dtype != jnp.bfloat16 or kv_cache.dtype != jnp.uint8:
-        return [f"rows are {joint.dtype}, the cache {kv_cache.dtype}; few_token_window takes bfloat16 and uint8"]
-    if rope_dim != V4_PACKED.rope_dim or kv_cache.shape[1] != V4_PACKED.page_bytes(page_size):
-        legal = f"{V4_PACKED.rope_dim}, and pages without gaps"
-        return [f"{rope_dim} columns have rope, or the cache's pages have gaps; few_token_window takes {legal}"]
-    return record.FEW_TOKEN_WINDOW.reasons(_window_spec(joint, low_norm, norm, page_size))
-
-
-def write_window_by_kernel(
-    kv_cache: jax.Array,
-    joint: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    low_norm: Norm,
-    norm: Norm,
-    rope: Rope,
-    page_size: int,
-) -> LowAndWindow:
-    """V4's new tokens in the packed cache of its window, and the norm of the low-rank queries beside them.
-
-    Args:
-      kv_cache: uint8 [P, bytes of a page].
-      joint: [T, W] in bf16; a row begins with the low-rank query and the latent, both before their norms.
-      slot_mapping: [T] i32, as of `tsmla_jax.sparse.write_v4_cache`.
-      low_norm: of the query. norm: of the latent, whose last R columns are rotated behind it.
-      rope: pairs lie side by side, in the cache too.
-      page_size: rows of a page.
-    """
-    spec, wide = _window_spec(joint, low_norm, norm, page_size), jnp.float32
-    weights = low_norm.weight.astype(wide), norm.weight.astype(wide)
-    inputs = (joint, *weights, rope.cos, rope.sin, slot_mapping, kv_cache)
-    shapes = ((joint.shape[0], spec.rank), kv_cache.shape)
-    return LowAndWindow(*_run(record.FEW_TOKEN_WINDOW, spec, inputs, *shapes))
+    return run(record.FEW_TOKEN_INDEX_KEY, _index_key_spec(keys, rope, norm), inputs, k_cache.shape)[0]

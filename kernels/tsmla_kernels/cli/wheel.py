@@ -97,6 +97,9 @@ def _few_token_calls() -> Iterator[Call]:
     for written in ("true", "false"):
         yield Call("few_token_write_streams", f"written={written}")
     yield Call("few_token_read_streams", "in_features=4096")
+    for more in ("", ",tail=true,pooled=2"):
+        yield Call("few_token_inputs", f"in_features=4096{more}")
+    yield Call("few_token_outputs", "num_tokens=1")
     for dtype in ("bfloat16", "float32"):
         yield Call("few_token_index_key", f"dtype={dtype}")
     for tokens in (1, 2, 4, 8, 16):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,13 +21,15 @@ from jax.typing import DTypeLike
 
 import tsmla_jax
 from tsmla_jax import sparse
-from tsmla_jax.nn import context_parallel, few_tokens
+from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.checkpoints.weights import Params
+from tsmla_jax.nn.few_tokens import Rope as KernelRope
 from tsmla_jax.nn.inputs import check_config, check_new_caches, check_params, check_tokens
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.products.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.step import check_axis, check_pages, check_step
+from tsmla_jax.nn.v4 import few_tokens
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.ops.exporting import exportable
@@ -228,7 +231,11 @@ def attend(
     for name, entries in (("cache.compressed", cache.compressed), ("cache.indexer", cache.indexer)):
         if entries is not None:
             check_pages(name, entries, step.compressed_page_size, "compressed_page_size")
-    projected, index_weights = project_in(params, config, x)
+    if few_tokens.why_not_inputs(params, config, x):
+        projected, index_weights = project_in(params, config, x)
+        pooled = {name: compressor_rows(params, name, x) for name, _ in config.compressors}
+    else:
+        projected, index_weights, pooled = few_tokens.inputs_by_kernel(params, config, x)
     # Folded parameters mean an engine's step, which is never partitioned automatically.
     rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
     rope = Rope(step.positions, step.cos_sin)
@@ -241,23 +248,23 @@ def attend(
     as_packed: dict[str, Any] = {"low_norm": low_norm, "norm": kv_norm, "page_size": step.page_size}
     by_kernel = "in_proj" in params and kv_scale is None
     if by_kernel and not few_tokens.why_not_window(projected, cache.window, rope_dim=config.rope_dim, **as_packed):
-        turned = few_tokens.Rope(*sparse_v4.angles(step.positions, step.cos_sin), True, "interleaved")
-        low, window = few_tokens.write_window_by_kernel(cache.window, projected, slots, rope=turned, **as_packed)
+        turn = _angles(step.positions, step.cos_sin)
+        low, window = few_tokens.write_window_by_kernel(cache.window, projected, slots, rope=turn, **as_packed)
     else:
         low = rows(projected, Columns(0, 1, rank), low_norm)[:, 0]
         kv = rows(projected, Columns(rank, 1, width), kv_norm, rope, dtype=jnp.float32)[:, 0]
         window = layouts.write_v4_cache(cache.window, kv, slots, kv_scale=kv_scale, page_size=page_size)
     cache = cache._replace(window=window)
-    q = lax.collapse(product(params, "q_b_proj", low), 1)
+    q = lax.collapse(few_tokens.matrix(params, "q_b_proj", low), 1)
     q = quantize_q(rows(q, Columns(0, q.shape[1] // width, width), eps, rope), q_scale)
     selected = step.rows
     if cache.compressed is not None and cache.compressor is not None:
         options = {"kv_scale": kv_scale, "page_size": entries_page_size, "implementation": implementation}
         held = cache.compressed, cache.compressor
-        compressed, state = _compress(params, config, "compressor", x, held, step, **options)
+        compressed, state = _compress(params, config, "compressor", pooled, held, step, **options)
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
-        selected, cache = _choose(params, config, (x, low, index_weights), cache, step, implementation)
+        selected, cache = _choose(params, config, (pooled, low, index_weights), cache, step, implementation)
     assert selected is not None  # of this layer's kind
     attention: dict[str, Any] = {
         "softmax_scale": config.head_dim**-0.5,
@@ -288,22 +295,27 @@ def attend(
     return merged, cache
 
 
+def _angles(positions: jax.Array, cos_sin: jax.Array) -> KernelRope:
+    """The rope of positions as the kernels of few tokens take it."""
+    return KernelRope(*sparse_v4.angles(positions, cos_sin), True, "interleaved")
+
+
 def _compress(
     params: Params,
     config: V4Config,
     name: str,
-    x: jax.Array,
+    pooled: Mapping[str, jax.Array],
     held: tuple[jax.Array, CompressorState],
     step: V4Step,
     **options: Any,
 ) -> tuple[jax.Array, CompressorState]:
     """The cache of one compressor with the entries written that the new tokens complete, and the compressor's new
-    state.
+    state. pooled: the result of `compressor_rows` for each compressor.
     """
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(
         cache,
-        compressor_rows(params, name, x),
+        pooled[name],
         params[f"{name}_position_bias"].astype(jnp.float32),
         state,
         params[f"{name}_kv_norm"],
@@ -343,6 +355,13 @@ def project_out(params: Params, config: V4Config, out: jax.Array, back: Rope, dt
     values carry the rope of their own positions, so that only the distance is left.
     """
     width = config.head_dim
+    if (
+        "in_proj" in params
+        and dtype == out.dtype
+        and not few_tokens.why_not_outputs(params["o_a_proj"], out, config.rope_dim)
+    ):
+        mixed = few_tokens.outputs_by_kernel(params["o_a_proj"], out, _angles(back.positions, back.cos_sin))
+        return few_tokens.matrix(params, "o_b_proj", mixed)
     heads = Columns(0, out.shape[1], width)
     out = norm_rope(lax.collapse(out, 1), heads, rope=back, by_kernel="in_proj" in params)
     groups = params["o_a_proj"].shape[0]
@@ -355,7 +374,7 @@ def project_out(params: Params, config: V4Config, out: jax.Array, back: Rope, dt
 def _choose(
     params: Params,
     config: V4Config,
-    projected: tuple[jax.Array, jax.Array, jax.Array],
+    projected: tuple[Mapping[str, jax.Array], jax.Array, jax.Array],
     cache: V4Cache,
     step: V4Step,
     implementation: Preference,
@@ -363,14 +382,14 @@ def _choose(
     """The index rows of a csa layer, which hold the window's slots and the entries that its indexer chooses; and the
     cache with the indexer's new keys.
 
-    projected: x, the normed low-rank query of x, and the weights of the indexer's heads."""
-    x, low, weights = projected
+    projected: the rows of each compressor, the normed low-rank query, and the weights of the indexer's heads."""
+    pooled, low, weights = projected
     if cache.indexer is None or cache.indexer_compressor is None:
         raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")
     held = cache.indexer, cache.indexer_compressor
-    keys, state = _compress(params, config, "indexer", x, held, step, implementation=implementation)
-    q = product(params, "indexer_q_b_proj", low)
-    q = q.reshape(x.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
+    keys, state = _compress(params, config, "indexer", pooled, held, step, implementation=implementation)
+    q = few_tokens.matrix(params, "indexer_q_b_proj", low)
+    q = q.reshape(low.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
     if keys.dtype == jnp.uint8:
         cos, sin = sparse_v4.angles(step.positions, step.cos_sin)
         offset = config.index_head_dim - config.rope_dim

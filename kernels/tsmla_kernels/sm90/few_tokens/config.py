@@ -68,7 +68,7 @@ class MatmulConfig:
       gated: the result has N / 2 columns, silu(x W_gate^T) * (x W_up^T).
       limit: if gated, gate is clipped to at most `limit`, and up to [-limit, limit]; None clips nothing.
       residual: whether an array is added to the result.
-      form: REGISTERS, or for e4m3 weights SIXTEEN or, unless gated, HALVES.
+      form: REGISTERS, or for one token SIXTEEN or, unless gated, HALVES.
       loads: with a ring, how often LOADED_TERMS are loaded to bring all terms; else 0.
     """
 
@@ -331,8 +331,8 @@ def matmul_reasons(spec: MatmulSpec) -> list[str]:
 
 def matmul_config(spec: MatmulSpec) -> MatmulConfig:
     """The configuration that serves `spec`."""
-    # Matrices of bf16 are read no faster through a ring.
-    rings = spec.tokens == 1 and spec.weight_dtype == FP8 and not too_long(spec.terms, spec.eps)
+    large = spec.weight_dtype == FP8 or 2 * spec.terms * spec.rows >= _LARGE
+    rings = spec.tokens == 1 and large and not too_long(spec.terms, spec.eps)
     return MatmulConfig(
         spec.weight_dtype,
         token_tiles(spec.tokens),
@@ -362,6 +362,8 @@ def _tiles(spec: MatmulSpec) -> str:
     return HALVES if not spec.gated and spec.terms % (2 * UNIT) == 0 and row_bytes >= _LONG_ROW else SIXTEEN
 
 
+_LARGE = 1 << 25
+"""Bytes of a bf16 matrix from which on it is read through a ring; a smaller one is read no faster so."""
 _LONG_ROW = 2048
 """Bytes of a weight row from which on its halves are multiplied at once."""
 

@@ -1,4 +1,4 @@
-"""few_token_matmul of one token and e4m3 weights, which come through a ring, with the norm and the residual's sum."""
+"""few_token_matmul of one token, whose weights come through a ring, with the norm and the residual's sum."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tsmla_kernels.sm90.storage import storage_of_fields
 
 
 class OneTokenMatmul:
-    """few_token_matmul of one token and e4m3 weights: `config` is static, all sizes are dynamic. A tile has sixteen
+    """few_token_matmul of one token through a ring: `config` is static, all sizes are dynamic. A tile has sixteen
     weight rows; if gated, eight from the weight's first half and the corresponding eight from its second half; with
     HALVES eight."""
 
     def __init__(self, config: MatmulConfig) -> None:
         self.config = config
         self.normed, self.halves = config.eps is not None, config.form == HALVES
-        self.ring = Ring(config.form, config.loads, narrow=True)
+        self.ring = Ring(config.form, config.loads, narrow=config.narrow)
         self.tile_rows = TOKEN_TILE if self.halves or config.gated else ROWS
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
         config = self.config
-        names = ["x", "weight", "scales", *["norm"] * self.normed, *["residual"] * config.residual]
+        names = ["x", "weight", *["scales"] * config.narrow, *["norm"] * self.normed, *["residual"] * config.residual]
         arrays = Arrays(**dict(zip([*names, "out"], operands, strict=True)))
 
         self.storage = storage_of_fields(self.ring.fields, config)
@@ -67,7 +67,7 @@ class OneTokenMatmul:
 
     def rows(self, arrays: Arrays, tile: Int32) -> Weights:
         """A tile's weights."""
-        pitch = Int32(arrays.weight.shape[1])
+        pitch = Int32(arrays.weight.shape[1]) * (arrays.weight.element_type.width // 8)
         begin = tile * self.tile_rows
         first = arrays.weight.iterator.toint() + Int64(begin) * Int64(pitch)
         if const_expr(self.halves):
@@ -80,6 +80,8 @@ class OneTokenMatmul:
 
     def scales(self, arrays: Arrays, tile: Int32) -> Scales:
         """Where a tile's scales begin."""
+        if const_expr(not self.config.narrow):
+            return Scales(Int64(0), Int64(0))
         begin = tile * self.tile_rows
         first = row_of(arrays.scales, begin // UNIT)
         if const_expr(self.halves):

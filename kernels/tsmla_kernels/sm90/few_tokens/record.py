@@ -9,7 +9,9 @@ from tsmla_kernels.options import (
     few_token_experts_down_spec,
     few_token_experts_up_spec,
     few_token_index_key_spec,
+    few_token_inputs_spec,
     few_token_matmul_spec,
+    few_token_outputs_spec,
     few_token_queries_spec,
     few_token_read_streams_spec,
     few_token_router_spec,
@@ -38,6 +40,14 @@ from tsmla_kernels.sm90.few_tokens.config import (
     window_reasons,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeyConfig, index_key_config, index_key_reasons
+from tsmla_kernels.sm90.few_tokens.latent_config import (
+    InputsConfig,
+    OutputsConfig,
+    inputs_config,
+    inputs_reasons,
+    outputs_config,
+    outputs_reasons,
+)
 from tsmla_kernels.sm90.few_tokens.streams_config import (
     SUMS,
     ReadStreamsConfig,
@@ -329,5 +339,56 @@ FEW_TOKEN_READ_STREAMS = Kernel(
     spec_from_options=few_token_read_streams_spec,
     reasons=read_streams_reasons,
     config_for=read_streams_config,
+    presets=(),
+)
+
+
+def inputs_operands(config: InputsConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes are read at the launch."""
+    matrix = (None, None)
+    return (
+        Operand("x", BF16, matrix),
+        Operand("weight", BF16, matrix),
+        *(Operand(f"pooled_weight_{i}", BF16, matrix) for i in range(config.pooled)),
+        Operand("out", BF16, matrix, output=True),
+        *((Operand("tail", BF16, matrix, output=True),) if config.tail else ()),
+        *(Operand(f"pooled_{i}", "float32", matrix, output=True) for i in range(config.pooled)),
+    )
+
+
+FEW_TOKEN_INPUTS = Kernel(
+    name="few_token_inputs",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.inputs:FewTokenInputs",
+    config=InputsConfig,
+    operands=inputs_operands,
+    spec_from_options=few_token_inputs_spec,
+    reasons=inputs_reasons,
+    config_for=inputs_config,
+    presets=(),
+)
+
+
+def outputs_operands(config: OutputsConfig) -> tuple[Operand, ...]:
+    """The operands. All sizes but D and R are read at the launch."""
+    angles = (None, config.rope_dim // 2)
+    return (
+        Operand("heads", BF16, (None, None)),
+        Operand("weight", BF16, (None, None, None)),
+        Operand("cos", "float32", angles),
+        Operand("sin", "float32", angles),
+        Operand("out", BF16, (None, None), output=True),
+    )
+
+
+FEW_TOKEN_OUTPUTS = Kernel(
+    name="few_token_outputs",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.outputs:FewTokenOutputs",
+    config=OutputsConfig,
+    operands=outputs_operands,
+    spec_from_options=few_token_outputs_spec,
+    reasons=outputs_reasons,
+    config_for=outputs_config,
     presets=(),
 )

@@ -32,6 +32,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     WindowConfig,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
+from tsmla_kernels.sm90.few_tokens.latent_config import InputsSpec, OutputsSpec
 from tsmla_kernels.sm90.few_tokens.streams_config import SUMS, ReadStreamsSpec, WriteStreamsSpec
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
@@ -109,6 +110,7 @@ def slow(*values: Any) -> Any:
         MatmulSpec(1, 2048, 24, FP8, EPS, residual=True),
         MatmulSpec(1, 3456, 48, FP8, EPS, gated=True),
         slow(MatmulSpec(1, 256, 40, "bfloat16", EPS)),
+        slow(MatmulSpec(1, 4096, 4104, "bfloat16")),
         slow(MatmulSpec(1, 4608, 2144, FP8, EPS)),
         slow(MatmulSpec(1, 1408, 136, FP8, residual=True)),
         slow(MatmulSpec(1, 1280, 4352, FP8, EPS, gated=True, limit=3.0)),
@@ -379,6 +381,51 @@ def test_a_window_row(page_size: int, rank: int) -> None:
         np.testing.assert_array_equal(found[~written] != cache[~written], found[~written] != want[~written])
         assert (found != want).sum() <= 0.002 * written.sum()
         close(arrays["low"], normed(joint[:, :rank], norms[0]), 3e-3)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        InputsSpec(1, 2304, 1064, 24, (40, 16)),
+        InputsSpec(1, 256, 40, 0, (32,)),
+        slow(InputsSpec(1, 4096, 32, 16, (8,))),
+    ],
+)
+def test_inputs(spec: InputsSpec) -> None:
+    """All products; a CTA has more tiles than one, of several weights."""
+    draw, tokens = Draw(), spec.tokens
+    x, weights = draw.bf16(tokens, spec.terms), [draw.bf16(rows, spec.terms) for rows in (spec.rows, *spec.pooled)]
+    arrays = {"x": x, "weight": weights[0], "out": np.empty((tokens, spec.rows - spec.tail), BF16)}
+    arrays["tail"] = np.full((tokens, spec.tail), np.nan, BF16)
+    for i, rows in enumerate(spec.pooled):
+        arrays |= {f"pooled_weight_{i}": weights[1 + i], f"pooled_{i}": np.full((tokens, rows), np.nan, np.float32)}
+    run("few_token_inputs", spec, arrays, "out")
+    first, *others = (wide(x) @ wide(weight).T for weight in weights)
+    close(arrays["out"], first[:, : spec.rows - spec.tail], 3e-3)
+    close(arrays["tail"], first[:, spec.rows - spec.tail :], 3e-3)
+    for i, want in enumerate(others):
+        close(arrays[f"pooled_{i}"], want, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [OutputsSpec(1, 2, 1024, 32), slow(OutputsSpec(1, 10, 2560, 208)), slow(OutputsSpec(1, 3, 256, 48, 128, 128))],
+)
+def test_outputs(spec: OutputsSpec) -> None:
+    """The last columns of every head are rotated back first."""
+    draw, tokens, rope = Draw(), spec.tokens, spec.rope_dim
+    heads, weight = draw.bf16(tokens, spec.groups * spec.terms), draw.bf16(spec.groups, spec.rows, spec.terms)
+    cos, sin = (draw.rng.normal(size=(tokens, rope // 2)).astype(np.float32) for _ in range(2))
+    arrays = {"heads": heads, "weight": weight, "cos": cos, "sin": sin}
+    arrays["out"] = np.empty((tokens, spec.groups * spec.rows), BF16)
+    run("few_token_outputs", spec, arrays, "out")
+    turned = heads.astype(np.float64).reshape(tokens, -1, spec.head_dim)
+    even, odd = turned[..., -rope::2].copy(), turned[..., 1 - rope :: 2].copy()
+    turned[..., -rope::2] = even * cos[:, None] + odd * sin[:, None]
+    turned[..., 1 - rope :: 2] = odd * cos[:, None] - even * sin[:, None]
+    grouped = turned.astype(BF16).astype(np.float64).reshape(tokens, spec.groups, spec.terms)
+    want = np.einsum("tgk,gnk->tgn", grouped, wide(weight))
+    close(arrays["out"], want.reshape(tokens, -1), 3e-3)
 
 
 def mixed(out: np.ndarray, write: np.ndarray, mix: np.ndarray, streams: np.ndarray) -> np.ndarray:

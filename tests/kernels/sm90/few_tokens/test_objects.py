@@ -30,6 +30,13 @@ from tsmla_kernels.sm90.few_tokens.config import (
     window_reasons,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec, index_key_reasons
+from tsmla_kernels.sm90.few_tokens.latent_config import (
+    InputsSpec,
+    OutputsSpec,
+    inputs_reasons,
+    outputs_config,
+    outputs_reasons,
+)
 from tsmla_kernels.sm90.few_tokens.streams_config import (
     ReadStreamsSpec,
     WriteStreamsSpec,
@@ -44,6 +51,7 @@ CHOICE = ChoiceSpec(7168, 2048, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, nor
 INDEX_KEY = IndexKeySpec(16, "bfloat16", rope_layout="halves")
 ROUTER = RouterSpec(16, 7168, 256, 1e-6)
 WINDOW = WindowSpec(16, 64, 1024, 1e-6, 1e-6)
+INPUTS, OUTPUTS = InputsSpec(1, 4096, 1600, 64, (2048, 512)), OutputsSpec(1, 8, 4096, 1024)
 WRITE_STREAMS, READ_STREAMS = WriteStreamsSpec(16, 4, 4096), ReadStreamsSpec(16, 4, 4096)
 Spec = (
     MatmulSpec
@@ -53,6 +61,8 @@ Spec = (
     | RouterSpec
     | WindowSpec
     | IndexKeySpec
+    | InputsSpec
+    | OutputsSpec
     | WriteStreamsSpec
     | ReadStreamsSpec
 )
@@ -63,6 +73,7 @@ CALLS: dict[str, tuple[str, Spec]] = {
     "matmul residual": ("few_token_matmul", dataclasses.replace(MATMUL, eps=None, residual=True)),
     "matmul 1 token": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1)),
     "matmul 1 token residual": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1, eps=None, residual=True)),
+    "matmul 1 token of bf16": ("few_token_matmul", MatmulSpec(1, 8192, 4096, "bfloat16")),
     "matmul 1 token gated": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1, gated=True)),
     "up": ("few_token_experts_up", EXPERTS),
     "up of bf16": ("few_token_experts_up", dataclasses.replace(EXPERTS, weight_dtype="bfloat16", limit=10.0)),
@@ -78,6 +89,9 @@ CALLS: dict[str, tuple[str, Spec]] = {
     "queries of packed rows": ("few_token_queries", dataclasses.replace(QUERIES, kv_dtype=PACKED)),
     "index key": ("few_token_index_key", INDEX_KEY),
     "window": ("few_token_window", WINDOW),
+    "inputs": ("few_token_inputs", INPUTS),
+    "inputs without tail": ("few_token_inputs", InputsSpec(1, 4096, 1536, 0, (1024,))),
+    "outputs": ("few_token_outputs", OUTPUTS),
     "write streams": ("few_token_write_streams", WRITE_STREAMS),
     "project streams": ("few_token_write_streams", dataclasses.replace(WRITE_STREAMS, written=False)),
     "read streams": ("few_token_read_streams", READ_STREAMS),
@@ -86,7 +100,7 @@ CALLS: dict[str, tuple[str, Spec]] = {
 }
 FAST = (
     "matmul", "down", "index key", "matmul 1 token", "choose up of bf16", "down 1 token", "write streams",
-    "read streams",
+    "read streams", "inputs", "outputs",
 )  # fmt: skip
 
 
@@ -123,6 +137,13 @@ def test_what_the_kernels_refuse() -> None:
         (index_key_reasons(dataclasses.replace(INDEX_KEY, norm_dtype="float16")), "norm.weight.dtype is float16"),
         (router_reasons(dataclasses.replace(ROUTER, terms=100)), "the router has 100 columns"),
         (window_reasons(dataclasses.replace(WINDOW, rank=1152)), "the query's low rank is 1152"),
+        (inputs_reasons(dataclasses.replace(INPUTS, tokens=2)), "there are 2 tokens"),
+        (inputs_reasons(dataclasses.replace(INPUTS, terms=4224)), "a weight has 4224 terms"),
+        (inputs_reasons(dataclasses.replace(INPUTS, tail=20, rows=1556)), "a result has 20 columns"),
+        (inputs_reasons(dataclasses.replace(INPUTS, pooled=())), "there are 0 weights of compressors"),
+        (outputs_reasons(dataclasses.replace(OUTPUTS, terms=4352)), "a group has 4352 terms of heads of 512"),
+        (outputs_reasons(dataclasses.replace(OUTPUTS, rope_dim=36)), "36 columns have rope"),
+        (outputs_reasons(dataclasses.replace(OUTPUTS, rows=1020)), "a group has 1020 weight rows"),
         (write_streams_reasons(dataclasses.replace(WRITE_STREAMS, count=5)), "there are 5 streams"),
         (read_streams_reasons(dataclasses.replace(READ_STREAMS, columns=4080)), "a stream has 4080 columns"),
     ]  # fmt: skip
@@ -143,13 +164,15 @@ def test_the_form_of_one_token() -> None:
 
     for changes, expected in (
         ({}, HALVES), ({"gated": True}, SIXTEEN), ({"terms": 7040}, SIXTEEN), ({"terms": 1536}, SIXTEEN),
-        ({"weight_dtype": "bfloat16"}, REGISTERS), ({"terms": 12416}, REGISTERS),
+        ({"weight_dtype": "bfloat16"}, REGISTERS),
+        ({"weight_dtype": "bfloat16", "rows": 7168}, HALVES), ({"terms": 12416}, REGISTERS),
         ({"terms": 12416, "eps": None}, SIXTEEN), ({"terms": MOST_TERMS + 128, "eps": None}, REGISTERS),
     ):  # fmt: skip
         assert form("few_token_matmul", dataclasses.replace(MATMUL, **changes)) == expected
     assert form("few_token_experts_down", EXPERTS) == HALVES
     assert form("few_token_experts_down", dataclasses.replace(EXPERTS, choices=10)) == REGISTERS
     assert form("few_token_experts_up", EXPERTS) == REGISTERS
+    assert [outputs_config(dataclasses.replace(OUTPUTS, groups=groups)).tiles for groups in (1, 8, 16)] == [1, 8, 16]
     choice = KERNELS["few_token_choose_up"]
     assert [choice.config_for(dataclasses.replace(CHOICE, hidden=h)).form for h in (7168, 20480)] == [
         SIXTEEN,
