@@ -21,8 +21,8 @@ from tsmla_kernels.sm90.warp import divide
 
 class OneTokenChooseUp:
     """few_token_choose_up by a ring: `config` is static, all other sizes are dynamic. A tile has eight columns of an
-    expert. Tiles of the shared experts come first, since they are known before the choice. Both warps that copy make
-    the choice."""
+    expert. Tiles of the shared experts come first, since they are known before the choice: they are on their way while
+    both warps that copy make it."""
 
     def __init__(self, config: ChoiceConfig) -> None:
         self.config, self.choice = config, Choice(config)
@@ -63,8 +63,13 @@ class OneTokenChooseUp:
                 self.ring.prefetch(self.rows(arrays, place + (config.num_experts - config.top_k), tile))
         self.ring.open(shared)
         cute.arch.griddepcontrol_wait()
-        count = Int32(0)
+        count, of_shared = Int32(0), columns * config.num_shared
         if warp >= WARPS:
+            for index in cutlass.range(first, of_shared, step, unroll=1):
+                place, tile = self.place_of(index, columns)
+                expert = place + (config.num_experts - config.top_k)
+                if expert < self.count(arrays):
+                    count = self.ring.fill(shared, self.rows(arrays, expert, tile), count, warp)
             mine, weight = self.choice.choose(chosen.logits, chosen.bias)
             index = cute.arch.lane_idx()
             if (index < config.choices) & (warp == WARPS):
@@ -73,18 +78,25 @@ class OneTokenChooseUp:
                     chosen.experts[0, index] = mine
                     chosen.weights[0, index] = weight
             cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=THREADS)
-            for index in cutlass.range(first, tiles, step, unroll=1):
+            begin = first
+            if first < of_shared:
+                begin += cute.ceil_div(of_shared - first, step) * step
+            for index in cutlass.range(begin, tiles, step, unroll=1):
                 place, tile = self.place_of(index, columns)
                 expert = cute.arch.shuffle_sync(mine, place)
                 if expert < self.count(arrays):
                     count = self.ring.fill(shared, self.rows(arrays, expert, tile), count, warp)
         else:
-            factor, turn = self.put_terms(arrays, shared), Int32(0)
-            cute.arch.barrier(barrier_id=READY, number_of_threads=THREADS)
+            factor, turn, ready = self.put_terms(arrays, shared), Int32(0), Int32(0)
             here = lane()
             for index in cutlass.range(first, tiles, step, unroll=1):
                 place, tile = self.place_of(index, columns)
-                expert = experts[place]
+                expert = place + (config.num_experts - config.top_k)
+                if place < config.top_k:
+                    if ready == 0:
+                        cute.arch.barrier(barrier_id=READY, number_of_threads=THREADS)
+                        ready = Int32(1)
+                    expert = experts[place]
                 if expert < self.count(arrays):
                     totals = cute.make_rmem_tensor((4,), Float32)
                     totals.fill(0.0)
@@ -92,6 +104,8 @@ class OneTokenChooseUp:
                     count = self.ring.multiply(shared, here, rows, scales, shared.terms, count, Float32(1.0), totals)
                     self.store(arrays, shared, here, totals, place, tile, turn, factor)
                     turn += 1
+            if ready == 0:
+                cute.arch.barrier(barrier_id=READY, number_of_threads=THREADS)
 
     def count(self, arrays: Arrays) -> Int32:
         """How many experts there are. A stack of e4m3 matrices may have unused ones at its end, so its scales are
