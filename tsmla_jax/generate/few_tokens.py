@@ -61,7 +61,7 @@ def mlp(
         inner = few_tokens.experts_up(x, gate_up, experts, norm=norm, limit=config.swiglu_limit)
     else:
         bias = params["correction_bias"] if config.routing == "noaux_tc" else None
-        inner, experts, weights = few_tokens.choose_up_by_kernel(x, gate_up, logits, bias, spec, norm=norm)
+        inner, experts, weights = few_tokens.choose_up_by_kernel(x, gate_up, logits, bias, spec, norm=norm, down=down)
     return few_tokens.experts_down(inner, down, experts, weights, residual=more)
 
 

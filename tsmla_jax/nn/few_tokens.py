@@ -11,6 +11,7 @@ columns, I columns of an expert, H heads, N, L and R nope, latent and rope colum
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -249,6 +250,7 @@ def choose_up_by_kernel(
     spec: ChoiceSpec,
     *,
     norm: Norm | None = None,
+    down: Weight | None = None,
 ) -> Chosen:
     """The choice of one token's experts, and `experts_up` of them, in one kernel.
 
@@ -259,11 +261,15 @@ def choose_up_by_kernel(
       bias: f32 [E], with the routing noaux_tc, and only then.
       spec: how the token chooses.
       norm: as in `experts_up`.
+      down: the weights of `experts_down`, of the same dtype, which the kernel then begins to bring to the L2 cache.
     """
     others = [] if norm is None else [norm.weight]
     biases = [] if bias is None else [bias.astype(jnp.float32)]
     choices = spec.top_k + spec.num_shared
-    inputs = (x, *_values(gate_up), *others, logits, *biases)
+    spec = dataclasses.replace(spec, ahead=down is not None)
+    ahead = record.FEW_TOKEN_CHOOSE_UP.config_for(spec).ahead
+    brought = [] if down is None or not ahead else [_values(down)[0]]
+    inputs = (x, *_values(gate_up), *others, logits, *biases, *brought)
     shapes = ((choices, spec.width), (1, choices), (1, choices))
     return Chosen(*run(record.FEW_TOKEN_CHOOSE_UP, spec, inputs, *shapes))
 

@@ -19,12 +19,13 @@ from tsmla_kernels.sm90.storage import storage_of_fields
 
 class Chosen(NamedTuple):
     """The arrays of the choice: logits [1, E] f32, and the results, experts [1, P] i32 and weights [1, P] f32; bias [E]
-    f32, if the routing is noaux_tc."""
+    f32, if the routing is noaux_tc; and the weights of the second products, [E, C, I], if config.ahead."""
 
     logits: cute.Tensor
     experts: cute.Tensor
     weights: cute.Tensor
     bias: cute.Tensor | None = None
+    down: cute.Tensor | None = None
 
 
 class FewTokenChooseUp:

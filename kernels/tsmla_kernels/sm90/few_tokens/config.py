@@ -147,6 +147,7 @@ class ChoiceSpec:
     routed_scaling_factor: float = 1.0
     eps: float | None = None
     limit: float | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class ChoiceConfig:
     Attributes:
       weight_dtype, eps, limit: as in ExpertsConfig.
       form: REGISTERS or SIXTEEN. loads: as in MatmulConfig.
+      ahead: how many rows a tile of the second products has, whose first weights then come to L2 at the end; 0 if the
+        call does not have these weights.
       num_experts, top_k, num_shared, routing, scoring, n_group, topk_group, norm_topk_prob, routed_scaling_factor: as
         in `tsmla_jax.generate.config.MoEConfig`.
     """
@@ -174,6 +177,7 @@ class ChoiceConfig:
     limit: float | None = None
     form: str = REGISTERS
     loads: int = 0
+    ahead: int = 0
 
     @property
     def narrow(self) -> bool:
@@ -424,10 +428,13 @@ def choice_reasons(spec: ChoiceSpec) -> list[str]:
 def choice_config(spec: ChoiceSpec) -> ChoiceConfig:
     """The configuration that serves `spec`."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(ChoiceSpec)}
-    hidden, _ = fields.pop("hidden"), fields.pop("width")
+    hidden, width, ahead = fields.pop("hidden"), fields.pop("width"), fields.pop("ahead")
     if too_long(hidden, spec.eps):
         return ChoiceConfig(**fields)
-    return ChoiceConfig(**fields, form=SIXTEEN, loads=_loads(hidden))
+    choices = spec.top_k + spec.num_shared
+    down = experts_down_config(ExpertsSpec(1, choices, hidden, width, spec.weight_dtype))
+    tile = {REGISTERS: 0, SIXTEEN: TILE_ROWS, HALVES: TOKEN_TILE}[down.form] if ahead else 0
+    return ChoiceConfig(**fields, form=SIXTEEN, loads=_loads(hidden), ahead=tile)
 
 
 def queries_reasons(spec: QueriesSpec) -> list[str]:

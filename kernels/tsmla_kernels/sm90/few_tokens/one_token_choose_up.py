@@ -13,10 +13,13 @@ from tsmla_kernels.sm90.few_tokens.choice import Choice
 from tsmla_kernels.sm90.few_tokens.choose_up import Chosen
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS, SIXTEEN, TOKEN_TILE, UNIT, WARPS, ChoiceConfig
 from tsmla_kernels.sm90.few_tokens.experts_up import Arrays
-from tsmla_kernels.sm90.few_tokens.ring import READY, THREADS, Ring, Scales, Shared, Weights, launch
-from tsmla_kernels.sm90.few_tokens.tile import Lane, lane, matrix_of, silu_product
+from tsmla_kernels.sm90.few_tokens.ring import COPYING, READY, THREADS, Ring, Scales, Shared, Weights, launch
+from tsmla_kernels.sm90.few_tokens.tile import LINE, Lane, lane, matrix_of, silu_product
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import divide
+
+AHEAD_BYTES = 1 << 16
+"""Bytes of the second products' weights that come to L2 for each CTA."""
 
 
 class OneTokenChooseUp:
@@ -33,7 +36,7 @@ class OneTokenChooseUp:
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
         config = self.config
         names = ["x", "weight", *["scales"] * config.narrow, *["norm"] * self.normed]
-        names += ["logits", *["bias"] * config.biased, "out", "experts", "weights"]
+        names += ["logits", *["bias"] * config.biased, *["down"] * bool(config.ahead), "out", "experts", "weights"]
         given = dict(zip(names, operands, strict=True))
         chosen = Chosen(**{name: given.pop(name) for name in Chosen._fields if name in given})
         arrays = Arrays(experts=chosen.experts, **given)
@@ -86,6 +89,8 @@ class OneTokenChooseUp:
                 expert = cute.arch.shuffle_sync(mine, place)
                 if expert < self.count(arrays):
                     count = self.ring.fill(shared, self.rows(arrays, expert, tile), count, warp)
+            if const_expr(config.ahead):
+                self.prefetch_down(arrays, chosen, mine, warp)
         else:
             factor, turn, ready = self.put_terms(arrays, shared), Int32(0), Int32(0)
             here = lane()
@@ -106,6 +111,21 @@ class OneTokenChooseUp:
                     turn += 1
             if ready == 0:
                 cute.arch.barrier(barrier_id=READY, number_of_threads=THREADS)
+
+    @cute.jit
+    def prefetch_down(self, arrays: Arrays, chosen: Chosen, mine: Int32, warp: Int32) -> None:
+        """Bring the weights to L2 that this CTA multiplies first in few_token_experts_down, while the last stages of
+        the ring are multiplied. mine: the expert of the choice with this lane's index."""
+        rows, begin = self.config.ahead, cute.arch.block_idx()[0]
+        size = Int32(chosen.down.shape[2]) * (rows * chosen.down.element_type.width // 8)
+        if begin < Int32(chosen.down.shape[1]) // rows:
+            for place in cutlass.range(cutlass.min(AHEAD_BYTES // size, self.config.choices), unroll=1):
+                expert = cute.arch.shuffle_sync(mine, place)
+                if expert < self.count(arrays):
+                    first = matrix_of(chosen.down, expert) + Int64(begin) * Int64(size)
+                    index = (warp - WARPS) * 32 + cute.arch.lane_idx()
+                    for line in cutlass.range(index, size // LINE, 32 * COPYING, unroll=1):
+                        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[first + line * LINE])
 
     def count(self, arrays: Arrays) -> Int32:
         """How many experts there are. A stack of e4m3 matrices may have unused ones at its end, so its scales are

@@ -237,6 +237,7 @@ def choose_up_operands(config: ChoiceConfig) -> tuple[Operand, ...]:
         *((Operand("norm_weight", BF16, (None,)),) if config.eps is not None else ()),
         Operand("logits", "float32", (None, config.num_experts), align=4),
         *((Operand("bias", "float32", (config.num_experts,), align=4),) if config.biased else ()),
+        *((Operand("down", config.weight_dtype, (None, None, None)),) if config.ahead else ()),
         Operand("out", BF16, (None, None), output=True),
         Operand("experts", "int32", (None, config.choices), output=True, align=4),
         Operand("weights", "float32", (None, config.choices), output=True, align=4),

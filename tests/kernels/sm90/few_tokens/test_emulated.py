@@ -182,7 +182,7 @@ CHOICES = {
     "groups of 32": ChoiceSpec(
         256, 128, FP8, 256, 8, 1, "noaux_tc", "sigmoid", 8, 4, norm_topk_prob=True, routed_scaling_factor=2.5, eps=EPS
     ),
-    "softmax": ChoiceSpec(256, 128, "bfloat16", 64, 6, 2, eps=EPS),
+    "softmax": ChoiceSpec(256, 128, "bfloat16", 64, 6, 2, eps=EPS, ahead=True),
     "groups of 20": ChoiceSpec(
         256, 128, "bfloat16", 160, 6, 2, "group_limited_greedy", "softmax", 8, 3, routed_scaling_factor=16.0
     ),
@@ -218,6 +218,7 @@ def test_a_choice_of_experts(name: str) -> None:
         arrays = {"x": x, "weight": up, "weight_scales": scales, "norm_weight": norm, "logits": logits, "bias": bias}
         arrays |= {"out": np.empty((choices, 128), BF16), "experts": np.empty((1, choices), np.int32)}
         arrays["weights"] = np.empty((1, choices), np.float32)
+        arrays["down"] = draw.weight(spec.weight_dtype, count, 256, 128)
         run("few_token_choose_up", spec, arrays, "out")
         experts, weights = (np.asarray(part) for part in moe._route(jnp.array(logits), jnp.array(bias), config, None))
         shared = np.arange(spec.num_experts, count, dtype=np.int32)

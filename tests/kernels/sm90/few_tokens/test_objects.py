@@ -83,6 +83,7 @@ CALLS: dict[str, tuple[str, Spec]] = {
     "down 1 token": ("few_token_experts_down", dataclasses.replace(EXPERTS, eps=None, tokens=1)),
     "down 1 token of bf16": ("few_token_experts_down", ExpertsSpec(1, 8, 2048, 1408, "bfloat16", residual=False)),
     "choose up": ("few_token_choose_up", CHOICE),
+    "choose up, down ahead": ("few_token_choose_up", dataclasses.replace(CHOICE, ahead=True)),
     "choose up of bf16": ("few_token_choose_up", ChoiceSpec(2048, 1408, "bfloat16", 64, 6, 2, eps=1e-6)),
     "queries": ("few_token_queries", QUERIES),
     "queries of fp8": ("few_token_queries", dataclasses.replace(QUERIES, q_dtype=FP8, kv_dtype=FP8)),
