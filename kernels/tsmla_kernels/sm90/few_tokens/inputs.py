@@ -81,14 +81,14 @@ class FewTokenInputs:
                 self.ring.prefetch(self.tile(arrays, index).rows)
         self.ring.open(shared)
         cute.arch.griddepcontrol_wait()
-        count = Int32(0)
+        count, none = Int32(0), Scales(Int64(0), Int64(0))
         if warp >= WARPS:
             for index in cutlass.range(first, tiles, step, unroll=1):
-                count = self.ring.fill(shared, self.tile(arrays, index).rows, count, warp)
+                count = self.ring.fill(shared, self.tile(arrays, index).rows, none, count, warp)
         else:
             terms, turn = Int32(arrays.x.shape[1]), Int32(0)
             factor = self.ring.put_row(shared, arrays.x.iterator.toint(), Int64(0), terms, None)
-            place, none = lane(), Scales(Int64(0), Int64(0))
+            place = lane()
             for index in cutlass.range(first, tiles, step, unroll=1):
                 totals = cute.make_rmem_tensor((4,), Float32)
                 totals.fill(0.0)

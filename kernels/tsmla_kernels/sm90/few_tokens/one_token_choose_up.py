@@ -72,7 +72,8 @@ class OneTokenChooseUp:
                 place, tile = self.place_of(index, columns)
                 expert = place + (config.num_experts - config.top_k)
                 if expert < self.count(arrays):
-                    count = self.ring.fill(shared, self.rows(arrays, expert, tile), count, warp)
+                    rows, scales = self.rows(arrays, expert, tile), self.scales(arrays, expert, tile)
+                    count = self.ring.fill(shared, rows, scales, count, warp)
             mine, weight = self.choice.choose(chosen.logits, chosen.bias)
             index = cute.arch.lane_idx()
             if (index < config.choices) & (warp == WARPS):
@@ -88,7 +89,8 @@ class OneTokenChooseUp:
                 place, tile = self.place_of(index, columns)
                 expert = cute.arch.shuffle_sync(mine, place)
                 if expert < self.count(arrays):
-                    count = self.ring.fill(shared, self.rows(arrays, expert, tile), count, warp)
+                    rows, scales = self.rows(arrays, expert, tile), self.scales(arrays, expert, tile)
+                    count = self.ring.fill(shared, rows, scales, count, warp)
             if const_expr(config.ahead):
                 self.prefetch_down(arrays, chosen, mine, warp)
         else:

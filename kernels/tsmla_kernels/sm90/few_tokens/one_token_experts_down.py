@@ -86,7 +86,8 @@ class OneTokenExpertsDown:
                 for place in cutlass.range(self.config.choices, unroll=1):
                     expert = tables.experts[place]
                     if expert >= 0:
-                        count = self.ring.fill(shared, self.rows(arrays, expert, tile), count, warp)
+                        rows, scales = self.rows(arrays, expert, tile), self.scales(arrays, expert, tile)
+                        count = self.ring.fill(shared, rows, scales, count, warp)
         else:
             self.clear(pairs, width, tables)
             factor = self.ring.put_terms(shared, pairs, self.config.choices * width, Int64(0), None)

@@ -53,7 +53,8 @@ class OneTokenMatmul:
         count = Int32(0)
         if warp >= WARPS:
             for tile in cutlass.range(first, tiles, step, unroll=1):
-                count = self.ring.fill(shared, self.rows(arrays, tile), count, warp)
+                rows, scales = self.rows(arrays, tile), self.scales(arrays, tile)
+                count = self.ring.fill(shared, rows, scales, count, warp)
         else:
             factor, turn = self.put_terms(arrays, shared), Int32(0)
             place = lane()

@@ -73,13 +73,13 @@ class FewTokenOutputs:
                 self.ring.prefetch(self.rows(arrays, tile))
         self.ring.open(shared)
         cute.arch.griddepcontrol_wait()
-        count = Int32(0)
+        count, none = Int32(0), Scales(Int64(0), Int64(0))
         if warp >= WARPS:
             for tile in cutlass.range(first, first + tiles, unroll=1):
-                count = self.ring.fill(shared, self.rows(arrays, tile), count, warp)
+                count = self.ring.fill(shared, self.rows(arrays, tile), none, count, warp)
         else:
             factor, turn = self.put_terms(arrays, shared, first), Int32(0)
-            place, none = lane(), Scales(Int64(0), Int64(0))
+            place = lane()
             for tile in cutlass.range(first, first + tiles, unroll=1):
                 totals = cute.make_rmem_tensor((4,), Float32)
                 totals.fill(0.0)

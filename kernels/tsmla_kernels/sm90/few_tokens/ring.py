@@ -143,9 +143,10 @@ class Ring:
             cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[begin + line * LINE])
 
     @cute.jit
-    def fill(self, shared: Shared, rows: Weights, count: Int32, warp: Int32):
-        """Copy a tile through the ring, by the warps that copy, in turns. count: the stages filled before. Returns the
-        stages filled after it."""
+    def fill(self, shared: Shared, rows: Weights, scales: Scales, count: Int32, warp: Int32):
+        """Copy a tile through the ring, by the warps that copy, in turns, and bring its scales to L2, which the warps
+        that multiply would wait for in every stage. count: the stages filled before. Returns the stages filled after
+        it."""
         index = cute.arch.lane_idx()
         begin = rows.first if index < TOKEN_TILE else rows.second
         begin += Int64(index % TOKEN_TILE) * rows.pitch
@@ -168,6 +169,10 @@ class Ring:
                             Int32((shared.full + stage).toint()),
                         ],
                     )
+                elif const_expr(self.narrow):
+                    if index < ROWS + 2:
+                        scale = (scales.first if index == ROWS else scales.second) + segment * (WARPS * 4)
+                        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scale])
             count += 1
         return count
 
