@@ -16,6 +16,7 @@ from tsmla_kernels.sm90.few_tokens.record import (
     FEW_TOKEN_QUERIES,
     FEW_TOKEN_READ_STREAMS,
     FEW_TOKEN_ROUTER,
+    FEW_TOKEN_VALUES,
     FEW_TOKEN_WINDOW,
     FEW_TOKEN_WRITE_STREAMS,
 )
@@ -77,6 +78,7 @@ KERNELS = {
         FEW_TOKEN_READ_STREAMS,
         FEW_TOKEN_INPUTS,
         FEW_TOKEN_OUTPUTS,
+        FEW_TOKEN_VALUES,
     )
 }
 

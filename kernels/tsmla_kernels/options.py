@@ -37,6 +37,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 from tsmla_kernels.sm90.few_tokens.latent_config import InputsSpec, OutputsSpec
 from tsmla_kernels.sm90.few_tokens.streams_config import ReadStreamsSpec, WriteStreamsSpec
+from tsmla_kernels.sm90.few_tokens.values_config import ValuesSpec
 
 Spec = TypeVar("Spec")
 
@@ -411,6 +412,16 @@ def few_token_outputs_spec(options: Mapping[str, str]) -> OutputsSpec:
     """The spec of few_token_outputs: a token's heads."""
     values = _filled_in(options, _FEW_TOKENS)
     return OutputsSpec(_parsed(values, "num_tokens", int), groups=8, terms=4096, rows=1024)
+
+
+def few_token_values_spec(options: Mapping[str, str]) -> ValuesSpec:
+    """The spec of few_token_values: a token of num_heads heads, and v_dim rows of W_UV for each; partial_dtype and
+    lane_order are those of the decode call before it."""
+    more = {"num_heads": "16", "v_dim": "128", "partial_dtype": "float32", "lane_order": "false"}
+    values = _filled_in(options, {**_FEW_TOKENS, **more})
+    heads, rows = (_parsed(values, name, int) for name in ("num_heads", "v_dim"))
+    lane_order = _parsed(values, "lane_order", bool)
+    return ValuesSpec(1, heads, 512, rows, max(64, heads), values["partial_dtype"], lane_order)
 
 
 def few_token_write_streams_spec(options: Mapping[str, str]) -> WriteStreamsSpec:

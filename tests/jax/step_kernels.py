@@ -42,7 +42,13 @@ def prepare() -> None:
     any_handler = next(entry["execute"] for entry in handlers if "execute" in entry)
     jax.ffi.register_ffi_target(device.TARGET, any_handler, platform="CUDA")
     # The compiler asks no custom call what it does: its kernel's name stands for the object.
-    kernel_call._module = lambda kernel, config, arch: (kernel.name.encode(),) * 2  # type: ignore[assignment]
+    kernel_call._module = lambda kernel, config, arch: (_name(kernel, config).encode(),) * 2  # type: ignore[assignment]
+
+
+def _name(kernel: Any, config: Any) -> str:
+    """A kernel's name; attention that leaves the merging to its caller launches one kernel and has a name of its
+    own."""
+    return f"{kernel.name}_pieces" if kernel.name == "mla_decode" and not config.merged else str(kernel.name)
 
 
 def compiled(model: str, weights: str, texts: int, layers: int) -> str:

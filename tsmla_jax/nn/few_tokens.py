@@ -21,15 +21,19 @@ from tsmla_jax import sparse
 from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.products.block_scaled import BlockScaled, widened
 from tsmla_jax.nn.products.linear import linear
-from tsmla_jax.ops import device
-from tsmla_jax.ops.inputs import scale_operand
+from tsmla_jax.ops import checks, device
+from tsmla_jax.ops.inputs import Scales, scale_operand
 from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.mla_decode import cute
+from tsmla_jax.ops.mla_decode.api import OPERATION
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.rotation import rotate
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.contract.layouts import INDEXER
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.decode.config import decode_config
 from tsmla_kernels.sm90.few_tokens import record
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
 from tsmla_kernels.sm90.few_tokens.config import (
@@ -41,6 +45,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     RouterSpec,
 )
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
+from tsmla_kernels.sm90.few_tokens.values_config import ValuesSpec
 
 Weight = jax.Array | BlockScaled
 
@@ -357,6 +362,63 @@ class LayerNorm(NamedTuple):
     weight: jax.Array
     bias: jax.Array
     eps: float
+
+
+def _decode_arguments(absorbed: Any, kv_cache: Any, tables: Any, lens: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a dense `tsmla_jax.mla_decode`, by name."""
+    given = {"q": absorbed, "kv_cache": kv_cache, "block_tables": tables, "seq_lens": lens, **options}
+    absent = dict.fromkeys(("cu_seqlens_q", "max_q_len", "visible_lens"))
+    flags = dict.fromkeys(("return_lse", "batch_invariant", "fp8_probabilities"), False)
+    return {**given, **absent, **flags, "causal": True}
+
+
+def _values_spec(spec: DecodeSpec, w_uv: Any) -> ValuesSpec:
+    shape = decode_config(spec).shape
+    sizes = (spec.batch, shape.num_heads, shape.latent_dim, w_uv.shape[1], shape.tile_rows)
+    return ValuesSpec(*sizes, shape.partial_dtype, shape.partial_is_lane_order)
+
+
+def why_not_attend(
+    absorbed: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, w_uv: Any, **options: Any
+) -> list[str]:
+    """Why `attend_by_kernel` can't run; empty if it can."""
+    if absorbed.shape[:2] != (1, 1):
+        return [f"there are {absorbed.shape[0] * absorbed.shape[1]} tokens; few_token_values takes one"]
+    if reasons := device.why_not(record.FEW_TOKEN_VALUES) + device.why_not_by_default():
+        return reasons
+    spec = OPERATION.spec(**_decode_arguments(absorbed, kv_cache, block_tables, seq_lens, options))
+    if reasons := cute.why_not(spec):
+        return reasons
+    if w_uv.dtype != jnp.bfloat16 or 0 in (spec.max_pages, spec.num_pages):
+        return [f"w_uv is {w_uv.dtype}, or there are no pages; few_token_values takes bfloat16"]
+    return record.FEW_TOKEN_VALUES.reasons(_values_spec(spec, w_uv))
+
+
+def attend_by_kernel(
+    absorbed: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    w_uv: jax.Array,
+    **options: Any,
+) -> jax.Array:
+    """Attention of one token, and the product of each head's result with W_UV: [1, H V].
+
+    mla_decode's first kernel attends, and the second one merges its pieces and multiplies them.
+
+    Args:
+      absorbed: [1, 1, H, L + R], as `queries` returns it.
+      kv_cache, block_tables, seq_lens: as of `tsmla_jax.mla_decode`.
+      w_uv: [H, V, L].
+      options: softmax_scale, latent_dim, q_scale and kv_scale of `tsmla_jax.mla_decode`.
+    """
+    spec = OPERATION.spec(**_decode_arguments(absorbed, kv_cache, block_tables, seq_lens, options))
+    lens = checks.decode(spec, seq_lens, block_tables, None)
+    kv_scale = options["kv_scale"]
+    scales = Scales(options["softmax_scale"], options["q_scale"], kv_scale, kv_scale)
+    pieces = cute.unmerged(absorbed, kv_cache, block_tables, lens, scales, spec=spec)
+    heads, rows, _ = w_uv.shape
+    return run(record.FEW_TOKEN_VALUES, _values_spec(spec, w_uv), (*pieces, w_uv), (1, heads * rows))[0]
 
 
 def why_not_index_keys(keys: Any, rope: Rope, norm: LayerNorm, k_cache: Any) -> list[str]:

@@ -61,6 +61,7 @@ def calls() -> Iterator[Call]:
             yield Call(kernel, f"num_heads=16,{dtype}")
     yield from _v32_calls()
     yield from _v4_calls()
+    yield from _attention_of_one_token()
     yield from _few_token_calls()
 
 
@@ -81,6 +82,17 @@ def _v4_calls() -> Iterator[Call]:
         )
     for compressed in V4_COMPRESSED:
         yield Call("compress_write_kv_cache", compressed)
+
+
+def _attention_of_one_token() -> Iterator[Call]:
+    """mla_decode without its second kernel, and the kernel that merges its pieces."""
+    for dtype, model, devices in itertools.product(DTYPES, MODELS, PARALLEL):
+        given = f"{model},tensor_parallel={devices},{dtype},merged=false"
+        yield Call("mla_decode", given)
+        for _, config in configs(given, [KERNELS["mla_decode"]]):
+            shape = config.shape
+            pieces = f"partial_dtype={shape.partial_dtype},lane_order={str(shape.partial_is_lane_order).lower()}"
+            yield Call("few_token_values", f"num_heads={shape.num_heads},{pieces}")
 
 
 def _few_token_calls() -> Iterator[Call]:

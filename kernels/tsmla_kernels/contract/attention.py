@@ -57,7 +57,7 @@ class DecodeSpec(ResultDtypes):
     """One call of mla_decode. For ragged queries max_q_len is the static bound on a request's query tokens and
     total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S. visible_lens: whether the call says how
     many keys each token sees, in place of the causal rule. fp8_probabilities: whether kernels may round probabilities
-    to float8_e4m3fn."""
+    to float8_e4m3fn. merged: whether a row's pieces are merged; if not, the caller does it."""
 
     batch: Dim
     total_q_len: Dim
@@ -75,6 +75,7 @@ class DecodeSpec(ResultDtypes):
     batch_invariant: bool
     visible_lens: bool = False
     fp8_probabilities: bool = False
+    merged: bool = True
 
     @property
     def head_dim(self) -> int:

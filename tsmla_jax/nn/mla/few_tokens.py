@@ -97,14 +97,16 @@ def decode(
     options: dict[str, Any] = {
         "softmax_scale": config.softmax_scale,
         "latent_dim": config.kv_lora_rank,
-        "cu_seqlens_q": step.cu_seqlens_q,
-        "max_q_len": step.max_q_len,
         "q_scale": q_scale,
         "kv_scale": kv_scale,
-        "implementation": implementation,
     }
     absorbed = absorbed.reshape(*shape, *absorbed.shape[1:])
-    out = tsmla_jax.mla_decode(absorbed, kv_cache, step.block_tables, step.seq_lens, **options)
-    out = cast(jax.Array, out).reshape(x.shape[0], -1, config.kv_lora_rank).astype(x.dtype)
-    heads = jnp.einsum("thl,hvl->thv", out, params["w_uv"]).reshape(x.shape[0], -1)
+    tables, lens, w_uv = step.block_tables, step.seq_lens, params["w_uv"]
+    if dense and not few_tokens.why_not_attend(absorbed, kv_cache, tables, lens, w_uv, **options):
+        heads = few_tokens.attend_by_kernel(absorbed, kv_cache, tables, lens, w_uv, **options)
+    else:
+        options |= {"cu_seqlens_q": step.cu_seqlens_q, "max_q_len": step.max_q_len, "implementation": implementation}
+        out = tsmla_jax.mla_decode(absorbed, kv_cache, tables, lens, **options)
+        out = cast(jax.Array, out).reshape(x.shape[0], -1, config.kv_lora_rank).astype(x.dtype)
+        heads = jnp.einsum("thl,hvl->thv", out, w_uv).reshape(x.shape[0], -1)
     return few_tokens.matmul(heads, params["o_proj"], residual=x), kv_cache

@@ -4,6 +4,7 @@ partitioning.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -69,6 +70,35 @@ def mla_decode(
             call = call._replace(static_scales=(float(operand[0]), float(operand[1])))
     results: Results = _transformable(call)(q, kv_cache, block_tables, seq_lens, *optional, operand)
     return results
+
+
+class Pieces(NamedTuple):
+    """Results of mla_decode's first kernel alone.
+
+    Attributes:
+      latents: [N, L], the rows of row tiles that were not cut.
+      partial_out, partial_lse, split_info: the workspaces, as the kernel's config describes them.
+    """
+
+    latents: jax.Array
+    partial_out: jax.Array
+    partial_lse: jax.Array
+    split_info: jax.Array
+
+
+def unmerged(
+    q: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, scales: Scales, *, spec: DecodeSpec
+) -> Pieces:
+    """The pieces of a call that is neither ragged nor batch_invariant, for the caller to merge. On Hopper alone; not
+    partitioned automatically."""
+    arch = device.arch_for(MLA_DECODE)
+    config = sm90_decode.decode_config(dataclasses.replace(spec, merged=False))
+    rows = math.prod(q.shape[:-1])
+    workspaces = sm90_decode.workspace_shapes(config, device.num_sms(arch), spec.batch, spec.max_pages)
+    inputs: tuple[Any, ...] = (q.reshape(rows, spec.head_dim), kv_cache, block_tables, seq_lens, seq_lens)
+    shapes = ((rows, spec.latent_dim), (rows,), *(shape for shape, _ in workspaces.values()))
+    latents, _, *others = kernel_call(MLA_DECODE, config, (*inputs, jnp.asarray(scales.operand())), shapes, arch=arch)
+    return Pieces(latents, *others)
 
 
 class _Planned(NamedTuple):

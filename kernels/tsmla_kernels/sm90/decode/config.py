@@ -43,6 +43,7 @@ class DecodeConfig:
         them.
       visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
       fp8_p: whether P is rounded to e4m3, so that P V is multiplied in fp8.
+      merged: whether a second kernel merges the pieces; if not, the caller does.
     """
 
     dtype: str
@@ -60,6 +61,7 @@ class DecodeConfig:
     heads_first: bool = False
     visible_lens: bool = False
     fp8_p: bool = False
+    merged: bool = True
 
     @property
     def cache_dtype(self) -> str:
@@ -238,6 +240,7 @@ def decode_config(spec: DecodeSpec, *, split_q: bool = False, heads_first: bool 
         visible_lens=spec.visible_lens,
         # With few rows P V is not the limit.
         fp8_p=spec.fp8_probabilities and spec.q_dtype == FP8 and rows > FEW_ROWS,
+        merged=spec.merged,
     )
 
 

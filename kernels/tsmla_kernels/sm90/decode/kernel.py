@@ -114,15 +114,16 @@ class MlaDecode:
             grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
-        self.combine.merge_pieces(
-            arrays.partial_out,
-            arrays.partial_lse,
-            arrays.split_info,
-            arrays.out,
-            arrays.lse,
-            num_clusters,
-            Optional(),
-        ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
+        if const_expr(self.config.merged):
+            self.combine.merge_pieces(
+                arrays.partial_out,
+                arrays.partial_lse,
+                arrays.split_info,
+                arrays.out,
+                arrays.lse,
+                num_clusters,
+                Optional(),
+            ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
         """How many clusters share the work. split_info has two entries for each cluster or, if batch_invariant, one

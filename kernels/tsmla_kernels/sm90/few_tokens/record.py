@@ -15,6 +15,7 @@ from tsmla_kernels.options import (
     few_token_queries_spec,
     few_token_read_streams_spec,
     few_token_router_spec,
+    few_token_values_spec,
     few_token_window_spec,
     few_token_write_streams_spec,
 )
@@ -58,6 +59,7 @@ from tsmla_kernels.sm90.few_tokens.streams_config import (
     write_streams_config,
     write_streams_reasons,
 )
+from tsmla_kernels.sm90.few_tokens.values_config import LATENT, ValuesConfig, values_config, values_reasons
 
 BF16 = "bfloat16"
 
@@ -391,5 +393,30 @@ FEW_TOKEN_OUTPUTS = Kernel(
     spec_from_options=few_token_outputs_spec,
     reasons=outputs_reasons,
     config_for=outputs_config,
+    presets=(),
+)
+
+
+def values_operands(config: ValuesConfig) -> tuple[Operand, ...]:
+    """The operands. The numbers of heads, of slots and of rows are read at the launch."""
+    return (
+        Operand("latents", BF16, (None, LATENT)),
+        Operand("partial_out", config.partial_dtype, (None, None, LATENT), wide=True),
+        Operand("partial_lse", "float32", (None, 3, None), wide=True),
+        Operand("split_info", "int32", (None, 4)),
+        Operand("w_uv", BF16, (None, None, LATENT)),
+        Operand("out", BF16, (None, None), output=True),
+    )
+
+
+FEW_TOKEN_VALUES = Kernel(
+    name="few_token_values",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.few_tokens.values:FewTokenValues",
+    config=ValuesConfig,
+    operands=values_operands,
+    spec_from_options=few_token_values_spec,
+    reasons=values_reasons,
+    config_for=values_config,
     presets=(),
 )

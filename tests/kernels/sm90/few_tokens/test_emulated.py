@@ -22,6 +22,7 @@ from tsmla_jax.ops.selected import layouts
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 from tsmla_kernels.sm90.few_tokens.config import (
     PACKED,
     ChoiceSpec,
@@ -34,6 +35,8 @@ from tsmla_kernels.sm90.few_tokens.config import (
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 from tsmla_kernels.sm90.few_tokens.latent_config import InputsSpec, OutputsSpec
 from tsmla_kernels.sm90.few_tokens.streams_config import SUMS, ReadStreamsSpec, WriteStreamsSpec
+from tsmla_kernels.sm90.few_tokens.values_config import ValuesSpec
+from tsmla_kernels.sm90.latent.shape import workspace_shapes
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 
@@ -382,6 +385,32 @@ def test_a_window_row(page_size: int, rank: int) -> None:
         np.testing.assert_array_equal(found[~written] != cache[~written], found[~written] != want[~written])
         assert (found != want).sum() <= 0.002 * written.sum()
         close(arrays["low"], normed(joint[:, :rank], norms[0]), 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "rows"), [(16, 300, 24), (16, 20, 16), slow(16, 0, 8), slow(128, 200, 8), slow(40, 500, 8)]
+)
+def test_attention_of_a_token(heads: int, keys: int, rows: int) -> None:
+    """mla_decode's first kernel, and the merging of its pieces with W_UV; 20 keys are one piece, of 0 there is none."""
+    draw, config = Draw(), DecodeConfig("bfloat16", heads, 1, cluster=2 if heads > 64 else 1, merged=False)
+    q, cache = draw.bf16(heads, 576), draw.bf16(9, 64, 576)
+    tables, lens = draw.rng.permutation(9)[None].astype(np.int32), np.array([keys], np.int32)
+    arrays = {"q": q, "kv_cache": cache, "block_tables": tables, "seq_lens": lens, "cu_seqlens_q": lens}
+    arrays |= {"scales": np.array([576**-0.5, 1], np.float32), "lse": np.empty(heads, np.float32)}
+    latents = arrays["out"] = np.full((heads, 512), np.nan, BF16)
+    for name, (sizes, dtype) in workspace_shapes(config.shape, 12, 1, 9).items():
+        arrays[name] = np.full(sizes, 7 if dtype == "int32" else np.nan, dtype)
+    assert launch(KERNELS["mla_decode"], config, arrays, ORDERS[0]).hazards == []
+    w_uv, shape = draw.bf16(heads, rows, 512), config.shape
+    spec = ValuesSpec(1, heads, 512, rows, shape.tile_rows, shape.partial_dtype, shape.partial_is_lane_order)
+    arrays |= {"latents": latents, "w_uv": w_uv, "out": np.empty((1, heads * rows), BF16)}
+    run("few_token_values", spec, arrays, "out")
+    own = wide(cache[tables[0]].reshape(-1, 576)[:keys])
+    scores = wide(q) @ own.T * 576**-0.5
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-1e30))
+    weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
+    want = np.einsum("hk,kl,hvl->hv", weights, own[:, :512], wide(w_uv))
+    close(arrays["out"], want.reshape(1, -1), 1e-2)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from tsmla_kernels.sm90.few_tokens.streams_config import (
     read_streams_reasons,
     write_streams_reasons,
 )
+from tsmla_kernels.sm90.few_tokens.values_config import ValuesSpec, values_config, values_reasons
 
 MATMUL = MatmulSpec(16, 7168, 2112, FP8, eps=1e-6)
 EXPERTS = ExpertsSpec(16, 9, 7168, 2048, FP8, eps=1e-6)
@@ -52,6 +53,7 @@ INDEX_KEY = IndexKeySpec(16, "bfloat16", rope_layout="halves")
 ROUTER = RouterSpec(16, 7168, 256, 1e-6)
 WINDOW = WindowSpec(16, 64, 1024, 1e-6, 1e-6)
 INPUTS, OUTPUTS = InputsSpec(1, 4096, 1600, 64, (2048, 512)), OutputsSpec(1, 8, 4096, 1024)
+VALUES = ValuesSpec(1, 16, 512, 128, 64, "float32", False)
 WRITE_STREAMS, READ_STREAMS = WriteStreamsSpec(16, 4, 4096), ReadStreamsSpec(16, 4, 4096)
 Spec = (
     MatmulSpec
@@ -63,6 +65,7 @@ Spec = (
     | IndexKeySpec
     | InputsSpec
     | OutputsSpec
+    | ValuesSpec
     | WriteStreamsSpec
     | ReadStreamsSpec
 )
@@ -93,6 +96,8 @@ CALLS: dict[str, tuple[str, Spec]] = {
     "inputs": ("few_token_inputs", INPUTS),
     "inputs without tail": ("few_token_inputs", InputsSpec(1, 4096, 1536, 0, (1024,))),
     "outputs": ("few_token_outputs", OUTPUTS),
+    "values": ("few_token_values", VALUES),
+    "values of many heads": ("few_token_values", ValuesSpec(1, 128, 512, 128, 128, "float16", True)),
     "write streams": ("few_token_write_streams", WRITE_STREAMS),
     "project streams": ("few_token_write_streams", dataclasses.replace(WRITE_STREAMS, written=False)),
     "read streams": ("few_token_read_streams", READ_STREAMS),
@@ -101,7 +106,7 @@ CALLS: dict[str, tuple[str, Spec]] = {
 }
 FAST = (
     "matmul", "down", "index key", "matmul 1 token", "choose up of bf16", "down 1 token", "write streams",
-    "read streams", "inputs", "outputs",
+    "read streams", "inputs", "outputs", "values",
 )  # fmt: skip
 
 
@@ -145,6 +150,10 @@ def test_what_the_kernels_refuse() -> None:
         (outputs_reasons(dataclasses.replace(OUTPUTS, terms=4352)), "a group has 4352 terms of heads of 512"),
         (outputs_reasons(dataclasses.replace(OUTPUTS, rope_dim=36)), "36 columns have rope"),
         (outputs_reasons(dataclasses.replace(OUTPUTS, rows=1020)), "a group has 1020 weight rows"),
+        (values_reasons(dataclasses.replace(VALUES, tokens=2)), "there are 2 tokens"),
+        (values_reasons(dataclasses.replace(VALUES, heads=65)), "there are 65 heads in tiles of 64"),
+        (values_reasons(dataclasses.replace(VALUES, latent_dim=256)), "latents have 256 columns"),
+        (values_reasons(dataclasses.replace(VALUES, rows=12)), "W_UV has 12 rows"),
         (write_streams_reasons(dataclasses.replace(WRITE_STREAMS, count=5)), "there are 5 streams"),
         (read_streams_reasons(dataclasses.replace(READ_STREAMS, columns=4080)), "a stream has 4080 columns"),
     ]  # fmt: skip
@@ -173,6 +182,12 @@ def test_the_form_of_one_token() -> None:
     assert form("few_token_experts_down", EXPERTS) == HALVES
     assert form("few_token_experts_down", dataclasses.replace(EXPERTS, choices=10)) == REGISTERS
     assert form("few_token_experts_up", EXPERTS) == REGISTERS
+    assert [values_config(dataclasses.replace(VALUES, heads=heads)).rows for heads in (8, 16, 64, 128)] == [
+        8,
+        16,
+        64,
+        128,
+    ]
     assert [outputs_config(dataclasses.replace(OUTPUTS, groups=groups)).tiles for groups in (1, 8, 16)] == [1, 8, 16]
     choice = KERNELS["few_token_choose_up"]
     assert [choice.config_for(dataclasses.replace(CHOICE, hidden=h)).form for h in (7168, 20480)] == [
