@@ -335,8 +335,9 @@ def matmul_reasons(spec: MatmulSpec) -> list[str]:
 
 def matmul_config(spec: MatmulSpec) -> MatmulConfig:
     """The configuration that serves `spec`."""
-    large = spec.weight_dtype == FP8 or 2 * spec.terms * spec.rows >= _LARGE
-    rings = spec.tokens == 1 and large and not too_long(spec.terms, spec.eps)
+    few_ctas = spec.rows <= _FEW_ROWS and spec.terms >= _LONG_TERMS and spec.terms % (2 * UNIT) == 0
+    helps = spec.weight_dtype == FP8 or few_ctas or 2 * spec.terms * spec.rows >= _LARGE
+    rings = spec.tokens == 1 and helps and not too_long(spec.terms, spec.eps)
     return MatmulConfig(
         spec.weight_dtype,
         token_tiles(spec.tokens),
@@ -367,7 +368,10 @@ def _tiles(spec: MatmulSpec) -> str:
 
 
 _LARGE = 1 << 25
-"""Bytes of a bf16 matrix from which on it is read through a ring; a smaller one is read no faster so."""
+"""Bytes of a bf16 matrix from which on it is read through a ring."""
+_FEW_ROWS, _LONG_TERMS = 512, 4096
+"""A bf16 matrix of so few and so long rows is read through a ring, too: few multiprocessors read it, and each has more
+bytes on their way so. Others are read no faster."""
 _LONG_ROW = 2048
 """Bytes of a weight row from which on its halves are multiplied at once."""
 

@@ -114,6 +114,8 @@ def slow(*values: Any) -> Any:
         MatmulSpec(1, 3456, 48, FP8, EPS, gated=True),
         slow(MatmulSpec(1, 256, 40, "bfloat16", EPS)),
         slow(MatmulSpec(1, 4096, 4104, "bfloat16")),
+        slow(MatmulSpec(1, 7168, 64, "bfloat16", EPS)),
+        slow(MatmulSpec(1, 4096, 4112, "bfloat16", EPS, gated=True)),
         slow(MatmulSpec(1, 4608, 2144, FP8, EPS)),
         slow(MatmulSpec(1, 1408, 136, FP8, residual=True)),
         slow(MatmulSpec(1, 1280, 4352, FP8, EPS, gated=True, limit=3.0)),
@@ -189,16 +191,18 @@ CHOICES = {
     "groups of 20": ChoiceSpec(
         256, 128, "bfloat16", 160, 6, 2, "group_limited_greedy", "softmax", 8, 3, routed_scaling_factor=16.0
     ),
+    "many tiles": ChoiceSpec(256, 640, "bfloat16", 8, 2, 2, eps=EPS),
     "sqrtsoftplus": ChoiceSpec(256, 128, FP8, 40, 3, 1, "noaux_tc", "sqrtsoftplus", norm_topk_prob=True, limit=2.0),
 }
 
 
-@pytest.mark.parametrize("name", all_but_slow(CHOICES, ("softmax",)))
+@pytest.mark.parametrize("name", all_but_slow(CHOICES, ("softmax", "many tiles")))
 def test_a_choice_of_experts(name: str) -> None:
     """As the definition in XLA makes it, ties and NaN included."""
     spec, draw = CHOICES[name], Draw()
     count, choices = spec.num_experts + spec.num_shared, spec.top_k + spec.num_shared
-    up, scales = draw.weight(spec.weight_dtype, count, 256, 256), draw.scales(count, 256, 256)
+    sizes = (count, 2 * spec.width, 256)
+    up, scales = draw.weight(spec.weight_dtype, *sizes), draw.scales(*sizes)
     x, norm, bias = draw.bf16(1, 256), draw.bf16(256), draw.rng.normal(size=spec.num_experts).astype(np.float32)
     config = MoEConfig(
         spec.num_experts,
@@ -219,9 +223,9 @@ def test_a_choice_of_experts(name: str) -> None:
         if kind == "NaN":
             logits[0, spec.num_experts // 2] = np.nan
         arrays = {"x": x, "weight": up, "weight_scales": scales, "norm_weight": norm, "logits": logits, "bias": bias}
-        arrays |= {"out": np.empty((choices, 128), BF16), "experts": np.empty((1, choices), np.int32)}
+        arrays |= {"out": np.empty((choices, spec.width), BF16), "experts": np.empty((1, choices), np.int32)}
         arrays["weights"] = np.empty((1, choices), np.float32)
-        arrays["down"] = draw.weight(spec.weight_dtype, count, 256, 128)
+        arrays["down"] = draw.weight(spec.weight_dtype, count, 256, spec.width)
         run("few_token_choose_up", spec, arrays, "out")
         experts, weights = (np.asarray(part) for part in moe._route(jnp.array(logits), jnp.array(bias), config, None))
         shared = np.arange(spec.num_experts, count, dtype=np.int32)

@@ -76,6 +76,8 @@ CALLS: dict[str, tuple[str, Spec]] = {
     "matmul residual": ("few_token_matmul", dataclasses.replace(MATMUL, eps=None, residual=True)),
     "matmul 1 token": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1)),
     "matmul 1 token residual": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1, eps=None, residual=True)),
+    "matmul 1 token of few rows": ("few_token_matmul", MatmulSpec(1, 7168, 128, "bfloat16", eps=1e-6)),
+    "matmul 1 token gated of bf16": ("few_token_matmul", MatmulSpec(1, 2048, 21888, "bfloat16", eps=1e-6, gated=True)),
     "matmul 1 token of bf16": ("few_token_matmul", MatmulSpec(1, 8192, 4096, "bfloat16")),
     "matmul 1 token gated": ("few_token_matmul", dataclasses.replace(MATMUL, tokens=1, gated=True)),
     "up": ("few_token_experts_up", EXPERTS),
@@ -175,7 +177,8 @@ def test_the_form_of_one_token() -> None:
     for changes, expected in (
         ({}, HALVES), ({"gated": True}, SIXTEEN), ({"terms": 7040}, SIXTEEN), ({"terms": 1536}, SIXTEEN),
         ({"weight_dtype": "bfloat16"}, REGISTERS),
-        ({"weight_dtype": "bfloat16", "rows": 7168}, HALVES), ({"terms": 12416}, REGISTERS),
+        ({"weight_dtype": "bfloat16", "rows": 7168}, HALVES), ({"weight_dtype": "bfloat16", "rows": 128}, HALVES),
+        ({"weight_dtype": "bfloat16", "rows": 128, "terms": 2048}, REGISTERS), ({"terms": 12416}, REGISTERS),
         ({"terms": 12416, "eps": None}, SIXTEEN), ({"terms": MOST_TERMS + 128, "eps": None}, REGISTERS),
     ):  # fmt: skip
         assert form("few_token_matmul", dataclasses.replace(MATMUL, **changes)) == expected
