@@ -1,4 +1,4 @@
-"""V4's residual streams in a step of up to 16 tokens: a mix is two kernels on Hopper, the writing before it included.
+"""V4's residual streams in a step of one token: a mix is two kernels on Hopper, the writing before it included.
 
 The first kernel writes the last block's result to the streams and projects them, the second one makes the next block's
 input and the mix's weights. What they compute is `tsmla_jax.generate.streams`. Axes: T tokens, N streams, C columns.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.nn.few_tokens import MOST_TOKENS, run
+from tsmla_jax.nn.few_tokens import run
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.ops import device
 from tsmla_kernels.sm90.few_tokens import record
@@ -53,8 +53,8 @@ class Mixed(NamedTuple):
 
 def why_not(streams: jax.Array) -> list[str]:
     """Why `mix_by_kernel` can't serve streams [T, N, C] on jax's default device; empty if it can."""
-    if streams.shape[0] > MOST_TOKENS:  # said first: most other steps are of many tokens
-        return [f"there are {streams.shape[0]} tokens; the kernels of few tokens take 1 to {MOST_TOKENS}"]
+    if streams.shape[0] != 1:  # said first: most other steps are of many tokens
+        return [f"there are {streams.shape[0]} tokens; Pallas' kernels mix the streams of several tokens faster"]
     if reasons := device.why_not(record.FEW_TOKEN_WRITE_STREAMS) + device.why_not_by_default():
         return reasons
     if streams.dtype != jnp.bfloat16:
