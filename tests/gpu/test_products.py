@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 MATRICES = ((2112, 7168), (1536, 10944), (4096, 512))
 ROWS = (1, 8, 16, 33, 64, 128, 300)
-MANY_ROWS = 1100  # in pairs of CTAs
+MANY_ROWS = 1100
 SKEWS = ([5, 0, 130, 1, 16, 200, 0, 33], [0, 0, 385, 0], [3] * 64)
 
 
@@ -138,8 +138,8 @@ def test_picked_rows(counts: list[int], wide: bool, out_dtype: torch.dtype, limi
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("kind", ["e4m3", "bfloat16", "bfloat16 weights"])
-def test_groups_of_many_rows_have_x_in_common(kind: str, gate: bool) -> None:
-    """Pairs of CTAs, with multicast; groups of no row, of one, and of an odd number of tiles."""
+def test_groups_of_many_rows(kind: str, gate: bool) -> None:
+    """With weights of 16 bits by pairs of CTAs; groups of no row, of one, and of an odd number of tiles."""
     counts, columns, form = [300, 0, 385, 1, 900, 130], 1024, {"gated": gate, "out_dtype": torch.float32}
     rows, groups = sum(counts), len(counts)
     cu_rows = [0, *itertools.accumulate(counts)]

@@ -373,7 +373,7 @@ def leave(barrier: cute.Pointer | None, config: ProductConfig) -> None:
     arrival, so it needs no fence over the cluster, which would take 0.4 us."""
     if const_expr(barrier is not None):
         cute.arch.sync_warp()
-        if const_expr(config.multicast is not None):
+        if const_expr(config.multicast):
             lane = cute.arch.lane_idx()
             if lane < 2:
                 cute.arch.mbarrier_arrive(barrier, lane)

@@ -35,17 +35,10 @@ MANY_TILES_MEAN = 384
 """If groups have this many rows on average, few of a group's tiles are not full, whatever their height."""
 FEW_MEAN = 10
 """If groups have this many rows on average, a tile of 16 rows serves most of them."""
-MULTICAST_MEAN = 41
-"""If groups have this many rows on average, tiles of 128 rows of x and more may have x in common by multicast. Tiles of
-fewer rows wait for weights."""
-MULTICAST_ROWS = 512
-"""From this many rows on, dense tiles of e4m3 activations may have weights in common by multicast."""
-_TIMES = {
-    (2, 1, None): 1.0, (2, 2, None): 1.74, (3, 1, None): 1.4,
-    (2, 1, "weights"): 0.9, (2, 2, "weights"): 1.61, (3, 1, "weights"): 1.31,
-}  # fmt: skip
-"""Times of a block of terms of a tile, relative to (2, 1, None), by (groups, waves, multicast). LOG.md says which were
-measured."""
+MULTICAST_MEAN = 240
+"""If groups have this many rows on average, pairs of tiles with weights of 16 bits have the weights in common."""
+_TIMES = {(2, 1): 1.0, (2, 2): 1.74, (3, 1): 1.4}
+"""Measured times of a block of terms of a tile, relative to (2, 1), by (groups, waves)."""
 X_DTYPES = (FP8, "bfloat16", "float16")
 QUANTIZE_CTAS = 5
 """CTAs of quantize_blocks that a multiprocessor holds at a time."""
@@ -81,9 +74,8 @@ class ProductConfig:
         tile's); otherwise M are 64 of the tile's weight rows, and N are all of its tokens.
       splits: if more than one, how many CTAs a cluster has; each sums a part of the terms of one tile, and the first
         adds these up.
-      multicast: which operand the two CTAs of a cluster have in common; each loads half of it into both. "weights": one
-        CTA's tile has the rows of x behind the other's. "x": it has the weight rows behind the other's; not with picked
-        rows. None: they have none in common. Only with whole sums, and not with packed weights.
+      multicast: whether the two CTAs of a cluster have their weights in common: one's tile has the rows of x behind the
+        other's, and each loads half of the weights into both. Only with whole sums, and not with packed weights.
       ctas: how many CTAs a multiprocessor holds at a time.
       num_sms: how many multiprocessors the GPU has.
     """
@@ -104,7 +96,7 @@ class ProductConfig:
     tail: int = 0
     packed: bool = False
     plain: bool = False
-    multicast: str | None = None
+    multicast: bool = False
 
     @property
     def cluster(self) -> int:
@@ -114,27 +106,17 @@ class ProductConfig:
     @property
     def may_multicast(self) -> bool:
         """Whether `multicast` goes with the other attributes."""
-        return self.splits == 1 and not self.packed and (self.multicast != "x" or not self.picked)
+        return self.splits == 1 and not self.packed
 
     @property
     def cluster_tokens(self) -> int:
         """Rows of x of the tiles of a cluster."""
-        return self.tokens * 2 if self.multicast == "weights" else self.tokens
-
-    @property
-    def cluster_width(self) -> int:
-        """Columns of the result of the tiles of a cluster."""
-        return self.width * 2 if self.multicast == "x" else self.width
+        return self.tokens * 2 if self.multicast else self.tokens
 
     @property
     def loaded_rows(self) -> int:
         """Weight rows that a CTA loads."""
-        return self.rows // 2 if self.multicast == "weights" else self.rows
-
-    @property
-    def loaded_tokens(self) -> int:
-        """Rows of x that a CTA loads."""
-        return self.tokens // 2 if self.multicast == "x" else self.tokens
+        return self.rows // 2 if self.multicast else self.rows
 
     @property
     def quantized(self) -> bool:
@@ -326,10 +308,9 @@ def product_config(spec: ProductSpec, num_sms: int = 132) -> ProductConfig:
     )
     config = replace(config, picked=spec.num_picked is not None, packed=spec.packed, plain=spec.plain)
     if groups is not None:
-        mean = -(-rows // groups) if isinstance(rows, int) and isinstance(groups, int) else LARGE_MEAN
-        config = _grouped(config, mean)
-        if mean >= MULTICAST_MEAN:
-            return replace(config, multicast="x" if _has_x_in_common(config, spec.num_columns) else None)
+        if not isinstance(rows, int) or not isinstance(groups, int):
+            return _grouped(config, LARGE_MEAN)
+        config = _grouped(config, -(-rows // groups))
         # Nearly as many tiles of rows as rows: if these take several rounds, smaller tiles waste less of the last one.
         apart = rows <= 2 * groups and config.wide and not config.quantized and not config.packed and not config.plain
         rounds = rows * -(-spec.num_columns // config.rows) > config.num_sms
@@ -342,7 +323,8 @@ def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
     reading the weights takes most of the time, so a tile holds all rows of most groups. A second tile of a group reads
     the group's weights again, from L2."""
     if config.plain:
-        return replace(config, tokens_first=True, tail=GROUP_ROWS)
+        multicast = mean >= MULTICAST_MEAN and not config.picked
+        return replace(config, tokens_first=True, tail=GROUP_ROWS, multicast=multicast)
     few = not (config.gated or config.picked)  # two CTAs have room on a multiprocessor
     if mean <= FEW_MEAN and (config.wide or mean <= 2):
         config = replace(config, tokens=16)
@@ -352,10 +334,10 @@ def _grouped(config: ProductConfig, mean: int) -> ProductConfig:
     if mean <= 40:
         tokens = 64 if few or mean > 24 else 16 if mean <= FEW_MEAN else 32
         return _whole_blocks(replace(config, tokens=tokens, waves=1))
-    config = replace(config, tokens_first=True, tail=GROUP_ROWS)
+    config = replace(config, tokens_first=True)
     # With picked rows the other warps need more registers than three math warpgroups leave.
     whole = mean <= ONE_TILE_MEAN or mean >= MANY_TILES_MEAN or config.quantized or config.picked
-    return config if whole else replace(config, tokens=192, groups=3, waves=1)
+    return config if whole else replace(config, tokens=192, groups=3, waves=1, tail=GROUP_ROWS)
 
 
 def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
@@ -370,12 +352,6 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
     if second and not config.picked and not config.packed and not config.quantized:
         return replace(config, tokens=144, waves=1)
     return replace(config, tokens=176, waves=1) if ONE_TILE_MEAN < mean <= 160 and not config.gated else config
-
-
-def _has_x_in_common(config: ProductConfig, columns: int) -> bool:
-    """Whether pairs of a group's tiles have x in common: those of many rows, if an even number lies side by side."""
-    even = -(-columns // config.rows) % 2 == 0
-    return even and config.tokens >= 128 and not config.picked and not config.packed
 
 
 def _whole_blocks(config: ProductConfig) -> ProductConfig:
@@ -401,18 +377,16 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
         candidates = [config]
         if not config.quantized:
             candidates = [replace(config, waves=1), config, replace(config, tokens=192, groups=3, waves=1)]
-        pairs = (replace(one, multicast="weights") for one in candidates if rows >= MULTICAST_ROWS)
-        candidates += [one for one in pairs if _tiles(one, rows, spec.num_columns) >= LEAST_CTAS]
 
     def time(config: ProductConfig) -> float:
         """An estimate proportional to the busiest CTA's time. A tile's start and end count as FIXED_BLOCKS blocks."""
         tiles = _tiles(config, rows, spec.num_columns)
         rounds = -(-tiles // (config.num_sms * config.ctas))
-        return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves, config.multicast), 1.0)
+        return rounds * (blocks + FIXED_BLOCKS) * _TIMES.get((config.groups, config.waves), 1.0)
 
     best = min(reversed(candidates), key=time)
-    if (best.quantized and best.tokens > 64) or best.multicast:
-        return best  # a split sum of the first would need more registers than there are
+    if best.quantized and best.tokens > 64:
+        return best  # a split sum would need more registers than there are
     tiles = _tiles(best, rows, spec.num_columns)
     most = 2 * LEAST_CTAS if config.wide else config.num_sms
     split = (replace(best, splits=splits) for splits in (8, 4, 2) if splits <= blocks and tiles * splits <= most)
@@ -420,6 +394,4 @@ def _dense(config: ProductConfig, spec: ProductSpec, rows: int) -> ProductConfig
 
 
 def _tiles(config: ProductConfig, rows: int, columns: int) -> int:
-    """How many tiles the product has. With multicast of weights this number is even."""
-    pairs = config.cluster_tokens // config.tokens
-    return -(-rows // config.cluster_tokens) * pairs * -(-columns // config.rows)
+    return -(-rows // config.tokens) * -(-columns // config.rows)

@@ -49,15 +49,13 @@ class Copies:
             groups, stride = weight.shape[0], cute.assume(weight.stride[0], divby=16)
         weights = self.weight_rows(arrays, weight_pitch, (groups, stride))
         tokens = cute.make_tensor(x.iterator, cute.make_layout(x.shape, stride=(pitch, 1)))
-        weight_box = (*self.box_rows(), self.row_items)
-        x_box = (config.loaded_tokens, config.block_terms // config.x_boxes)
+        weight_box, x_box = (*self.box_rows(), self.row_items), (config.tokens, config.block_terms // config.x_boxes)
         weight_layout, x_layout = self.weight_box_layout(), self.box_layout(self.x_dtype, x_box)
-        load, load_for_both = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
-        load_weights = load_for_both if config.multicast == "weights" else load
-        load_x = load_for_both if config.multicast == "x" else load
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_weights = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.multicast else load
         return Tma(
             TmaCopy(*cpasync.make_tiled_tma_atom(load_weights, weights, weight_layout, weight_box)),
-            TmaCopy(*cpasync.make_tiled_tma_atom(load_x, tokens, x_layout, x_box)),
+            TmaCopy(*cpasync.make_tiled_tma_atom(load, tokens, x_layout, x_box)),
         )
 
     def weight_rows(self, arrays: Arrays, pitch: Int64, groups: tuple[Int32, Int64]) -> cute.Tensor:
@@ -105,37 +103,35 @@ class Copies:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(shared.full + index, self.config.copied_bytes)
                 if const_expr(not self.config.picked):
-                    self.copy_x(tma.x, shared, index, tile, b, place)
+                    self.copy_x(tma.x, shared, index, tile, b)
                 self.copy_weights(tma.weight, shared, index, tile, b, place)
                 index, phase = advance(index, phase, self.config.stages)
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
 
     @cute.jit
-    def copy_x(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32, place: Place) -> None:
+    def copy_x(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:
         """Copy block `b` of `config.tokens` rows of x, from the tile's first row on. Some of these rows may belong to
-        the next group; rows past x's end become 0. With multicast of x each CTA copies half of the rows."""
+        the next group; rows past x's end become 0."""
         config = self.config
-        rows, terms = config.loaded_tokens, config.block_terms // config.x_boxes
-        parts, part = config.tokens // rows, 0
-        if const_expr(config.multicast == "x"):
-            part = place.rank
-        boxes = self.boxes_at(shared.x, self.x_dtype, rows, config.x_boxes * parts)
+        rows, terms = config.tokens, config.block_terms // config.x_boxes
+        boxes = self.boxes_at(shared.x, self.x_dtype, rows, config.x_boxes)
         for i in cutlass.range_constexpr(config.x_boxes):
-            first = (tile.row + part * rows, b * config.block_terms + i * terms)
+            first = (tile.row, b * config.block_terms + i * terms)
             box = cute.local_tile(cute.domain_offset(first, copy.tensor), (rows, terms), (0, 0))
             target, source = cpasync.tma_partition(
                 copy.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(box, 0, 2)
             )
-            self.copy(copy, source, target[None, i * parts + part, index], shared.full + index, "x")
+            full = shared.full + index
+            cute.copy(copy.atom, source, target[None, i, index], tma_bar_ptr=full, cache_policy=Int64(EVICT_LAST))
 
     @cute.jit
     def copy_weights(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32, place: Place) -> None:
-        """Copy block `b` of the tile's weight rows; with multicast of weights half of them."""
+        """Copy block `b` of the tile's weight rows; with multicast half of them, into the stages of both CTAs."""
         config = self.config
         modes = (*self.box_rows(), self.row_items)
         parts, part = config.rows // config.loaded_rows, 0
-        if const_expr(config.multicast == "weights"):
+        if const_expr(config.multicast):
             part = place.rank
         boxes = self.boxes_at(shared.weight, self.weight_dtype, config.loaded_rows, parts)
         if const_expr(config.gated):
@@ -151,16 +147,15 @@ class Copies:
             cute.group_modes(boxes, 0, len(modes)),
             cute.group_modes(tiled, 0, len(modes)),
         )
-        self.copy(copy, source[None, *where], target[None, part, index], shared.full + index, "weights")
-
-    def copy(
-        self, copy: TmaCopy, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, operand: str
-    ) -> None:  # fmt: skip
-        """Have TMA copy a box of `operand` into this CTA's stage or, with multicast of it, into both CTAs' stages; the
-        barrier `full` of each CTA counts the bytes that arrive there."""
-        policy = EVICT_LAST if operand == "x" else self.weight_policy
-        both = {"mcast_mask": cutlass.Int16(3)} if self.config.multicast == operand else {}
-        cute.copy(copy.atom, source, target, tma_bar_ptr=full, cache_policy=Int64(policy), **both)
+        both = {"mcast_mask": cutlass.Int16(3)} if const_expr(config.multicast) else {}
+        cute.copy(
+            copy.atom,
+            source[None, *where],
+            target[None, part, index],
+            tma_bar_ptr=shared.full + index,
+            cache_policy=Int64(self.weight_policy),
+            **both,
+        )
 
     def gated_boxes(self, parts: int) -> cute.Layout:
         """The weights of all stages as (row of eight, half, eight rows, term, part of the tile's rows, stage)."""
@@ -248,12 +243,7 @@ class Copies:
         blocks = quotient(Int32(arrays.out.shape[1]) + (BLOCK - 1), BLOCK)
         for i in cutlass.range_constexpr(config.scale_blocks):
             row = quotient(tile.column * config.width, BLOCK)
-            if const_expr(config.gated):
-                # A tile behind the last column has no scales of its own.
-                first = cutlass.min(row, blocks - 1) if const_expr(config.multicast == "x") else row
-                row = first + i * blocks
-            else:
-                row = cutlass.min(row + i, blocks - 1)
+            row = row + i * blocks if const_expr(config.gated) else cutlass.min(row + i, blocks - 1)
             if const_expr(config.grouped):
                 values[self.scales_of_lane + i] = arrays.weight_scales[tile.group, row, b]
             else:

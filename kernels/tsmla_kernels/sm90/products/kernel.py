@@ -98,7 +98,7 @@ class BlockScaledMatmul:
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             self.sums.run(arrays, shared, mma, place, group)
-        if const_expr(config.multicast is not None):
+        if const_expr(config.multicast):
             meet_cluster()  # a CTA must not end while the other one arrives on its barriers
 
     @cute.jit

@@ -40,12 +40,12 @@ class Tiles:
         self.config = config
 
     def below(self, rows: Int32) -> Int32:
-        """How many tiles of rows hold `rows` rows; with multicast of weights, how many pairs of tiles."""
+        """How many tiles of rows hold `rows` rows; with multicast, how many pairs of tiles."""
         return (rows + (self.config.cluster_tokens - 1)) // self.config.cluster_tokens
 
     def columns(self, arrays: Arrays) -> Int32:
-        """How many tiles of columns the result has; with multicast of x, how many pairs of tiles."""
-        return (Int32(arrays.out.shape[1]) + (self.config.cluster_width - 1)) // self.config.cluster_width
+        """How many tiles of columns of the result there are."""
+        return (Int32(arrays.out.shape[1]) + (self.config.width - 1)) // self.config.width
 
     def blocks(self, arrays: Arrays) -> Int32:
         """How many blocks of terms there are."""
@@ -72,12 +72,6 @@ class Tiles:
         tile = Tile(group, row, rows, Int32(0), Int32(0), Int32(0))
         if group >= 0:
             tile = self.within(tile, index, columns, blocks, place)
-            if const_expr(self.config.multicast == "x"):
-                # A tile behind the last column has no rows: its CTA loads half of x for the other one alone.
-                rows = tile.rows
-                if tile.column * self.config.width >= Int32(arrays.out.shape[1]):
-                    rows = Int32(0)
-                tile = Tile(tile.group, tile.row, rows, tile.column, tile.begin, tile.end)
         return tile, walk
 
     @cute.jit
@@ -91,10 +85,8 @@ class Tiles:
         below = cutlass.min(self.below(tile.rows) - section * length, length)
         column = divide(rest, below)
         offset = (section * length + rest - column * below) * height
-        if const_expr(config.multicast == "weights"):
+        if const_expr(config.multicast):
             offset += place.rank * config.tokens
-        if const_expr(config.multicast == "x"):
-            column = 2 * column + place.rank
         begin, end = Int32(0), blocks
         if const_expr(config.splits > 1):
             begin, end = (quotient(blocks * (place.rank + i), config.splits) for i in range(2))

@@ -94,14 +94,11 @@ CONFIGS |= {
     ),
 }
 CONFIGS |= {
-    "192 rows a group, x in common": dataclasses.replace(CONFIGS["128 rows a group"], multicast="x"),
-    "gated groups to e4m3, x in common": dataclasses.replace(
-        product_config(spec(32768, 4096, 7168, 256)), gated=True, out_dtype="float8_e4m3fn", multicast="x",
-        tokens=128, groups=2, waves=2,
-    ),
-}  # fmt: skip
+    "plain, gated, weights in common": product_config(dataclasses.replace(PLAIN, num_rows=64 * 384, gated=True)),
+    "4096 rows, weights in common": dataclasses.replace(CONFIGS["4096 rows"], multicast=True),
+}
 FAST = (
-    "4096 rows",
+    "plain, gated, weights in common",
     "plain, gated and picked",
     "16 rows",
     "128 rows a group",
@@ -157,23 +154,16 @@ def test_a_split_sum_has_terms_in_each_part() -> None:
             assert config.splits <= -(-terms // 128), (rows, columns, terms)
 
 
-def test_many_rows_take_pairs_of_tiles_if_there_are_enough() -> None:
-    enough = ((4096, (7168, 16384)), (1024, (24576, 1536)), (1024, (2112, 7168)))
-    too_few = ((300, (36864, 7168)), (512, (2112, 7168)))
-    for rows, matrix in (*enough, *too_few):
-        multicast = "weights" if (rows, matrix) in enough else None
-        assert product_config(spec(rows, *matrix)).multicast == multicast
-        assert product_config(dataclasses.replace(spec(rows, *matrix), x_dtype="bfloat16")).multicast is None
-
-
-def test_groups_of_many_rows_have_x_in_common_if_tiles_make_pairs() -> None:
-    for x_dtype, plain in (("float8_e4m3fn", False), ("bfloat16", False), ("bfloat16", True)):
-        many = dataclasses.replace(spec(36864, 7168, 2048, 257), x_dtype=x_dtype, plain=plain)
-        assert (
-            product_config(many).multicast == product_config(dataclasses.replace(many, num_rows="r")).multicast == "x"
-        )
-        for change in ({"num_columns": 640}, {"num_picked": 4096}, {"num_rows": 4096}):
-            assert product_config(dataclasses.replace(many, **change)).multicast is None
+def test_groups_of_many_rows_with_16_bits_have_weights_in_common() -> None:
+    many = dataclasses.replace(PLAIN, num_rows=64 * 384)
+    assert product_config(many).multicast
+    for change in (
+        {"num_rows": 64 * 128},
+        {"num_picked": 4096},
+        {"plain": False},
+        {"plain": False, "x_dtype": "float8_e4m3fn"},
+    ):
+        assert not product_config(dataclasses.replace(many, **change)).multicast
 
 
 def test_few_rows_take_smaller_tiles_if_larger_ones_take_rounds() -> None:
