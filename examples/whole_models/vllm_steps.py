@@ -8,7 +8,7 @@ runs in this process with full CUDA graphs for decode, without torch.compile unl
 and points are (requests, tokens of context). A step is the time between two steps of the engine that gave every request
 a token: the median over all steps of a run, and over `--runs` runs, whose prompts are in the engine's prefix cache from
 a run before. us_least is the shortest of these steps. Where the GPU waits for the host, the median moves with whatever
-else the host does, and the shortest step moves less.
+else the host does; and a step that is seen late makes the next one short, so us_least can be less than the GPU takes.
 
 A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that no run had
 before, as the time of 4,096 tokens.
