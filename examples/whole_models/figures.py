@@ -324,7 +324,8 @@ def vllm_slices() -> tb.Record:
 
     return tb.Record(
         "vllm_slices", "", ("mode", "kv", "context", "b"), caption,
-        short=lambda loaded: [tb.table(loaded.points, columns)], peer=lambda row: row["backend"], rows_of=steps,
+        short=lambda loaded: [tb.table([point for point in loaded.points if CUSTOM in point.rows], columns)],
+        peer=lambda row: row["backend"], rows_of=steps,
         order=lambda point: (point["mode"].endswith("prefill"), *point.key),
     )  # fmt: skip
 
