@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from tsmla_jax.generate.replica import Replica, Text, fill_prompts
 from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
 from tsmla_jax.generate.session import Session, Started, StepKind, Tokens
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, StepConfig
+from tsmla_jax.nn.inputs import check_config
 from tsmla_kernels.contract import FP8
 
 
@@ -85,10 +86,16 @@ class Engine:
             took. By default a line on stderr says so where that is a terminal; None says nothing.
 
         Raises:
+          TypeError: an argument of another class.
           ValueError: options that don't go with the model, `params` or jax's devices; `params` split for another mesh.
         """
+        check_config(config, ModelConfig)
+        if not isinstance(params, Mapping):
+            raise TypeError(f"params: got {type(params).__name__}; legal: a dict, as load_model returns it")
         self.config = config
-        self.options = options or EngineOptions()
+        self.options = EngineOptions() if options is None else options
+        if not isinstance(self.options, EngineOptions):
+            raise TypeError(f"options: got {type(options).__name__}; legal: EngineOptions, or None")
         self.figures = Figures()
         self._dtype = params["embed"].dtype.name
         self.options.check(config, self._dtype)

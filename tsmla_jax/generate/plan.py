@@ -108,6 +108,10 @@ class EngineOptions:
                 raise ValueError(f"{name} = {value}; legal: an int, at least 1, or None")
         if self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; legal: below 2**32")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise TypeError(f"{name}: got {type(value).__name__}; legal: a number")
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature = {self.temperature}; legal: 0 (greedy), or a number from {LEAST_TEMPERATURE} on"

@@ -226,6 +226,22 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
         EngineOptions(**options)
 
 
+def test_other_types_are_refused_by_name(tiny_model: Model) -> None:
+    config, params = tiny_model
+    make: Any = Engine
+    for arguments, message in (
+        ((None, config), "params: got NoneType; legal: a dict, as load_model returns it"),
+        ((params, None), "config: got NoneType; legal: ModelConfig"),
+        ((params, config, {"seed": 1}), "options: got dict; legal: EngineOptions, or None"),
+        ((params, config, {}), "options: got dict; legal: EngineOptions, or None"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            make(*arguments)
+    for option in ("temperature", "top_p"):
+        with pytest.raises(TypeError, match=f"^{option}: got str; legal: a number"):
+            EngineOptions(**{option: "0.5"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
