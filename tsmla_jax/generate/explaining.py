@@ -21,6 +21,7 @@ from tsmla_jax.generate.moe import why_not_grouped, why_not_plain
 from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.products.block_scaled import BlockScaled, products_of, why_not_by_kernel
 from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_mxfp4
+from tsmla_jax.nn.products.tiles import PLAIN_PAIRS
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
 from tsmla_jax.nn.v32.mask import mask_reasons, mask_refusals, step_sizes
@@ -176,7 +177,9 @@ def _of_experts(down: jax.Array | BlockScaled, dtype: Any) -> Choice:
         reasons = (why_not_by_kernel(dtype, hidden, width), why_not_by_kernel(dtype, 2 * width, hidden))
         refused = f"not grouped_block_scaled_matmul: {'; '.join(dict.fromkeys(itertools.chain(*reasons)))}"
     if not (others := why_not_grouped(dtype, hidden, width, isinstance(down, BlockScaled))):
-        return Choice("experts", "grouped", refused or "the best there is")
+        others = why_not_plain(dtype, down, down)
+        many = "" if others else f"; grouped_block_scaled_matmul from {PLAIN_PAIRS} rows of an expert on"
+        return Choice("experts", "grouped", f"{refused or 'the best there is'}{many}")
     if not why_not_plain(dtype, down, down):
         return Choice("experts", "grouped_block_scaled_matmul", f"not grouped: {'; '.join(others)}")
     form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"

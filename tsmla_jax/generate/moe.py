@@ -26,7 +26,7 @@ from tsmla_jax.nn.products.mxfp4 import MXFP4, why_not_experts, why_not_mxfp4
 from tsmla_jax.nn.products.router import project, router_logits
 from tsmla_jax.nn.products.row_blocks import make_blocks, picked_rows, sort_rows
 from tsmla_jax.nn.products.scaled_rows import ScaledRows, scaled, scaled_rows
-from tsmla_jax.nn.products.tiles import COPIED_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
+from tsmla_jax.nn.products.tiles import COPIED_PAIRS, PLAIN_PAIRS, WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
 from tsmla_kernels.contract.products import PLAIN
 
@@ -220,16 +220,18 @@ def mix_experts(
     # A stack may have more weights than there are experts (block_scaled.stack_size).
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
+    pairs = experts.size if load is None else load
     if takes_scaled_products(x.dtype, gate_up, down):
         per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif isinstance(down, MXFP4):
         # If no kernel takes these weights, all of them are widened at once, as a loader would have done.
         wide_gate_up, wide_down = (widened(weight, x.dtype) for weight in (gate_up, down))
         return mix_experts(x, experts, weights, wide_gate_up, wide_down, limit, load)
+    elif pairs >= PLAIN_PAIRS * num_experts and not why_not_plain(x.dtype, gate_up, down):
+        per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
         given = x if rows is None else rows
-        stacks = cast(_Grouped, gate_up), down
-        per_pair = _grouped_experts(given, experts, *stacks, limit, experts.size if load is None else load)
+        per_pair = _grouped_experts(given, experts, cast(_Grouped, gate_up), down, limit, pairs)
     elif not why_not_plain(x.dtype, gate_up, down):
         per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif jax.default_backend() == "cpu":
@@ -348,6 +350,8 @@ def _sorted_experts(
 
 def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> bool:
     """Whether the rows of x are copied, expert by expert, before the first products of `load` (token, expert) pairs."""
+    if isinstance(gate_up, jax.Array):
+        return load >= PLAIN_PAIRS * num_experts
     if not isinstance(gate_up, BlockScaled) or x.dtype.itemsize != 2:
         return False
     ranges = COPIED_PAIRS["quantized" if gate_up.products == "quantized" else "exact"]

@@ -13,6 +13,7 @@ from tsmla_jax.generate.explaining import Choice, explain_experts
 from tsmla_jax.generate.model_types import Routing
 from tsmla_jax.nn.products import row_blocks, triton
 from tsmla_jax.nn.products.block_scaled import BlockScaled, with_products
+from tsmla_jax.nn.products.tiles import PLAIN_PAIRS
 from tsmla_jax.ops import device
 
 WIDTH, EXPERTS = 12, 8
@@ -267,8 +268,9 @@ def test_rows_copied_before_products_change_nothing(
     np.testing.assert_array_equal(mix(), expected)
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_experts_of_16_bits_by_products_of_groups(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_16_bits_by_products_of_groups(dtype: str, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They equal the experts in turn, with experts without rows, tokens without experts and an unused weight."""
     rng, count, width, hidden = np.random.default_rng(0), 5, 128, 64
     stacks = [rng.standard_normal(size) / 8 for size in ((count + 1, 2 * width, hidden), (count, hidden, width))]
@@ -282,7 +284,30 @@ def test_experts_of_16_bits_by_products_of_groups(dtype: str, monkeypatch: pytes
 
     expected = mix()
     monkeypatch.setattr(moe, "why_not_plain", lambda *_: [])
+    monkeypatch.setattr(moe, "PLAIN_PAIRS", 0 if copied else 1000)
     np.testing.assert_allclose(mix(), expected, atol=2**-7 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "way"), [(4 * PLAIN_PAIRS - 1, "_grouped_experts"), (4 * PLAIN_PAIRS, "_sorted_experts")]
+)
+def test_experts_of_16_bits_with_many_rows_take_products_of_groups(
+    tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    taken = []
+    for name in ("_grouped_experts", "_sorted_experts"):
+
+        def run(x: jax.Array, experts: jax.Array, *_: object, name: str = name) -> jax.Array:
+            taken.append(name)
+            return jnp.zeros((*experts.shape, 16), x.dtype)
+
+        monkeypatch.setattr(moe, name, run)
+    for name in ("why_not_grouped", "why_not_plain"):
+        monkeypatch.setattr(moe, name, lambda *_: [])
+    arrays = [((tokens, 16), "bfloat16"), ((tokens, 1), "int32"), ((tokens, 1), "float32"), ((4, 64, 16), "bfloat16")]
+    given = [jax.ShapeDtypeStruct(*array) for array in (*arrays, ((4, 16, 32), "bfloat16"))]
+    jax.eval_shape(moe.mix_experts, *given)
+    assert taken == [way]
 
 
 def test_experts_of_16_bits_need_no_pallas_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +331,10 @@ def test_experts_of_16_bits_need_no_pallas_on_hopper(monkeypatch: pytest.MonkeyP
         ]
         params = {"layers": [{"mlp": {"router": None, "down": down}}]}
         (choice,) = explain_experts(params, jnp.dtype("bfloat16"))
+        monkeypatch.setattr(explaining, "why_not_grouped", lambda *_: [])
+        (both,) = explain_experts(params, jnp.dtype("bfloat16"))
     assert choice == Choice("experts", "grouped_block_scaled_matmul", "not grouped: jax has no Triton backend")
+    assert both.implementation == "grouped" and f"grouped_block_scaled_matmul from {PLAIN_PAIRS} rows" in both.why
 
 
 @pytest.mark.parametrize(("tokens", "width", "first"), [(511, 128, False), (512, 128, True), (512, 2**22, False)])

@@ -15,6 +15,10 @@ WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 most bytes that the larger of their two stacks may have then. Widening rounds them to 16 bits, which MANY_ROWS
 describes."""
 
+PLAIN_PAIRS = 240
+"""Pairs of each expert, on average, from which experts with weights of 16 bits take grouped_block_scaled_matmul, of
+rows that are copied before: pairs of its CTAs then have the weights in common, and it is faster than Pallas' kernel."""
+
 COPIED_PAIRS = {"quantized": ((100.0, 150.0),), "exact": ((120.0, 150.0), (384.0, math.inf))}
 """By the products of block-scaled experts: fewest and most pairs of each expert, on average, with which rows are copied
 before the first products. The kernel then finds them together and need not pick them. With exact products its tiles
