@@ -17,14 +17,20 @@ DTYPES = {
 
 
 def quotient(value: Int32, divisor: int) -> Int32:
-    """value // divisor, if divisor is a power of 2, by a shift, which also rounds down. The compiler does not know the
-    value's sign and would take six instructions."""
-    return value >> (divisor.bit_length() - 1)
+    """value // divisor, for a power of 2, by a shift, which also rounds down. The compiler does not know the value's
+    sign and would take six instructions."""
+    return value >> _exponent(divisor)
 
 
 def remainder(value: Int32, divisor: int) -> Int32:
-    """value % divisor, if divisor is a power of 2."""
-    return value & (divisor - 1)
+    """value % divisor, for a power of 2."""
+    return value & ((1 << _exponent(divisor)) - 1)
+
+
+def _exponent(divisor: int) -> int:
+    if divisor < 1 or divisor & (divisor - 1):
+        raise ValueError(f"divisor is {divisor}; legal: a power of 2, else by divide")
+    return divisor.bit_length() - 1
 
 
 @cute.jit
