@@ -221,19 +221,16 @@ def mix_experts(
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
     pairs = experts.size if load is None else load
-    if takes_scaled_products(x.dtype, gate_up, down):
+    grouped = not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled))
+    plain = (pairs >= PLAIN_PAIRS * num_experts or not grouped) and not why_not_plain(x.dtype, gate_up, down)
+    if plain or takes_scaled_products(x.dtype, gate_up, down):
         per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
-    elif isinstance(down, MXFP4):
-        # If no kernel takes these weights, all of them are widened at once, as a loader would have done.
+    elif isinstance(down, MXFP4):  # no kernel takes these weights: widen them, as a loader would have done
         wide_gate_up, wide_down = (widened(weight, x.dtype) for weight in (gate_up, down))
         return mix_experts(x, experts, weights, wide_gate_up, wide_down, limit, load)
-    elif pairs >= PLAIN_PAIRS * num_experts and not why_not_plain(x.dtype, gate_up, down):
-        per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
-    elif not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
+    elif grouped:
         given = x if rows is None else rows
         per_pair = _grouped_experts(given, experts, cast(_Grouped, gate_up), down, limit, pairs)
-    elif not why_not_plain(x.dtype, gate_up, down):
-        per_pair = _sorted_experts(x, experts, gate_up, down, limit, load)
     elif jax.default_backend() == "cpu":
         per_pair = _experts_in_turn(x, experts, gate_up, down, limit)
     else:
