@@ -61,6 +61,13 @@ class Work(NamedTuple):
     groups: bool
 
 
+class Sizes(NamedTuple):
+    """How many heads a token has, and how many columns the indices of the call have."""
+
+    heads: Int32
+    columns: Int32
+
+
 class SparseMlaBackward:
     """One compiled gradient: `config` is static. The launcher takes a stream and the operands of record.py."""
 
@@ -127,9 +134,10 @@ class SparseMlaBackward:
             )  # fmt: skip
         columns = Int32(x.indices.shape[1])
         for work in works:
-            self.differentiate(
-                work.copies, work.keys, sums, x.scales, x.d_q, mma, work.heads, columns, work.groups
-            ).launch(grid=[work.ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
+            sizes = Sizes(work.heads, columns)
+            self.differentiate(work.copies, work.keys, sums, x.scales, x.d_q, mma, sizes, work.groups).launch(
+                grid=[work.ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+            )
         vectors = cutlass.Int64(sums.kv_sum.shape[0]) * (self.traits.head_dim // VECTOR)
         self.finish(sums, x.d_caches, columns).launch(
             grid=[Int32((vectors + CTA_VECTORS - 1) // CTA_VECTORS), 1, 1], block=[ROW_THREADS, 1, 1], stream=stream,
@@ -214,8 +222,7 @@ class SparseMlaBackward:
         scales: cute.Tensor,
         d_q: cute.Tensor,
         mma: Mma,
-        heads: Int32,
-        columns: Int32,
+        sizes: Sizes,
         groups: cutlass.Constexpr[bool],
     ):
         """Run one CTA: set up the barriers, then give each warp its role."""
@@ -233,7 +240,7 @@ class SparseMlaBackward:
         cute.arch.sync_threads()
         if const_expr(self.config.tokens > 1):  # the lengths are made by a kernel that may not have ended
             cute.arch.griddepcontrol_wait()
-        item, length, runs = self.item(keys, heads, groups)
+        item, length, runs = self.item(keys, sizes.heads, groups)
         if const_expr(self.config.tokens == 1):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -243,7 +250,8 @@ class SparseMlaBackward:
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
                 if warp_idx == GATHER_WARP:
                     self.gatherer.copy_queries(copies, shared, item)
-                self.gatherer.run(keys, sums, shared, item, length, columns, warp_idx - GATHER_WARP, groups)
+                warp = warp_idx - GATHER_WARP
+                self.gatherer.run(keys, sums, shared, item, length, sizes.columns, warp, groups)
             else:
                 cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
                 if group == 0:
