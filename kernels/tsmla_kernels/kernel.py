@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tsmla_kernels import options
+from tsmla_kernels.option_values import flag, unserved
 
 Config = Any  # a frozen dataclass of ints, floats, bools, strings and None; each kernel has its own
 
@@ -164,8 +164,8 @@ class Kernel:
         """
         spec = self.spec_from_options({name: value for name, value in given.items() if name not in self.flags})
         if found := self.reasons(spec):
-            raise options.unserved(found)
-        return self.config_for(spec, **{name: options.flag(given, name) for name in self.flags})
+            raise unserved(found)
+        return self.config_for(spec, **{name: flag(given, name) for name in self.flags})
 
     def objects_for(self, given: Mapping[str, str]) -> tuple[tuple[Kernel, Config], ...]:
         """What the call of these options loads: this kernel, or the one launched in its place, with the config."""
@@ -232,5 +232,5 @@ class Chain:
         """Each kernel with its config for the call of these options; ValueError as `Kernel.from_options`."""
         spec = self.spec_from_options(given)
         if found := self.reasons(spec):
-            raise options.unserved(found)
+            raise unserved(found)
         return tuple(zip(self.kernels, self.configs_for(spec), strict=True))

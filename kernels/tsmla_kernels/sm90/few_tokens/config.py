@@ -157,8 +157,7 @@ class ChoiceConfig:
     Attributes:
       weight_dtype, eps, limit: as in ExpertsConfig.
       form: REGISTERS or SIXTEEN. loads: as in MatmulConfig.
-      ahead: how many rows a tile of the second products has, whose first weights then come to L2 at the end; 0 if the
-        call does not have these weights.
+      ahead: rows of a tile of the second products, whose first weights come to L2 at the end; 0 without these weights.
       num_experts, top_k, num_shared, routing, scoring, n_group, topk_group, norm_topk_prob, routed_scaling_factor: as
         in `tsmla_jax.generate.config.MoEConfig`.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tsmla_kernels.contract import PrefillSpec, attention_out_dtype
 from tsmla_kernels.kernel import MODELS, Kernel, Operand
-from tsmla_kernels.options import prefill_spec, unserved
+from tsmla_kernels.option_values import unserved
+from tsmla_kernels.options import prefill_spec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
