@@ -408,8 +408,8 @@ def test_pack_and_quantize_refuses() -> None:
     for arguments, options, message in (
         ((k, pe, v), {"fp8_dtype": torch.bfloat16}, "fp8_dtype: got"),
         ((k[0], pe, v), {}, "k_nope: got shape"),
-        ((k, pe[:3], v), {}, "k_pe: got shape"),
-        ((pe[:, None], k[:, 0], v[:, :1]), {}, r"k_pe: got shape \[5, 1, 12\]; legal: R at most N = 4"),
+        ((k, pe[:3], v), {}, r"k_pe: got shape \[3, 4\]; legal: \[T, R\] or \[T, 1, R\] with T = 5"),
+        ((pe[:, None], k[:, 0], v[:, :1]), {}, r"k_pe: got shape \[5, 12\]; legal: R at most N = 4"),
         ((k, pe, v[:, :2]), {}, "v: got shape"),
         ((k, pe, v), {"k_out": torch.zeros(5, 3, 16)}, "k_out: got torch.float32"),
     ):

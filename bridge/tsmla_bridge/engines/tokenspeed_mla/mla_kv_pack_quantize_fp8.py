@@ -42,13 +42,14 @@ def mla_kv_pack_quantize_fp8(
     tokens, heads, width = k_nope.shape
     if v.dim() != 3 or v.shape[:2] != k_nope.shape[:2]:
         raise ValueError(f"v: got shape {show(tuple(v.shape))}; legal: [T, H, V] = [{tokens}, {heads}, V]")
+    given = tuple(k_pe.shape)
     if k_pe.dim() == 2:
         k_pe = k_pe[:, None]
     if k_pe.dim() != 3 or k_pe.shape[:2] != (tokens, 1):
-        raise ValueError(f"k_pe: got shape {show(tuple(k_pe.shape))}; legal: [T, R] or [T, 1, R] with T = {tokens}")
+        raise ValueError(f"k_pe: got shape {show(given)}; legal: [T, R] or [T, 1, R] with T = {tokens}")
     if k_pe.shape[-1] > width:
         raise ValueError(
-            f"k_pe: got shape {show(tuple(k_pe.shape))}; legal: R at most N = {width}, k_nope's width, as no model has"
+            f"k_pe: got shape {show(given)}; legal: R at most N = {width}, k_nope's width, as no model has"
             " more rope columns than others"
         )
     k_shape, v_shape = (tokens, heads, width + k_pe.shape[-1]), tuple(v.shape)
