@@ -25,7 +25,7 @@ _BIAS = 127
 _FP8_MAX_EXPONENT = 8
 _FP8_MAX_MANTISSA = 0x600000
 BACKWARD_SCORES = 1 << 24
-"""Scores, or numbers of gathered keys, that sparse_mla's gradient holds at once."""
+"""Scores, or numbers of gathered keys, that an array of sparse_mla's gradient has at most, if a token has no more."""
 
 
 def select_topk(
@@ -281,9 +281,9 @@ def sparse_mla_backward(
     sinks: torch.Tensor | None,
     factors: Factors,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of q, kv_cache, compressed_kv_cache and sinks (None without them) over plain caches, from the
-    results and their cotangents, by chunks of tokens, which take memory for BACKWARD_SCORES scores beside the
-    gradients.
+    """The gradients of q, kv_cache, compressed_kv_cache and sinks over plain caches (None for one that wasn't given),
+    from the results and their cotangents. Computed by chunks of tokens: each array of scores or of gathered keys has at
+    most BACKWARD_SCORES numbers, or those of one token.
     """
     dtype = accumulation_dtype(spec.q_dtype)
     caches = [cache for cache in (kv_cache, compressed_kv_cache) if cache is not None]

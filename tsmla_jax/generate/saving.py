@@ -1,6 +1,7 @@
 """The parameters of `tsmla_jax.generate.model`, turned into a Hugging Face checkpoint directory: `load_model` inverted.
 
-Each expert has its own tensors, as in DeepSeek's checkpoints; the host holds the experts of one layer at a time.
+Each expert has its own tensors, as in DeepSeek's checkpoints; the host holds the tensors of one file at a time, and the whole
+stacks of experts that they are views of.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ def save_model(
       checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.
       params: the pytree described at `tsmla_jax.generate.model.Params`, whole in this process, on a mesh or not.
       config: the model.
-      base: a checkpoint of this model whose config, tokenizer, and tensors for multi-token prediction are copied. None
-        writes the weights alone: you must then write config.json yourself.
+      base: a checkpoint of this model whose other files (config, tokenizer, chat template, code) and other tensors, as
+        for multi-token prediction, are copied. None writes the weights alone: you must then write config.json yourself.
       dtype: float32, bfloat16 or float16, for the parameters that the `dtype` of `load_model` applies to; None keeps
-        each parameter's dtype. Block-scaled parameters stay block-scaled.
+        each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened to bfloat16.
       max_shard_bytes: tensors that are larger in all go to several files with an index; a file holds at least one
         tensor.
 
     Raises:
-      ValueError: params do not fit config, or dtype is none of the three; the folder holds safetensors; base lacks a
-        tensor, has others, has one in another shape, or stores one block-scaled whose parameter is not.
+      ValueError: params do not fit config, dtype is none of the three, or max_shard_bytes is below 1; the folder holds
+        safetensors; base holds an int4 weight, lacks a tensor, has others, has one in another shape, or has one
+        block-scaled where the parameter is not, or the other way round.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     check_dtype(dtype)

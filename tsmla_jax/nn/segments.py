@@ -289,7 +289,7 @@ def _results(found: tuple[jax.Array, ...]) -> jax.Array | tuple[jax.Array, jax.A
 
 def attend_within(segments: Segments, q: jax.Array, attend: Callable[..., Any]) -> tuple[jax.Array, ...]:
     """The results of `attend`, a call of mla_prefill on q [B S, ...] without its offsets, in rows [B, S]. For padding
-    out is 0, and results without columns are -inf. All are NaN in rows of too many segments.
+    out is 0, and lse and max_logits are -inf. In rows of too many segments every result is NaN.
     """
     (rows, row_len), offsets = segments.valid.shape, segments.offsets
     # A NaN in a query reaches the query's results alone. Where an operation makes the queries, it also writes the NaN.

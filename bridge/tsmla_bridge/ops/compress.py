@@ -1,9 +1,9 @@
 """compress_write_kv_cache on torch tensors: V4's compressor with the norm, rope, quantisation and cache write of its
 entries.
 
-On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs and where the kernel can't serve the
-call: sizes or dtypes that sparse_cache.compress_config refuses, tensors with gaps. Neither reads a value on the host,
-so both can be captured into CUDA graphs.
+On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs, on other GPUs, and where the
+kernel can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or are
+not aligned to 16 bytes. Neither reads a value on the host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class KernelPlan(Plan):
             offsets = tuple(first * steps.get(name, 0) for name in operands)
             parts.append(loaded_kernels.LaunchPart(launcher.bind(tuple(operands.values())), offsets))
         self.launch = loaded_kernels.all_of(parts)
-        # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
+        # TSMLA_CHECK as it is when the plan is made: to read it in each call would be a tenth of a call's host time.
         self.checked = values.enabled()
         memory = decode_layout(config, sms, spec.batch, width, rows)
         self.size = memory.size

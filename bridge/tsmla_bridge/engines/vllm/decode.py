@@ -197,7 +197,7 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         if self._has_non_causal_blocks():
             self.uniform_q_lens |= {drafts} - {0}  # a block of drafts alone
         if self.batch_invariant and drafts:
-            # One kernel for all numbers of drafts: another one would round a request's results otherwise.
+            # One kernel for all numbers of drafts: two kernels could round the same request's results differently.
             self.uniform_q_lens, self.max_q_lens = set(), [self.reorder_batch_threshold]
         if device.type == "cuda":
             self._compile(devices.index_of(device))

@@ -49,9 +49,9 @@ class LayerScales:
     each. So one product serves all layers of a step, in memory that stays.
 
     Args:
-      layers: the layers by name; those whose cache isn't plain fp8 are left out.
-      columns: from (softmax scales, q scales, k scales), each [N] float32, the factors that a kernel reads, in its
-        order. The q scales are 1 where a layer's queries are not quantised.
+      layers: the layers by name; the caller gives only those whose cache is plain fp8.
+      columns: a function of (softmax scales, q scales, k scales), each [N] float32, that returns the factors a kernel
+        reads, in its order. The q scales are 1 where a layer's queries are not quantised.
     """
 
     def __init__(
