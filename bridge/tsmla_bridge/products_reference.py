@@ -49,7 +49,9 @@ def _product(
 def _unpacked(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Packed weights [N, K / 2] of e2m1 times their powers of two [N, K / 32], in float32."""
     codes = torch.stack([weight & 15, weight >> 4], dim=-1).view(weight.shape[0], -1)
-    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
+    # 0, 0.5, 1, 1.5, 2, 3, 4 and 6, made on the device: a graph's capture refuses a copy from the host's memory.
+    code = torch.arange(8, dtype=torch.float32, device=weight.device)
+    positive = torch.where(code < 4, code / 2, (2 + code % 2) * 2 ** (code // 2 - 2))
     values = torch.cat((positive, -positive))[codes.long()]
     bits = scales.int() << 23
     bits = torch.where(scales == 0, 1 << 22, torch.where(scales == 255, 0x7FC00000, bits)).int()

@@ -25,6 +25,14 @@ def tensors_of(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: tensor(value) for name, value in arrays.items()}
 
 
+class TorchInAGraph:
+    """torch for a module that CUDA graphs capture: it makes no tensor from the host's memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in ("tensor", "as_tensor", "from_numpy"), f"torch.{name} copies from the host"
+        return getattr(torch, name)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """A call of mla_decode on torch tensors and what it must give, by the numpy oracle in float64."""

@@ -13,7 +13,8 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.inputs import tensor
+from tests.bridge.inputs import TorchInAGraph, tensor
+from tsmla_bridge import compress_reference
 from tsmla_jax import sparse
 from tsmla_jax.sparse import CompressorState
 
@@ -37,7 +38,10 @@ def as_numbers(x: torch.Tensor | jax.Array) -> np.ndarray:
     ("kind", "ratio", "overlap", "channels"),
     [("v4", 4, True, 512), ("indexer", 4, True, 64), ("bfloat16", 3, True, 48), ("float8_e4m3fn", 8, False, 64)],
 )
-def test_the_results_are_those_of_jax(kind: str, ratio: int, overlap: bool, channels: int) -> None:
+def test_the_results_are_those_of_jax(
+    kind: str, ratio: int, overlap: bool, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compress_reference, "torch", TorchInAGraph())
     rng = np.random.default_rng(ratio)
     width = channels * (1 + overlap)
 

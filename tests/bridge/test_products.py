@@ -12,6 +12,8 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
+from tests.bridge.inputs import TorchInAGraph
+from tsmla_bridge import products_reference
 
 GENERATOR = torch.Generator().manual_seed(0)
 TERMS, COLUMNS, ROWS = 336, 264, 21
@@ -82,7 +84,8 @@ def test_gated_calls_mean_what_jax_means(op: str, out_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_packed_weights_mean_what_jax_means(op: str) -> None:
+def test_packed_weights_mean_what_jax_means(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_reference, "torch", TorchInAGraph())
     stack = (3,) if "grouped" in op else ()
     given = {
         "x": torch.randn(ROWS, 96, generator=GENERATOR),
