@@ -55,7 +55,7 @@ def copies_rows(point: Point, name: str) -> bool:
 
 
 def rows_of(x: Any, rows: Any) -> Any:
-    """The rows of x. e4m3 is indexed as bytes, since torch releases differ in which devices index float8."""
+    """The rows of x. e4m3 is indexed as bytes, since torch releases differ in where they index float8."""
     return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[rows]
 
 

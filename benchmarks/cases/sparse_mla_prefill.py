@@ -54,7 +54,7 @@ CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's 
 SHARED = {"shared80": 0.8, "shared95": 0.95, "prompt80": 0.8}
 """The part of a token's slots that the token before has, by mode; none in the others."""
 PROMPTS = ("prompt", "prompt80")
-SAMPLE = 8  # tokens that errors are found on
+SAMPLE = 8  # tokens whose results are compared with float64's
 
 
 class Point(NamedTuple):
@@ -148,7 +148,7 @@ class SparsePrefill(packed.PackedCase):
         return found | self.expanded() if self.lengths is not None else found
 
     def expanded(self) -> dict[str, Run]:
-        """The functions of the expanded form. Tokens that select all earlier ones need no bits."""
+        """The functions of the expanded form and of its selection. Tokens that select all earlier ones need no bits."""
         t, h = self.point[1:]
         self.qkv = [randn(t, h, width) for width in (QK_DIM, QK_DIM, V_DIM)]
         tokens, offsets = torch.arange(t, device=device(), dtype=torch.int32), ints([0, t])

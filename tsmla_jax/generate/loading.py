@@ -221,7 +221,7 @@ def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
-    """The tensors of a checkpoint that are parameters of this model, as the checkpoint spells them."""
+    """The names, as the checkpoint spells them, of all its tensors but those a model of this config has no use for."""
     names = spelled_names(checkpoint, config)
     return {stored for name, stored in names.items() if not _is_left_out(name, stored, config)}
 

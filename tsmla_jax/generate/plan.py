@@ -232,7 +232,7 @@ def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether `value` is an int of Python or numpy, and at least `least`."""
+    """Whether `value` is an int of Python or numpy, not a bool, and at least `least`."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 

@@ -1,7 +1,7 @@
 """The parameters of `tsmla_jax.generate.model`, turned into a Hugging Face checkpoint directory: `load_model` inverted.
 
-Each expert has its own tensors, as in DeepSeek's checkpoints; the host holds the tensors of one file at a time, and the whole
-stacks of experts that they are views of.
+Each expert has its own tensors, as in DeepSeek's checkpoints; jax keeps the host's copy of a
+stack of experts as long as the parameter lives, so the host needs room for all of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def save_model(
       base: a checkpoint of this model whose other files (config, tokenizer, chat template, code) and other tensors, as
         for multi-token prediction, are copied. None writes the weights alone: you must then write config.json yourself.
       dtype: float32, bfloat16 or float16, for the parameters that the `dtype` of `load_model` applies to; None keeps
-        each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened to bfloat16.
+        each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened to bfloat16,
+        and a table of experts is int64.
       max_shard_bytes: tensors that are larger in all go to several files with an index; a file holds at least one
         tensor.
 
@@ -89,7 +90,8 @@ def _stored_tensors(
 
 
 def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Every tensor by its name in transformers' modules."""
+    """Every tensor by the name that loading asks for: that of transformers' modules, but each expert has tensors of its
+    own, and LongCat-Flash's are named as in DeepSeek's checkpoints."""
     yield "model.embed_tokens.weight", params["embed"]
     yield "model.norm.weight", params["norm"]
     if not config.tie_word_embeddings:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from tsmla_jax.nn.products.block_scaled import BLOCK
 from tsmla_jax.nn.products.triton import plgpu
 
-_PARTS = 32  # of a row that a program scales
+_PARTS = 32  # the most parts of a row, BLOCK columns each, that one program scales
 _EXPONENT, _LEAST, _GREATEST = 0x7F800000, 0x00800000, 0x7E800000  # an f32's exponent, 2^-126, 2^126
 _ONE_SQUARED = 0x7F000000  # twice the bits of 1; subtracting the bits of a power of two leaves those of its inverse
 

@@ -304,8 +304,8 @@ class TsmlaBackend(AttentionBackend):
         return Metadata(tables, seq_lens, q_len, visible_lens=visible_lens)
 
     def _lens_here(self, lens: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The keys of requests of `lens` keys that this rank holds, [B] int32, and how many of them each of the last
-        q_len tokens sees, [B, q_len] int32; None where the causal rule says that."""
+        """How many keys of each request this rank holds, of `lens` on all ranks, [B] int32, and how many of those each
+        of the last q_len tokens sees, [B, q_len] int32; the latter is None where the causal rule gives it."""
         if self.deal.world == 1:
             return lens.to(torch.int32), None
         visible_lens = visible_keys_of_last(lens, q_len, self.deal)
