@@ -120,7 +120,8 @@ def _write_rows(
         if spec.cache == FP8:
             # Filled on the device: a graph's capture refuses a copy from the host's memory.
             if not isinstance(kv_scale, torch.Tensor):
-                kv_scale = torch.full((), 1.0 if kv_scale is None else kv_scale, device=rows.device)
+                number = 1.0 if kv_scale is None else kv_scale
+                kv_scale = torch.full((), number, dtype=torch.float32, device=rows.device)
             divisor = kv_scale.to(rows.device, torch.float32)
             rows = (rows.to(torch.bfloat16).float() / divisor).clamp(-FP8_MAX, FP8_MAX)
         put_rows(cache, rows.to(DTYPES[spec.cache]), slots)

@@ -36,7 +36,31 @@ def window() -> Any:
     )
 
 
+DRAW = torch.Generator().manual_seed(3)
+KV_SCORE, APE, FACTORS = (torch.randn(*shape, generator=DRAW) for shape in ((16, 2, 64), (4, 64), (64,)))
+PLACES = [torch.tensor(x, dtype=torch.int32) for x in ([[1], [2]], [1, 0], [8, 8], [0, 8, 16])]
+
+
+def compressed() -> torch.Tensor:
+    """The e4m3 entries that eight new tokens of two requests leave, with a scale that bfloat16 doesn't hold."""
+    cache = torch.zeros(3, 8, 64, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
+    state = torch.zeros(2, 4, 2, 64, dtype=torch.float32, device="cpu")
+    positions = torch.full((2, 4), -1, dtype=torch.int32, device="cpu")
+    tables, slots, lens, starts = PLACES
+    tsmla_bridge.compress_write_kv_cache(
+        cache, KV_SCORE, APE, state, positions, FACTORS, COS_SIN, tables,
+        state_slots=slots, seq_lens=lens, cu_seqlens_q=starts, ratio=4, overlap=False, eps=1e-6, kv_scale=0.03,
+    )  # fmt: skip
+    return cache
+
+
+PACKED_WEIGHT = torch.randint(0, 256, (40, 48), dtype=torch.uint8, generator=DRAW)
+EXPONENTS = torch.randint(120, 130, (40, 3), dtype=torch.uint8, generator=DRAW)
+X, COS_SIN = torch.randn(5, 96, generator=DRAW), torch.randn(8, 8, generator=DRAW)
+
 CALLS: dict[str, Callable[[], Any]] = {
+    "compress_write_kv_cache": compressed,
+    "block_scaled_matmul": lambda: tsmla_bridge.block_scaled_matmul(X, PACKED_WEIGHT, None, EXPONENTS),
     "mla_decode": lambda: tsmla_bridge.mla_decode(ROWS[None], CACHE, TABLES, LENS, **DECODE, return_lse=True),
     "mla_prefill": lambda: tsmla_bridge.mla_prefill(ROWS, ROWS, ROWS, **PACKED, return_lse=True),
     "the gradient of mla_prefill": gradient,
