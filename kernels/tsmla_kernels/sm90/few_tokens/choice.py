@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.constants import LN_2, LOG2_E
+from tsmla_kernels.sm90.constants import LN_2
 from tsmla_kernels.sm90.few_tokens.config import ChoiceConfig
+from tsmla_kernels.sm90.few_tokens.tile import power, warp_sum
 
 NEVER = -(2**31)
 """Below the order of every number."""
@@ -65,10 +66,7 @@ class Choice:
             if lane == place:
                 expert, weight = taken, score
         if const_expr(config.norm_topk_prob):
-            total = weight
-            for step in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-            weight = weight / (total + Float32(1e-20))
+            weight = weight / (warp_sum(weight) + Float32(1e-20))
         weight = weight * Float32(config.routed_scaling_factor)
         if lane >= config.top_k:
             weight = Float32(1.0)
@@ -87,8 +85,7 @@ class Choice:
             for i in cutlass.range_constexpr(self.held):
                 scores[i] = power(scores[i] - greatest)
                 total = total + scores[i]
-            for step in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            total = warp_sum(total)
             for i in cutlass.range_constexpr(self.held):
                 scores[i] = scores[i] / total
         else:
@@ -146,11 +143,6 @@ def number(order: Int32) -> Float32:
     if bits < 0:
         bits = bits ^ 0x7FFFFFFF
     return bits.bitcast(Float32)
-
-
-def power(value: Float32) -> Float32:
-    """e to a value."""
-    return cute.math.exp2(value * Float32(LOG2_E), fastmath=True)
 
 
 @cute.jit

@@ -20,6 +20,7 @@ from tsmla_kernels.sm90.few_tokens.tile import (
     Operands,
     Rows,
     TileProduct,
+    block_sum,
     lane,
     matrix_of,
     row_of,
@@ -183,14 +184,7 @@ class FewTokenQueries:
         if thread * VECTOR < config.latent_dim:
             for i in cutlass.range_constexpr(VECTOR):
                 total = total + values[i] * values[i]
-        for step in cutlass.range_constexpr(5):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        if thread % 32 == 0:
-            squares[thread // 32] = total
-        cute.arch.sync_threads()
-        total = squares[0]
-        for warp in cutlass.range_constexpr(1, WARPS):
-            total = total + squares[warp]
+        total = block_sum(total, squares)
         factor = cute.math.rsqrt(total / Float32(config.latent_dim) + Float32(config.eps))
         if thread * VECTOR < config.latent_dim:
             weight = load(BFloat16, arrays.norm_weight.iterator.toint() + column * 2, VECTOR)

@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 
 from tsmla_kernels.cache_ops.kernels import load, widened
 from tsmla_kernels.sm90.few_tokens.config import UNIT, WARPS, RouterConfig
-from tsmla_kernels.sm90.few_tokens.tile import CTAS, LINE, THREADS, row_of, start
+from tsmla_kernels.sm90.few_tokens.tile import CTAS, LINE, THREADS, row_of, start, warp_sum
 
 EXPERTS = 2
 """Experts of a CTA: few, so that many multiprocessors share the router."""
@@ -88,9 +88,7 @@ class FewTokenRouter:
                         at = expert * config.tokens + token
                         sums[at] = sums[at] + value * weights[expert][i]
         for i in cutlass.range_constexpr(self.sums):
-            total = sums[i]
-            for step in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            total = warp_sum(sums[i])
             if lane == i % 32:
                 shared[i, warp] = total
         cute.arch.sync_threads()

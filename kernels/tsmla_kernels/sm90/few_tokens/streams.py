@@ -16,7 +16,6 @@ import cutlass.utils as utils
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.cache_ops.kernels import load, store
-from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.few_tokens.config import WARPS
 from tsmla_kernels.sm90.few_tokens.streams_config import (
     COLUMNS,
@@ -25,7 +24,7 @@ from tsmla_kernels.sm90.few_tokens.streams_config import (
     WriteStreamsConfig,
     mix_rows,
 )
-from tsmla_kernels.sm90.few_tokens.tile import THREADS, row_of, start
+from tsmla_kernels.sm90.few_tokens.tile import THREADS, block_sum, power, row_of, sigmoid, start, warp_sum
 
 VECTOR = 8
 """Columns that a thread of few_token_read_streams loads at a time."""
@@ -106,8 +105,7 @@ class FewTokenWriteStreams:
                     sums[i] = sums[i] + values[stream] * weights[i, stream]
                 sums[self.each] = sums[self.each] + values[stream] * values[stream]
             for i in cutlass.range_constexpr(self.each + 1):
-                for step in cutlass.range_constexpr(5):
-                    sums[i] = sums[i] + cute.arch.shuffle_sync_bfly(sums[i], offset=1 << step)
+                sums[i] = warp_sum(sums[i])
             for i in cutlass.range_constexpr(self.each):
                 if (lane == i) & (warp + i * WARPS < rows):
                     arrays.sums[part, token, warp + i * WARPS] = sums[i]
@@ -250,14 +248,7 @@ class FewTokenReadStreams:
             for j in cutlass.range_constexpr(VECTOR):
                 x[i, j] = rounded(x[i, j])
                 square = square + x[i, j] * x[i, j]
-        for step in cutlass.range_constexpr(5):
-            square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << step)
-        if thread % 32 == 0:
-            squares[thread // 32] = square
-        cute.arch.sync_threads()
-        square = squares[0]
-        for warp in cutlass.range_constexpr(1, WARPS):
-            square = square + squares[warp]
+        square = block_sum(square, squares)
         norm = cute.math.rsqrt(square / Float32(columns) + Float32(config.input_eps))
         for i in cutlass.range_constexpr(config.loads):
             chunk = thread + i * THREADS
@@ -317,12 +308,3 @@ class FewTokenReadStreams:
 def rounded(value: Float32) -> Float32:
     """The value rounded to bf16."""
     return value.to(BFloat16).to(Float32)
-
-
-def power(value: Float32) -> Float32:
-    """e to the power of the value."""
-    return cute.math.exp2(value * Float32(LOG2_E), fastmath=True)
-
-
-def sigmoid(value: Float32) -> Float32:
-    return cute.arch.rcp_approx(power(-value) + 1.0)

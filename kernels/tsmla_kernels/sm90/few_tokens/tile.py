@@ -298,6 +298,36 @@ class Exchange:
         return cute.math.rsqrt(found / Float32(terms) + Float32(eps))
 
 
+def warp_sum(value: Float32) -> Float32:
+    """The sum of a warp's values, in each lane."""
+    for step in range(5):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=1 << step)
+    return value
+
+
+@cute.jit
+def block_sum(value: Float32, shared: cute.Tensor):
+    """The sum of the values of all threads, in each of them; `shared` has WARPS words."""
+    total, thread = warp_sum(value), cute.arch.thread_idx()[0]
+    if thread % 32 == 0:
+        shared[thread // 32] = total
+    cute.arch.sync_threads()
+    total = shared[0]
+    for warp in cutlass.range_constexpr(1, WARPS):
+        total = total + shared[warp]
+    return total
+
+
+def power(value: Float32) -> Float32:
+    """e to the power of a value."""
+    return cute.math.exp2(value * Float32(LOG2_E), fastmath=True)
+
+
+def sigmoid(value: Float32) -> Float32:
+    """1 / (1 + e to the power of -value), with an approximate quotient."""
+    return cute.arch.rcp_approx(power(-value) + 1.0)
+
+
 def silu_product(gate: Float32, up: Float32, limit: float | None) -> Float32:
     """silu(gate) * up. If there is a limit, gate is first clipped to at most `limit`, and up to [-limit, limit]. NaN
     stays NaN."""
@@ -305,8 +335,7 @@ def silu_product(gate: Float32, up: Float32, limit: float | None) -> Float32:
         bound = Float32(limit)
         gate = clip("min.NaN.f32", gate, bound)
         up = clip("max.NaN.f32", clip("min.NaN.f32", up, bound), -bound)
-    sigmoid = cute.arch.rcp_approx(cute.math.exp2(gate * Float32(-LOG2_E), fastmath=True) + 1.0)
-    return gate * sigmoid * up
+    return gate * sigmoid(gate) * up
 
 
 def clip(instruction: str, a: Float32, b: Float32) -> Float32:

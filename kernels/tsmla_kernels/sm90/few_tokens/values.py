@@ -18,7 +18,7 @@ from tsmla_kernels.cache_ops.kernels import load
 from tsmla_kernels.sm90.constants import LOWEST
 from tsmla_kernels.sm90.few_tokens.config import WARPS
 from tsmla_kernels.sm90.few_tokens.ring import pair_of
-from tsmla_kernels.sm90.few_tokens.tile import LINE, THREADS, start
+from tsmla_kernels.sm90.few_tokens.tile import LINE, THREADS, start, warp_sum
 from tsmla_kernels.sm90.few_tokens.values_config import LATENT, ValuesConfig
 from tsmla_kernels.sm90.latent.memory import Busy, SplitEntry
 from tsmla_kernels.sm90.warp import DTYPES
@@ -178,7 +178,6 @@ class FewTokenValues:
                 for i in cutlass.range_constexpr(OCTET // 2):
                     low, high = pair_of(words[i])
                     total = total + low * x[part * OCTET + 2 * i] + high * x[part * OCTET + 2 * i + 1]
-            for step in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            total = warp_sum(total)
             if lane == 0:
                 arrays.out[0, begin + row] = total.to(BFloat16)

@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from tsmla_kernels.cache_ops.kernels import load, store, values_at
 from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.sm90.few_tokens.config import LOW_COLUMNS, WARPS, WindowConfig
-from tsmla_kernels.sm90.few_tokens.tile import row_of, start
+from tsmla_kernels.sm90.few_tokens.tile import row_of, start, warp_sum
 from tsmla_kernels.sparse_cache.values import BIAS, greatest_bits, power_of_two, scale_exponent
 
 VALUES = V4_PACKED.head_dim // 32
@@ -141,6 +141,4 @@ def inverse_root(values: cute.Tensor, columns: int, eps: float) -> Float32:
     square = Float32(0.0)
     for i in range(cute.size(values)):
         square = square + values[i] * values[i]
-    for step in range(5):
-        square = square + cute.arch.shuffle_sync_bfly(square, offset=1 << step)
-    return cute.math.rsqrt(square / Float32(columns) + Float32(eps))
+    return cute.math.rsqrt(warp_sum(square) / Float32(columns) + Float32(eps))
