@@ -400,7 +400,9 @@ def _choose(
     where = (q, weights, keys, step.token_tables, cast(jax.Array, step.compressed_lens))
     if step.context_axis is None:
         most = min(config.index_topk, step.token_tables.shape[1] * keys.shape[1])
-        chosen, lens = tsmla_jax.indexer_topk(*where, most, return_slots=True, implementation=implementation)
+        chosen, _ = tsmla_jax.indexer_topk(*where, most, return_slots=True, implementation=implementation)
+        # The counts of the result, but from arrays of the step: a program computes them once for all layers.
+        lens = jnp.minimum(cast(jax.Array, step.compressed_lens), most)
     else:
         chosen, lens = context_parallel.indexer_topk(
             *where, config.index_topk, context_axis=step.context_axis, implementation=implementation
