@@ -1,24 +1,15 @@
-"""Weights for vLLM that are drawn on the GPU, in place of a checkpoint's: a load format of vLLM's. Imported with vLLM.
-
-Matrices have the variance of 1 / (their inputs), norms are 1 and biases 0, as in random_checkpoint.py; e4m3 weights get
-the scales for that. A parameter's numbers follow from its name, so that every backend computes with the same ones.
-"""
+"""The weights of drawn.py as a load format of vLLM's. Imported with vLLM."""
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from examples.whole_models.drawn import draw_all
+
 FORMAT = "drawn"
 """vLLM's load_format of these weights."""
-GREATEST_E4M3 = 400.0  # of the values before their scales
-MOST_AT_ONCE = 1 << 28  # the most numbers that are drawn at once, in 16 bits
 
 
 @register_model_loader(FORMAT)
@@ -26,35 +17,4 @@ class DrawnLoader(DummyModelLoader):
     """Draws all parameters of a model."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                draw(name, parameter, model)
-
-
-def draw(name: str, parameter: Tensor, model: torch.nn.Module) -> None:
-    """Fill a parameter. The scales of caches, which vLLM fills by itself, keep what they have."""
-    owner, _, own = name.rpartition(".")
-    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
-    if "weight_scale" in own:
-        weight = getattr(model.get_submodule(owner), own[: own.index("_scale")])
-        parameter.fill_(greatest(weight) / GREATEST_E4M3)
-    elif parameter.dim() > 1:
-        narrow = parameter.dtype == torch.float8_e4m3fn
-        most = GREATEST_E4M3 if narrow else greatest(parameter)
-        for part in parts(parameter):
-            part.copy_(torch.empty_like(part, dtype=torch.bfloat16).uniform_(-most, most, generator=generator))
-    elif own.endswith("bias"):
-        parameter.zero_()
-    elif own.endswith("weight"):
-        parameter.fill_(1)
-
-
-def greatest(weight: Tensor) -> float:
-    """The bound of uniform values whose variance is 1 / inputs."""
-    return math.sqrt(3 / weight.shape[-1])
-
-
-def parts(parameter: Tensor) -> Iterator[Tensor]:
-    """A parameter in pieces of its first axis that are not too large to draw."""
-    rows = max(1, MOST_AT_ONCE * len(parameter) // max(1, parameter.numel()))
-    yield from parameter.split(rows)
+        draw_all(model)

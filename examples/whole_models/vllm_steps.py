@@ -9,12 +9,14 @@ and points are (requests, tokens of context). A step is the time between two ste
 a token: the median over all steps of a run, and over `--runs` runs, whose prompts are in the engine's prefix cache from
 a run before. us_least is the shortest of these steps. Where the GPU waits for the host, the median moves with whatever
 else the host does; and a step that is seen late makes the next one short, so us_least can be less than the GPU takes.
+graph_us is what the GPU takes for the graph of a step, all layers, replayed many times in a row in the middle of a run:
+no replay waits for the host. A step's metadata, its sampling and the host's time are outside of it.
 
 A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that no run had
 before, as the time of 4,096 tokens.
 
 With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. With --drawn
-they are drawn on the GPU (drawn_weights.py), the same for every backend, and their peer is "vllm, drawn weights".
+they are drawn on the GPU (drawn.py), the same for every backend, and their peer is "vllm, drawn weights".
 Without either they are vLLM's dummy weights, which send nearly all tokens to the same experts. Steps of the last two
 compare backends with each other alone. Each row has the first greedy tokens of each request, the same prompts for every
 backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the same step, batch
@@ -32,6 +34,7 @@ import inspect
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -83,6 +86,8 @@ ATTENTION = re.compile(
     r"tsmla|flash|sm90::(decode|fwd)|smxx::|mla_combine|sched_meta|prepare_varlen|convert_req_index|concat_?mla", re.I
 )
 """Kernels of decode attention by their names: of all backends, and what runs for them alone."""
+GRAPH_REPLAYS = 20  # in a row
+BEFORE_REPLAYS = 4  # full steps of a run before a step's graph is replayed
 FIRST_SERVED = 20  # requests after which the memory is measured first
 PROMPT_TOKENS = 4096  # tokens of a prefill row, as many as a chunk of generate.py has
 MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate is measured
@@ -144,6 +149,41 @@ class Compilations(logging.Handler):
             self.said.append(said)
 
 
+class LatestGraph:
+    """The CUDA graph that was replayed last, and how long the GPU takes for it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.latest: torch.cuda.CUDAGraph | None = None
+        self.batch, self.steps, self.us = 0, 0, math.nan
+        replay = torch.cuda.CUDAGraph.replay
+
+        def noted(graph: torch.cuda.CUDAGraph) -> None:
+            self.latest = graph
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
+
+    def step(self, gave: int) -> None:
+        """A step has given so many requests a token: in a run of `batch` requests that is timed, and is far enough,
+        replay its graph, which writes what it has written before."""
+        import torch
+
+        self.steps += bool(self.batch) and gave == self.batch
+        if self.latest is None or self.steps < BEFORE_REPLAYS:
+            return
+        self.batch = self.steps = 0
+        self.latest.replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(GRAPH_REPLAYS):
+            self.latest.replay()
+        end.record()
+        torch.cuda.synchronize()
+        self.us = begin.elapsed_time(end) / GRAPH_REPLAYS * 1e3
+
+
 class Engine:
     """vLLM in this process."""
 
@@ -177,12 +217,15 @@ class Engine:
         self.compilations = Compilations()
         logging.getLogger("vllm").addHandler(self.compilations)
         self.taken: list[tuple[float, int]] = []  # when a step ended, and how many requests it gave a token
+        self.graph = LatestGraph()
         core = self.llm.llm_engine.engine_core
         get_output = core.get_output
 
         def timed(*arguments: Any, **options: Any) -> Any:
             output = get_output(*arguments, **options)
-            self.taken.append((time.perf_counter(), len(getattr(output, "outputs", None) or ())))
+            gave = len(getattr(output, "outputs", None) or ())
+            self.taken.append((time.perf_counter(), gave))
+            self.graph.step(gave)
             return output
 
         core.get_output = timed
@@ -191,6 +234,13 @@ class Engine:
     def cache_tokens(self) -> int:
         config = self.llm.llm_engine.vllm_config.cache_config
         return int(config.num_gpu_blocks or 0) * config.block_size
+
+    def graph_us(self, given: list[list[int]]) -> float:
+        """Microseconds that the GPU takes for the graph of a step of these prompts; nan if they never ran at once."""
+        self.graph.batch, self.graph.steps, self.graph.us = len(given), 0, math.nan
+        self.generate(given, STEPS.value)
+        self.graph.batch = 0
+        return self.graph.us
 
     def generate(self, prompts: list[list[int]], count: int | list[int]) -> Run:
         """`count` greedy tokens for each prompt, or as many for each as it says."""
@@ -226,6 +276,7 @@ def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], f
     if not medians:
         raise RuntimeError(f"no step gave all {batch} requests a token; legal: a batch that the engine runs at once")
     us = statistics.median(medians)
+    graph_us = math.nan if COMPILE.value else engine.graph_us(given)
     row = {
         "mode": mode_name(model(), "decode"),
         "b": batch,
@@ -233,6 +284,7 @@ def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], f
         "us": round(us, 1),
         "us_of_runs": [round(each, 1) for each in medians],
         "us_least": round(min(min(run.steps) for run in runs if run.steps) * 1e3, 1),
+        **({} if math.isnan(graph_us) else {"graph_us": round(graph_us, 1)}),
         "full_steps": len(runs[0].steps),
         "tokens_per_s": round(batch / us * 1e6),
         "tokens": [tokens[:KEPT_TOKENS] for tokens in first.tokens],

@@ -224,3 +224,52 @@ def test_vllms_rows_compare_with_ours(tmp_path: Path) -> None:
     assert (first["peer"], first["mode"], first["b"]) == ("vllm", "v2-lite fp8 decode", 2)
     assert first["equal_tokens"] == 0.5 and "equal_tokens" not in second and first["full_steps"] == 9
     assert (prompts["mode"], prompts["b"]) == ("v2-lite fp8 prefill", 256) and prompts["us"] > 0
+
+
+SGLANG = '''
+"""A stand-in: every request's tokens are 7, 8, 9, ..., 3 us of a step are attention."""
+import gzip, json, os, pathlib
+__version__ = "0.0"
+
+class Engine:
+    def __init__(self, **given):
+        print("given", json.dumps(given))
+        print("plugins", os.environ["PYTHONPATH"].split(":")[0])
+        self.folder = None
+
+    def generate(self, *, input_ids, sampling_params):
+        count = sampling_params["max_new_tokens"]
+        assert sampling_params == {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        self.count = count
+        return [{"output_ids": range(7, 7 + count)} for _ in input_ids]
+
+    def start_profile(self, *, output_dir, **how):
+        self.folder = output_dir
+
+    def stop_profile(self):
+        event = {"cat": "kernel", "name": "flash_fwd", "dur": 3.0}
+        other = {"cat": "kernel", "name": "gemm", "dur": 10.0}
+        trace = {"traceEvents": [event, other, {"cat": "cpu_op", "name": "x"}] * self.count}
+        path = pathlib.Path(self.folder, "a.trace.json.gz")
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+    def shutdown(self): ...
+'''
+
+
+def test_sglangs_rows(tmp_path: Path) -> None:
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").write_text(SGLANG)
+    arguments = ["--points", "2,16", "--steps", 10, "--runs", 1, "--layers", 3, "--backend", "fa3"]
+    arguments += ["--out", tmp_path / "out.json", "--profile", tmp_path]
+    said = run("sglang_steps", arguments, path=str(tmp_path))
+    given = json.loads(said.partition("given ")[2].splitlines()[0])
+    assert (given["attention_backend"], given["kv_cache_dtype"], given["load_format"]) == ("fa3", "auto", "dummy")
+    assert json.loads(Path(given["model_path"], "config.json").read_text())["num_hidden_layers"] == 3
+    assert said.partition("plugins ")[2].splitlines()[0] == given["model_path"]
+    decode, prompts = json.loads((tmp_path / "out.json").read_text())
+    assert (decode["peer"], decode["mode"], decode["b"]) == ("sglang, drawn weights", "v2-lite decode", 2)
+    assert "us" in decode and decode["tokens"] == [[7, 8, 9, 10, 11, 12, 13, 14]] * 2
+    assert (decode["attention_us"], decode["kernels_us"], decode["layers"]) == (3.0, 13.0, 3)
+    assert (prompts["mode"], prompts["b"]) == ("v2-lite prefill", 256) and prompts["us"] > 0

@@ -1,0 +1,191 @@
+"""Time SGLang's decode steps and prompts with one attention backend: a whole engine, a model of random weights.
+
+    python -m examples.whole_models.sglang_steps --backend tsmla --kv auto --out FILE.json
+        [--points 1,512/...] [--model v2-lite,bf16] [--layers N] [--compare OTHER.json] [--profile DIR]
+
+The model is one of generate.py's. Its weights are drawn on the GPU (drawn.py), the same for every backend, so rows
+compare backends with each other alone. Points are (requests, tokens of context). SGLang's scheduler runs in a process
+of its own, with its CUDA graphs of decode and its overlapped schedule. A step is what each further token of all
+requests takes: the time of a run of --steps tokens less that of a run of 2 tokens, over the tokens between them; both
+runs find their prompts in the engine's prefix cache. The row has the median of --runs such pairs.
+
+A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that no run had
+before, as the time of 4,096 tokens. Each decode row has the first greedy tokens of each request; --compare adds the
+share of tokens that is equal in that file's row of the same step, batch and context.
+
+--profile DIR runs some steps of each point more under SGLang's profiler; the row's kernels_us is what all kernels of a
+step take there, and attention_us what those of attention take.
+
+The environment has to name this project's plug-in, as an installed wheel does; the script adds one that draws the
+weights.
+"""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLE_REQUEST_LOGGING": "1"} | os.environ
+
+from absl import app, flags
+
+from benchmarks.harness import POINTS, Record
+from examples.whole_models.models import KEPT_TOKENS, MODELS, equal_share, mode_name, prompts, within_budget
+
+MODEL = flags.DEFINE_string("model", "v2-lite,bf16", "a model and the format of its weights, as in generate.py")
+LAYERS = flags.DEFINE_integer("layers", None, "layers of the model, if not its own number")
+BACKEND = flags.DEFINE_string("backend", "tsmla", "SGLang's --attention-backend: tsmla is this project's")
+KV = flags.DEFINE_string("kv", "auto", "SGLang's --kv-cache-dtype: auto or fp8_e4m3")
+RUNS = flags.DEFINE_integer("runs", 3, "pairs of runs of a point")
+STEPS = flags.DEFINE_integer("steps", 48, "tokens of a run", lower_bound=KEPT_TOKENS)
+MAX_LEN = flags.DEFINE_integer("max_len", 16640, "longest request")
+PROFILE = flags.DEFINE_string("profile", None, "folder for the GPU's time of each kernel in a step")
+
+ALL_POINTS = ((1, 4096), (16, 4096), (64, 4096), (1, 16000))
+FEWEST_TOKENS = 2  # of the run whose time is taken off
+PROFILED_STEPS = 16
+ATTENTION = ("tsmla", "flash", "mla_combine", "mla_metadata", "prepare_varlen", "concat_mla")
+"""Kernels of decode attention have one of these in their names."""
+PROMPT_TOKENS = 4096  # tokens of a prefill row, as many as a chunk of generate.py has
+MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate is measured
+WEIGHTS = "tsmla_drawn"
+"""The plug-in that draws the weights."""
+
+
+def name_plugin(folder: Path) -> None:
+    """Name sglang_weights.py as a plug-in of SGLang, in this process and in those that it begins."""
+    described = folder / f"{WEIGHTS}-0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {WEIGHTS}\nVersion: 0\n")
+    entry = f"[sglang.srt.plugins]\n{WEIGHTS} = examples.whole_models.sglang_weights:register\n"
+    (described / "entry_points.txt").write_text(entry)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+def model() -> tuple[str, str]:
+    """The key of --model among MODELS."""
+    name, _, weights = MODEL.value.partition(",")
+    if (name, weights) not in MODELS:
+        legal = " ".join(",".join(key) for key in MODELS)
+        raise app.UsageError(f"--model {MODEL.value}; legal: {legal}")
+    return name, weights
+
+
+class Engine:
+    """SGLang's engine, whose scheduler is another process."""
+
+    def __init__(self, batches: list[int]) -> None:
+        folder = Path(tempfile.mkdtemp(prefix=model()[0]))
+        name_plugin(folder)
+        layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
+        (folder / "config.json").write_text(json.dumps(MODELS[model()] | layers))
+        import sglang
+
+        self.version: str = sglang.__version__
+        self.engine = sglang.Engine(
+            model_path=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", random_seed=0,
+            attention_backend=BACKEND.value, kv_cache_dtype=KV.value, page_size=64, context_length=MAX_LEN.value,
+            mem_fraction_static=0.8, chunked_prefill_size=8192, max_running_requests=max(64, *batches),
+            cuda_graph_bs_decode=sorted({1, 2, 4, 8, *batches}), sampling_backend="pytorch", mm_feature_transport="cpu",
+            disable_flashinfer_autotune=True, log_level="warning",
+        )  # fmt: skip
+
+    def generate(self, given: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
+        """`count` greedy tokens for each prompt: the seconds that all took, and the tokens."""
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        begin = time.perf_counter()
+        outputs = self.engine.generate(input_ids=given, sampling_params=sampling)
+        return time.perf_counter() - begin, [list(output["output_ids"]) for output in outputs]
+
+
+def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float | None]:
+    """The decode row of a point; and its prompt tokens a second, None if the batch is too large to measure them."""
+    vocabulary = MODELS[model()]["vocab_size"]
+    rate = None
+    if batch * context <= MOST_RATED_TOKENS:
+        engine.generate(prompts(vocabulary, batch, context, draw=1), 2)  # first use of this batch
+        draws = (prompts(vocabulary, batch, context, draw=2 + run) for run in range(RUNS.value))
+        rate = batch * context / statistics.median(engine.generate(given, 1)[0] for given in draws)
+    given = prompts(vocabulary, batch, context)
+    _, tokens = engine.generate(given, STEPS.value)
+    found = []
+    for _ in range(RUNS.value):
+        short, long = (engine.generate(given, count)[0] for count in (FEWEST_TOKENS, STEPS.value))
+        found.append((long - short) / (STEPS.value - FEWEST_TOKENS) * 1e6)
+    us = statistics.median(found)
+    row = {
+        "mode": mode_name(model(), "decode"),
+        "b": batch,
+        "context": context,
+        "us": round(us, 1),
+        "us_of_runs": [round(each, 1) for each in found],
+        "tokens_per_s": round(batch / us * 1e6),
+        "tokens": [each[:KEPT_TOKENS] for each in tokens],
+    }
+    return row, rate
+
+
+def kernel_times(engine: Engine, given: list[list[int]], count: int) -> dict[str, float]:
+    """Microseconds of each kernel in a run of `count` tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine.engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+        engine.generate(given, count)
+        engine.engine.stop_profile()
+        (trace,) = Path(folder).glob("**/*.trace.json.gz")
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    found: dict[str, float] = collections.defaultdict(float)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found[event["name"]] += event["dur"]
+    return found
+
+
+def profiled(engine: Engine, row: dict[str, Any], given: list[list[int]]) -> dict[str, Any]:
+    """The fields of a point's profile; the kernels go into a file."""
+    if not PROFILE.value:
+        return {}
+    short = kernel_times(engine, given, FEWEST_TOKENS)
+    long = kernel_times(engine, given, FEWEST_TOKENS + PROFILED_STEPS)
+    kernels = {name: (us - short.get(name, 0.0)) / PROFILED_STEPS for name, us in long.items()}
+    kernels = {name: us for name, us in sorted(kernels.items(), key=lambda item: -item[1]) if us > 0.01}
+    name = f"{BACKEND.value}-{KV.value}-{row['b']}-{row['context']}.json"
+    Path(PROFILE.value, name).write_text(json.dumps(kernels, indent=1))
+    attention = sum(us for kernel, us in kernels.items() if any(part in kernel.lower() for part in ATTENTION))
+    return {"attention_us": round(attention, 1), "kernels_us": round(sum(kernels.values()), 1)}
+
+
+def main(arguments: list[str]) -> None:
+    del arguments
+    named = POINTS.value.split("/") if POINTS.value else ()
+    points = [(int(batch), int(context)) for batch, context in (point.split(",") for point in named)]
+    engine = Engine([batch for batch, _ in points or ALL_POINTS])
+    record = Record(
+        peer="sglang, drawn weights", backend=BACKEND.value, kv=KV.value, sglang=engine.version,
+        layers=LAYERS.value or MODELS[model()]["num_hidden_layers"],
+    )  # fmt: skip
+    rates: dict[int, float] = {}
+    for batch, context in within_budget(points or ALL_POINTS):
+        row, rate = measure(engine, batch, context)
+        if rate is not None:
+            rates[context] = max(rate, rates.get(context, 0.0))
+        share = equal_share(row)
+        row |= profiled(engine, row, prompts(MODELS[model()]["vocab_size"], batch, context))
+        record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
+        print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
+    for context, rate in rates.items():
+        shape = {"mode": mode_name(model(), "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
+        record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
+    engine.engine.shutdown()
+
+
+if __name__ == "__main__":
+    app.run(main)
