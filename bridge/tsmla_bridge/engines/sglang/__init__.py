@@ -28,7 +28,7 @@ def register() -> None:
     serves_flash_mla = _install(os.environ.get("TSMLA_SGLANG", ""))
     try:
         registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
-        choices = importlib.import_module("sglang.srt.arg_groups.choices")
+        choices = _choices()
         if NAME not in choices.ATTENTION_BACKEND_CHOICES:
             choices.add_attention_backend_choices([NAME])
         if NAME not in choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
@@ -39,6 +39,14 @@ def register() -> None:
     except Exception as error:
         # No SGLang, or a version with other registries. The engine must start all the same.
         logger.warning("%s: not registered with this version of SGLang: %s", NAME, error)
+
+
+def _choices() -> Any:
+    """SGLang's module with the lists of backends' names, which had its place among the arguments up to 0.5.17."""
+    try:
+        return importlib.import_module("sglang.srt.arg_groups.choices")
+    except ModuleNotFoundError:
+        return importlib.import_module("sglang.srt.server_args")
 
 
 def _install(value: str) -> bool:

@@ -23,7 +23,7 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
     is_in_breakable_cuda_graph,
     is_in_tc_piecewise_cuda_graph,
 )
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
@@ -41,7 +41,9 @@ Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 # What makes our lse, a natural logarithm, one of the base in which SGLang merges the parts of ranks. It knows the names
 # of the backends whose base is e, and takes 2 for all others.
-LSE_FACTOR = 1.0 if is_mla_dcp_lse_base_on_e(NAME) else math.log2(math.e)
+# SGLang 0.5.17's function for that has an underscore before its name.
+_IS_BASE_E = getattr(forward_mla, "is_mla_dcp_lse_base_on_e", None) or forward_mla._is_mla_dcp_lse_base_on_e
+LSE_FACTOR = 1.0 if _IS_BASE_E(NAME) else math.log2(math.e)
 
 versions.warn_if_untested(versions.SGLANG, sglang.__version__)
 
@@ -68,6 +70,12 @@ def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, .
     if rope.shape[-1] and row_step(rope) and latent.is_contiguous():
         return latent, rope
     return (torch.cat((latent, rope), -1),)
+
+
+def _write_place(forward_batch: Any) -> Any:
+    """Where a batch's keys are written, as the pool takes it: up to SGLang 0.5.17 the slots alone."""
+    for_batch = getattr(KVWriteLoc, "for_batch", None)
+    return forward_batch.out_cache_loc if for_batch is None else for_batch(forward_batch)
 
 
 def _hf_configs(config: Any) -> list[Any]:
@@ -139,7 +147,8 @@ class TsmlaBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self.kv_index_translator = runner.kv_index_translator
+        # Of the unified memory pool; SGLang 0.5.17 has none.
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.device = torch.device(runner.device)
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
         self.dtype = runner.dtype
@@ -471,7 +480,7 @@ class TsmlaBackend(AttentionBackend):
 
     def _save(self, layer: Any, forward_batch: Any, k: Any, v: Any, k_rope: Any) -> None:
         """Write new tokens to the pool: latent and rope apart, or side by side in k."""
-        place = KVWriteLoc.for_batch(forward_batch)
+        place = _write_place(forward_batch)
         if k_rope is not None:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, place, k, k_rope)
         else:
