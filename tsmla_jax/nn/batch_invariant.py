@@ -7,9 +7,9 @@ round differently. Here a row's terms are always added in one order, from the fi
 
 `wrap` makes the functions of `tsmla_jax.nn.functional` compute so; `linear`, `rms_norm` and `log_softmax` are for the
 rest of a model. On Hopper products with many tiles are those of `grouped_block_scaled_matmul`'s kernel. All else are
-kernels in Pallas for Triton, which have the same bits there, and which run interpreted on a CPU. Derivatives are
-ordinary operations of XLA. A program with the kernels in Pallas is not partitioned automatically over devices, and runs
-under `jax.shard_map` with check_vma=False.
+kernels in Pallas for Triton, which have the same bits there. On a CPU they run interpreted, to try a model: there
+`jax.vmap` and loops around them can change bits. Derivatives are ordinary operations of XLA. A program with the kernels
+in Pallas is not partitioned automatically over devices, and runs under `jax.shard_map` with check_vma=False.
 
 See Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025), for the problem.
 """
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, cast
 
 import jax
@@ -33,6 +34,7 @@ from tsmla_jax.nn.products.triton import dot, plgpu
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import OPERATION as GROUPED_MATMUL
 from tsmla_jax.ops.grouped_block_scaled_matmul.api import grouped_block_scaled_matmul
+from tsmla_jax.ops.inputs import describe, dtype_name
 from tsmla_kernels.contract.products import ProductSpec
 
 __all__ = ["BatchInvariant", "linear", "log_softmax", "rms_norm", "wrap"]
@@ -108,13 +110,14 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: Any = None) -> jax.Arr
     Args:
       x: bfloat16, float16 or float32.
       weight: of x's dtype.
-      out_dtype: of the result; None is x's. Terms are added in float32.
+      out_dtype: bfloat16, float16 or float32, of the result; None is x's. Terms are added in float32.
 
     Raises:
-      TypeError: x or weight has another dtype.
+      TypeError: x, weight or out_dtype is of another dtype.
       ValueError: the weight has other axes, or another K.
       NotImplementedError: jax's default device can't run the kernel.
     """
+    x, weight = _array("x", x), _array("weight", weight)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"weight: got shape {weight.shape} with x {x.shape}; legal: [N, K] with x [..., K]")
     out = linear_by_heads(_flat(x)[:, None], weight[None], out_dtype=out_dtype)
@@ -126,17 +129,21 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
     Args:
       x: [..., C], bfloat16, float16 or float32.
-      weight: [C].
-      eps: positive.
+      weight: [C], of these dtypes, too.
+      eps: a positive number, static.
 
     Raises:
-      TypeError: x has another dtype.
-      ValueError: the weight has another shape.
+      TypeError: x or weight has another dtype, or eps is no number.
+      ValueError: the weight has another shape, or eps is not positive.
       NotImplementedError: jax's default device can't run the kernel.
     """
-    _check_dtype("x", x)
+    x, weight = _array("x", x), _array("weight", weight)
     if x.ndim < 1 or weight.shape != x.shape[-1:]:
         raise ValueError(f"weight: got shape {weight.shape} with x {x.shape}; legal: [C] with x [..., C]")
+    if isinstance(eps, bool) or not isinstance(eps, Real):
+        raise TypeError(f"eps: got {type(eps).__name__}; legal: a positive number, static")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps: got {eps}; legal: a positive number")
     factors = _norm_factors(_flat(x), eps).reshape(*x.shape[:-1], 1)
     return (x.astype(jnp.float32) * factors).astype(x.dtype) * weight.astype(x.dtype)
 
@@ -145,13 +152,16 @@ def log_softmax(logits: jax.Array) -> jax.Array:
     """The logarithm of the softmax over the last axis, float32.
 
     Args:
-      logits: [..., C], bfloat16, float16 or float32.
+      logits: [..., C] with C of at least 1, bfloat16, float16 or float32.
 
     Raises:
       TypeError: logits has another dtype.
+      ValueError: logits has no axis, or C is 0.
       NotImplementedError: jax's default device can't run the kernel.
     """
-    _check_dtype("logits", logits)
+    logits = _array("logits", logits)
+    if not logits.shape[-1:] or not logits.shape[-1]:
+        raise ValueError(f"logits: got shape {logits.shape}; legal: [..., C] with C of at least 1")
     wide = logits.astype(jnp.float32)
     greatest = lax.stop_gradient(wide.max(axis=-1, keepdims=True))
     logs = _log_sums(_flat(wide), greatest.reshape(-1))
@@ -161,10 +171,12 @@ def log_softmax(logits: jax.Array) -> jax.Array:
 def linear_by_heads(x: jax.Array, weight: jax.Array, *, out_dtype: Any = None) -> jax.Array:
     """x [T, H, K] times the transposes of weight [H, N, K], head by head: [T, H, N]. out_dtype and errors as of
     `linear`."""
-    _check_dtype("x", x)
+    x, weight = _array("x", x), _array("weight", weight)
     if weight.dtype != x.dtype:
         raise TypeError(f"weight: got {weight.dtype}; legal: {x.dtype}, as x has")
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
+    out_dtype = dtype_name("out_dtype", out_dtype) or x.dtype.name
+    if out_dtype not in _DTYPES:
+        raise TypeError(f"out_dtype: got {out_dtype}; legal: {', '.join(_DTYPES)}, or None for x's")
     if not math.prod((*x.shape, *weight.shape)):
         return jnp.zeros((*x.shape[:2], weight.shape[1]), out_dtype)
     return _product(x, weight, out_dtype)
@@ -175,14 +187,28 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _check_dtype(name: str, x: jax.Array) -> None:
-    if x.dtype.name not in _DTYPES:
-        raise TypeError(f"{name}: got {x.dtype.name}; legal: {', '.join(_DTYPES)}")
+def _array(name: str, x: jax.Array) -> jax.Array:
+    """x as an array of jax; TypeError if it is no array, or none of _DTYPES."""
+    if isinstance(x, BatchInvariant):
+        raise TypeError(f"{name}: got BatchInvariant; legal: an array, as its values are")
+    if (found := describe(name, x).dtype) not in _DTYPES:
+        raise TypeError(f"{name}: got {found}; legal: {', '.join(_DTYPES)}")
+    return jnp.asarray(x)
 
 
 def _check_device() -> None:
-    if jax.default_backend() != "cpu" and (reasons := triton.why_no_triton()):
+    if (triton.plgpu is None or jax.default_backend() != "cpu") and (reasons := triton.why_no_triton()):
         raise NotImplementedError(f"a batch-invariant product can't run here: {reasons[0]}")
+
+
+def _by_platform(
+    compiled: Callable[..., jax.Array], interpreted: Callable[..., jax.Array], *arrays: jax.Array
+) -> jax.Array:
+    """`compiled` in programs for GPUs, also in those that a machine without one exports: there the loops of an
+    interpreted kernel would have other bits. `interpreted` in programs for CPUs."""
+    if jax.default_backend() == "gpu":
+        return compiled(*arrays)
+    return cast(jax.Array, lax.platform_dependent(*arrays, cuda=compiled, default=interpreted))
 
 
 # ---- products
@@ -194,21 +220,35 @@ def _product(x: jax.Array, weight: jax.Array, out_dtype: str) -> jax.Array:
     rows, heads, terms = x.shape
     columns = weight.shape[1]
     tiles = -(-rows // _LARGE_TILE[0]) * -(-columns // _LARGE_TILE[1])
+    interpreted, compiled = (functools.partial(_small_tiles, out_dtype, interpret) for interpret in (True, False))
     if heads == 1 and tiles >= _LEAST_TILES and not why_not_large_tiles(terms, columns, x.dtype.name, out_dtype):
-        given = (x[:, 0], weight, None, None, jnp.array([0, rows], jnp.int32))
-        out = grouped_block_scaled_matmul(*given, out_dtype=out_dtype, implementation="cute")
-        return cast(jax.Array, out)[:, None]
+        compiled = functools.partial(_large_tiles, out_dtype)
+    return _by_platform(compiled, interpreted, x, weight)
+
+
+def _large_tiles(out_dtype: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`_product` of one head by Hopper's kernel."""
+    given = (x[:, 0], weight, None, None, jnp.array([0, len(x)], jnp.int32))
+    out = grouped_block_scaled_matmul(*given, out_dtype=out_dtype, implementation="cute")
+    return cast(jax.Array, out)[:, None]
+
+
+def _small_tiles(out_dtype: str, interpret: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`_product` by the kernel in Pallas."""
     _check_device()
+    rows, heads, terms = x.shape
+    columns = weight.shape[1]
     depth = min(_DEPTH, max(16, pl.next_power_of_2(terms)))
     most, loads = triton.shared_memory() - 4096, depth * (_ROWS + _COLUMNS) * x.dtype.itemsize
-    return pl.pallas_call(
+    out: jax.Array = pl.pallas_call(
         functools.partial(_kernel, depth),
         grid=(pl.cdiv(rows, _ROWS), pl.cdiv(columns, _COLUMNS), heads),
         out_shape=jax.ShapeDtypeStruct((rows, heads, columns), out_dtype),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=max(1, min(_STAGES, 1 + most // loads))),
-        interpret=jax.default_backend() == "cpu",
+        interpret=interpret,
         name="batch_invariant_linear",
     )(x, weight)
+    return out
 
 
 def why_not_large_tiles(terms: int, columns: int, dtype: str, out_dtype: str) -> list[str]:
@@ -285,16 +325,20 @@ def _rows(x: jax.Array, offsets: jax.Array | None, eps: float) -> jax.Array:
     count, width = x.shape
     if not count or not width:
         return jnp.zeros(count, jnp.float32)
-    operands = [x] if offsets is None else [x, offsets]
-    out: jax.Array = pl.pallas_call(
-        functools.partial(_sum_kernel, min(_SUM_COLUMNS, pl.next_power_of_2(width)), eps),
-        grid=(pl.cdiv(count, _SUM_ROWS),),
-        out_shape=jax.ShapeDtypeStruct((count,), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=jax.default_backend() == "cpu",
-        name="batch_invariant_rows",
-    )(*operands)
-    return out
+
+    def sums(*operands: jax.Array, interpret: bool) -> jax.Array:
+        out: jax.Array = pl.pallas_call(
+            functools.partial(_sum_kernel, min(_SUM_COLUMNS, pl.next_power_of_2(width)), eps),
+            grid=(pl.cdiv(count, _SUM_ROWS),),
+            out_shape=jax.ShapeDtypeStruct((count,), jnp.float32),
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+            interpret=interpret,
+            name="batch_invariant_rows",
+        )(*operands)
+        return out
+
+    interpreted, compiled = (functools.partial(sums, interpret=interpret) for interpret in (True, False))
+    return _by_platform(compiled, interpreted, *([x] if offsets is None else [x, offsets]))
 
 
 def _sum_kernel(columns: int, eps: float, x_ref: Any, *others: Any) -> None:

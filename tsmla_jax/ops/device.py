@@ -19,6 +19,8 @@ from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested
 
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 """The runtime's custom call that XLA may record into a CUDA graph (for jax from 0.9.1 on)."""
+TRITON_TARGET = "__gpu$xla.gpu.triton"
+"""The custom call of a kernel in Pallas for Triton."""
 
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148, "sm_120a": 188}
 """Multiprocessors to plan for where there is no device to ask: H100 SXM and H200; B200; B300; sm_107a, whose number is
@@ -176,6 +178,6 @@ def register_custom_calls() -> None:
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """The `disabled_checks` of jax.export.export for programs with kernels. jax guarantees the stability of its own
-    custom calls only, and refuses to export others without this list."""
-    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    """The `disabled_checks` of jax.export.export for programs with kernels. jax guarantees the stability of some of its
+    own custom calls only, not of kernels in Pallas, and refuses to export others without this list."""
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, TRITON_TARGET)]

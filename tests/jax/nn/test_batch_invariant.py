@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tsmla_jax
 from tsmla_jax.nn import MLAConfig, Step, batch_invariant, functional, init_params
+from tsmla_jax.nn.products import triton
+from tsmla_jax.ops import device
 
 CONFIG = MLAConfig(
     hidden_size=128, num_attention_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
@@ -53,8 +57,9 @@ def test_hopper_takes_its_kernel_by_the_weight_and_many_tiles(monkeypatch: pytes
 
     def kernel(x: jax.Array, weight: jax.Array, *others: Any, out_dtype: str, implementation: str) -> jax.Array:
         taken.append(len(x))
-        assert implementation == "cute" and weight.shape[0] == 1 and (others[2] == jnp.array([0, len(x)])).all()
-        return jnp.dot(x, weight[0].T, preferred_element_type=out_dtype)
+        assert implementation == "cute" and weight.shape[0] == 1 and others[2].shape == (2,)
+        within = jnp.arange(len(x)) < others[2][1] - others[2][0]
+        return jnp.dot(x * within[:, None], weight[0].T, preferred_element_type=out_dtype)
 
     monkeypatch.setattr(batch_invariant, "grouped_block_scaled_matmul", kernel)
     monkeypatch.setattr(batch_invariant, "_LEAST_TILES", 4)
@@ -65,11 +70,28 @@ def test_hopper_takes_its_kernel_by_the_weight_and_many_tiles(monkeypatch: pytes
     assert "16 bits" in batch_invariant.why_not_large_tiles(128, 512, "float32", "float32")[0]
     monkeypatch.setattr(batch_invariant, "why_not_large_tiles", lambda *_: [])
     for rows in (300, 129, 128, 1):
-        out = batch_invariant.linear(x[:rows], weight, out_dtype=jnp.float32)
+        # A program is traced for GPUs and for this machine, which interprets the kernel in Pallas.
+        out = jax.jit(partial(batch_invariant.linear, out_dtype=jnp.float32))(x[:rows], weight)
         assert out.dtype == jnp.float32 and out.shape == (rows, 512)
     assert taken == [300, 129]
-    batch_invariant.linear_by_heads(x[:, None].repeat(2, 1), weight[None].repeat(2, 0))
+    jax.jit(batch_invariant.linear_by_heads)(x[:, None].repeat(2, 1), weight[None].repeat(2, 0))
     assert taken == [300, 129]
+
+
+@pytest.mark.skipif(triton.plgpu is None, reason="this jax has no Pallas for Triton")
+def test_a_program_for_gpus_has_the_kernels() -> None:
+    """The interpreter's loops, which a CPU runs, would add in another order on a GPU."""
+
+    def model(x: jax.Array, weight: jax.Array) -> jax.Array:
+        normed = batch_invariant.rms_norm(x, weight[0], 1e-6)
+        return batch_invariant.log_softmax(batch_invariant.linear(normed, weight))
+
+    arrays = random(0, 5, 32), random(1, 20, 32)
+    text = jax.jit(model).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{device.TRITON_TARGET}") == 3 and "stablehlo.while" not in text
+    checks = tsmla_jax.export_disabled_checks()
+    jax.export.export(jax.jit(model), platforms=["cuda"], disabled_checks=checks)(*arrays).serialize()
+    assert device.TRITON_TARGET not in jax.jit(model).trace(*arrays).lower(lowering_platforms=("cpu",)).as_text()
 
 
 @pytest.mark.parametrize("width", [2048, 3000, 24])
@@ -123,7 +145,8 @@ def test_a_layer_with_wrapped_parameters(config: MLAConfig) -> None:
     for rows in (slice(0, 1), slice(7, 20)):
         assert (bits(decode(wrapped, *(array[rows] for array in batch))) == bits(together)[rows]).all()
     norms = 1 if config.q_lora_rank is None else 2
-    assert str(jax.make_jaxpr(decode)(wrapped, *batch)).count("name=batch_invariant_rows") == norms
+    # A program is traced for GPUs and for this machine.
+    assert str(jax.make_jaxpr(decode)(wrapped, *batch)).count("name=batch_invariant_rows") == 2 * norms
     np.testing.assert_allclose(together, decode(params, *batch), rtol=1e-4, atol=1e-5)
 
     @jax.jit
@@ -146,6 +169,24 @@ def test_what_is_refused() -> None:
         batch_invariant.rms_norm(x, jnp.ones(4), 1e-6)
     with pytest.raises(TypeError, match=r"logits: got int32"):
         batch_invariant.log_softmax(x.astype(jnp.int32))
+    for empty in (x[:, :0], x[0, 0]):
+        with pytest.raises(ValueError, match=r"logits: got shape \(.*\); legal: \[..., C\] with C of at least 1"):
+            batch_invariant.log_softmax(empty)
+    with pytest.raises(TypeError, match="x: got list; legal: an array"):
+        batch_invariant.linear([1.0], weight)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="weight: got BatchInvariant; legal: an array, as its values are"):
+        batch_invariant.linear(x, batch_invariant.BatchInvariant(weight))  # type: ignore[arg-type]
+    for dtype in (jnp.int32, jnp.float64, bool):
+        with pytest.raises(TypeError, match=r"out_dtype: got .*; legal: bfloat16, float16, float32, or None for x's"):
+            batch_invariant.linear(x, weight, out_dtype=dtype)
+    with pytest.raises(TypeError, match="weight: got int32; legal: bfloat16"):
+        batch_invariant.rms_norm(x, jnp.ones(8, jnp.int32), 1e-6)
+    for eps in (jnp.float32(1e-6), True, "1"):
+        with pytest.raises(TypeError, match=r"eps: got .*; legal: a positive number, static"):
+            batch_invariant.rms_norm(x, weight[0], eps)  # type: ignore[arg-type]
+    for number in (0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match=r"eps: got .*; legal: a positive number"):
+            batch_invariant.rms_norm(x, weight[0], number)
     params = init_params(jax.random.key(0), CONFIG, jnp.float32)
     with pytest.raises(ValueError, match=r"params: got no 'in_proj'; legal: what functional.fold made"):
         batch_invariant.wrap(params)
