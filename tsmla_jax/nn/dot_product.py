@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Literal, NamedTuple, cast, overload
 
 import jax
@@ -15,11 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import tsmla_jax
-from tsmla_jax.nn.segments import Segments, attend_within
-from tsmla_jax.ops.inputs import Scale, describe
+from tsmla_jax.nn.segments import Segments, attend_within, segments_of
+from tsmla_jax.ops.inputs import Scale, describe, describe_as, describe_scale
 from tsmla_jax.ops.operation import Preference
-from tsmla_kernels import contract
-from tsmla_kernels.contract.rules import VALUES, static_bool
+from tsmla_kernels.contract.rules import FLOATS, VALUES, check_scale, static_bool
 from tsmla_kernels.contract.selection import WORD_KEYS, selection_words
 
 
@@ -152,7 +152,7 @@ def dot_product_attention(
         bias, local_window_size: refused; a window can be given as a mask.
         mask: [B or 1, 1, T or 1, S or 1] bool, True for pairs that see each other, the same for all heads: it becomes
             the bits of a `mla_prefill` selection. The values of keys that no query sees must be finite.
-        scale: factor of the logits, may be traced; None is H^-0.5.
+        scale: positive factor of the logits, may be traced; None is H^-0.5.
         is_causal: query i sees key j iff j <= i, both counted from the first token (the alignment of jax.nn;
             `mla_prefill` aligns the last tokens).
         query_seq_lengths, key_value_seq_lengths: [B] int32, how many tokens of a row count; the others must be finite.
@@ -160,9 +160,10 @@ def dot_product_attention(
             key. The same array given as both says that there are no such queries.
         segment_ids: [B, T] integers, 0 for padding: tokens see their own segment alone, and T must be S. Or `Segments`,
             made once for all layers. Lengths and mask are refused together with segment_ids.
-        max_segments: static, the most segments of a row; required if segment_ids is an array.
+        max_segments: static, the most segments of a row; required if segment_ids is an array, refused without one.
         dropout_rate: only 0 is legal.
-        sinks, deterministic, implementation: as in `mla_prefill`.
+        sinks: [N] of floats, as in `mla_prefill`.
+        deterministic, implementation: as in `mla_prefill`.
         return_residual: also return the logsumexp of the scaled logits, natural logarithm, without the sinks.
         return_max_logits: also return the greatest scaled logit of each query and head, as QK-clip wants it.
 
@@ -179,7 +180,10 @@ def dot_product_attention(
     one_row = len(describe("query", query).shape) == 3
     call = _Call.of(query, key, value, bias, mask, local_window_size, dropout_rate)
     scale = call.width**-0.5 if scale is None else scale
-    is_causal = contract.rules.static_bool("is_causal", is_causal)
+    check_scale("scale", describe_scale("scale", scale), optional=False)
+    if sinks is not None:
+        describe_as("sinks", sinks, "N", FLOATS, (call.query.shape[2], "N, query's heads"))
+    is_causal = static_bool("is_causal", is_causal)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in call.arrays)
     attend = cast(
         Attend,
@@ -203,9 +207,11 @@ def dot_product_attention(
         ):
             if given is not None:
                 raise ValueError(f"{name}: got an array beside segment_ids, which say the same; legal: None")
-        segments = _segments(segment_ids, max_segments, call)
+        segments = _segments(segment_ids, max_segments, call, one_row)
         results = attend_within(segments, q, partial(attend, causal=is_causal))
     else:
+        if max_segments is not None:
+            raise ValueError(f"max_segments: got {max_segments} without segment_ids; legal: None")
         batch, num_queries, num_keys = *call.query.shape[:2], call.key.shape[1]
         lengths = _Lengths(
             _checked("query_seq_lengths", query_seq_lengths, batch, num_queries),
@@ -259,13 +265,15 @@ class _Call(NamedTuple):
                 raise NotImplementedError(
                     f"{name}: got {kind}; legal: None (a mask [B or 1, 1, T, S] of bool is taken)"
                 )
-        if not (isinstance(dropout_rate, float | int) and dropout_rate == 0):
+        if not (isinstance(dropout_rate, Real) and dropout_rate == 0):
             raise NotImplementedError(f"dropout_rate: got {dropout_rate}; legal: 0, as attention has no dropout here")
         found = {name: describe(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
         rank = len(found["query"].shape)
         if rank not in (3, 4):
             raise ValueError(f"query: got shape {found['query'].shape}; legal: [B, T, N, H] or [T, N, H]")
         *rows, _, heads, width = found["query"].shape
+        if 0 in (heads, width):
+            raise ValueError(f"query: got shape {found['query'].shape}; legal: N and H of at least 1")
         for name, array in found.items():
             axes = {"query": "T, N, H", "key": "S, N, H", "value": "S, N, V"}[name]
             legal = f"[{'B, ' * (rank - 3)}{axes}], with B, N and H of query, {[*rows, heads, width]}"
@@ -286,13 +294,15 @@ class _Call(NamedTuple):
                 raise ValueError(
                     f"value: got shape {array.shape}; legal: {legal}, and key's S = {found['key'].shape[-3]}"
                 )
+        if found["value"].shape[-1] == 0:
+            raise ValueError(f"value: got shape {found['value'].shape}; legal: V of at least 1")
         query, key, value = (x[None] if rank == 3 else x for x in map(jnp.asarray, (query, key, value)))
         return cls(query, key, value, None if mask is None else _bits(mask, query.shape[:2], key.shape[1]))
 
 
 def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
     """The mask as the bits [B T, W] that `mla_prefill` takes as its selection."""
-    shape = describe("mask", mask).shape
+    given = shape = describe("mask", mask).shape
     if jnp.dtype(mask.dtype) != jnp.bool_:
         raise ValueError(f"mask: got dtype {mask.dtype}; legal: bool")
     batch, num_queries = rows
@@ -300,9 +310,11 @@ def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
     shape = (*(1,) * (4 - len(shape)), *shape)
     sizes = zip(shape, (batch, shape[1], num_queries, num_keys), strict=len(shape) == 4)
     if len(shape) != 4 or any(size not in (1, whole) for size, whole in sizes):
-        raise ValueError(f"mask: got shape {describe('mask', mask).shape}; legal: {legal}")
+        raise ValueError(f"mask: got shape {given}; legal: {legal}")
     if shape[1] != 1:
-        raise NotImplementedError(f"mask: got {shape[1]} heads; legal: 1, {legal}: all heads see the same keys")
+        raise NotImplementedError(
+            f"mask: got shape {given} with {shape[1]} heads; legal: 1, {legal}: all heads see the same keys"
+        )
     words = selection_words(num_keys)
     whole = jnp.broadcast_to(jnp.reshape(mask, shape)[:, 0], (batch, num_queries, num_keys))
     bits = jnp.pad(whole, ((0, 0), (0, 0), (0, words * WORD_KEYS - num_keys))).reshape(-1, words, WORD_KEYS)
@@ -310,8 +322,10 @@ def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
     return lax.bitcast_convert_type(packed, jnp.int32)
 
 
-def _segments(segment_ids: jax.Array | Segments, max_segments: int | None, call: _Call) -> Segments:
-    """The segments of a call, made from ids if they are no `Segments` yet."""
+def _segments(
+    segment_ids: jax.Array | Segments, max_segments: int | None, call: _Call, one_row: bool
+) -> Segments:  # fmt: skip
+    """The segments of a call, made from ids if they are no `Segments` yet. one_row: whether ids are [T]."""
     rows = call.query.shape[:2]
     if call.key.shape[1] != rows[1]:
         raise ValueError(f"key: got {call.key.shape[1]} tokens; legal: query's {rows[1]}, as segment_ids are of both")
@@ -321,13 +335,16 @@ def _segments(segment_ids: jax.Array | Segments, max_segments: int | None, call:
                 f"max_segments: got {max_segments} beside Segments, which were made for theirs; legal: None"
             )
         found = segment_ids
-    else:
-        if max_segments is None:
-            raise ValueError("max_segments: got None; legal: a static int >= 1, the most segments of a row")
-        found = Segments.from_ids(jnp.atleast_2d(segment_ids), max_segments=max_segments)
-    if found.valid.shape != rows:
-        raise ValueError(f"segment_ids: got shape {found.valid.shape}; legal: query's [B, T] = {rows}")
-    return found
+        if found.valid.shape != rows:
+            raise ValueError(f"segment_ids: got Segments of rows {found.valid.shape}; legal: query's [B, T] = {rows}")
+        return found
+    if max_segments is None:
+        raise ValueError("max_segments: got None; legal: a static int >= 1, the most segments of a row")
+    legal, shape = rows[1:] if one_row else rows, describe("segment_ids", segment_ids).shape
+    if shape != legal:
+        raise ValueError(f"segment_ids: got shape {shape}; legal: query's {'[T]' if one_row else '[B, T]'} = {legal}")
+    ids = segment_ids[None] if one_row else segment_ids
+    return segments_of("segment_ids", ids, max_segments)
 
 
 class _Lengths(NamedTuple):

@@ -70,27 +70,7 @@ class Segments:
                 to other values; max_segments < 1. With TSMLA_CHECK=1 also a row of too many segments, or an id that
                 comes back after another one.
         """
-        describe("ids", ids)
-        given, ids = ids, jnp.asarray(ids)
-        if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
-            raise ValueError(f"ids: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
-        if not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype == jnp.bool_):
-            raise TypeError(f"ids: got dtype {ids.dtype}; legal: integers or booleans")
-        if ids.ndim != 2:
-            raise ValueError(f"ids: got shape {ids.shape}; legal: [B, S]")
-        max_segments = static_int("max_segments", max_segments, minimum=1)
-        # Ids are compared at full width: cut to 32 bits, two 64-bit ids could become equal, or become padding.
-        ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
-        ids = checks.behind(partial(values.segment_ids, max_segments), ids)
-        row_len = ids.shape[1]
-        changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]
-        used = ids != 0
-        overflow = (changes & used).sum(axis=1) > max_segments
-        # A run starts behind the tokens of all runs before it. XLA makes one kernel of this, of a search it makes four.
-        run = jnp.cumsum(changes, axis=1, dtype=jnp.int32)[:, None]
-        runs = jnp.arange(min(row_len, 2 * max_segments + 1), dtype=jnp.int32)[:, None]
-        starts = (run <= runs).sum(axis=2, dtype=jnp.int32)
-        return cls(starts, used & ~overflow[:, None], overflow, row_len)
+        return segments_of("ids", ids, max_segments)
 
     @property
     def cu_seqlens(self) -> jax.Array:
@@ -124,6 +104,31 @@ class Segments:
     def _bounds(self, tokens: jax.Array) -> jax.Array:
         """Places in rows [B, N] as places in the B S tokens [B N]."""
         return (tokens + self.row_len * jnp.arange(len(tokens), dtype=jnp.int32)[:, None]).reshape(-1)
+
+
+def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
+    """`Segments.from_ids`, with errors that call the ids `name`."""
+    describe(name, ids)
+    given, ids = ids, jnp.asarray(ids)
+    if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
+        raise ValueError(f"{name}: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
+    if not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype == jnp.bool_):
+        raise TypeError(f"{name}: got dtype {ids.dtype}; legal: integers or booleans")
+    if ids.ndim != 2:
+        raise ValueError(f"{name}: got shape {ids.shape}; legal: [B, S]")
+    max_segments = static_int("max_segments", max_segments, minimum=1)
+    # Ids are compared at full width: cut to 32 bits, two 64-bit ids could become equal, or become padding.
+    ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
+    ids = checks.behind(partial(values.segment_ids, max_segments), ids)
+    row_len = ids.shape[1]
+    changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]
+    used = ids != 0
+    overflow = (changes & used).sum(axis=1) > max_segments
+    # A run starts behind the tokens of all runs before it. XLA makes one kernel of this, of a search it makes four.
+    run = jnp.cumsum(changes, axis=1, dtype=jnp.int32)[:, None]
+    runs = jnp.arange(min(row_len, 2 * max_segments + 1), dtype=jnp.int32)[:, None]
+    starts = (run <= runs).sum(axis=2, dtype=jnp.int32)
+    return Segments(starts, used & ~overflow[:, None], overflow, row_len)
 
 
 @overload
@@ -267,18 +272,40 @@ def segment_attention_kv(
     return _results(attend_within(segments, q, attend))
 
 
+_AXES = {"q": "[B, S, H, K]", "k": "[B, S, H, K]", "v": "[B, S, H, V]", "kv": "[B, S, H, N + V]", "k_rope": "[B, S, R]"}
+
+
 def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
-    """The arrays with their axes B and S joined into one. Raises a TypeError or ValueError if B and S are not those of
-    the segments, or an argument has another type or dtype.
+    """The arrays, of which q is the first, with their axes B and S joined into one.
+
+    Raises a TypeError or ValueError if an argument has another type or dtype, or a shape that doesn't fit the segments'
+    B and S, or the other arrays: the operation would say the shapes of the joined arrays.
     """
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}; legal: Segments, which Segments.from_ids makes")
     rows = segments.valid.shape
     for name, x in arrays.items():
         check_dtype(name, describe(name, x), VALUES)
-        axes = "[B, S, R]" if name == "k_rope" else "[B, S, H, columns]"
+        axes = _AXES[name]
         if x.ndim != axes.count(",") + 1 or x.shape[:2] != rows:
             raise ValueError(f"{name}: got shape {x.shape}; legal: {axes} with the segments' B, S = {rows}")
+        heads, columns = arrays["q"].shape[2:]
+        if name != "k_rope" and x.shape[2] != heads:
+            raise ValueError(f"{name}: got shape {x.shape}; legal: {axes} with q's H = {heads}")
+        if name == "k" and x.shape[3] != columns:
+            raise ValueError(f"k: got shape {x.shape}; legal: {axes} with q's K = {columns}")
+        if name != "k_rope" and 0 in x.shape[2:]:
+            raise ValueError(f"{name}: got shape {x.shape}; legal: {axes} with at least one head and one column")
+    if "kv" in arrays:
+        kv, rope = arrays["kv"].shape, arrays["k_rope"].shape
+        if rope[2] >= columns:
+            raise ValueError(
+                f"k_rope: got shape {rope}; legal: {_AXES['k_rope']} with R of at most K - 1 = {columns - 1}"
+            )
+        if kv[3] <= columns - rope[2]:
+            raise ValueError(
+                f"kv: got shape {kv}; legal: {_AXES['kv']} with V of at least 1 beside N = {columns - rope[2]}"
+            )
     return [x.reshape(rows[0] * rows[1], *x.shape[2:]) for x in arrays.values()]
 
 

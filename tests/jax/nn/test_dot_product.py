@@ -140,7 +140,25 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "window": (NotImplementedError, "local_window_size: got int; legal: None", {"local_window_size": 3}),
     "dropout": (NotImplementedError, r"dropout_rate: got 0\.1; legal: 0", {"dropout_rate": 0.1}),
     "groups": (NotImplementedError, r"key: got 2 heads; legal: query's 4 .*jnp\.repeat\(key", {"key": K[:, :, :2]}),
-    "heads": (NotImplementedError, "mask: got 4 heads; legal: 1", {"mask": jnp.ones((B, N, 6, 5), bool)}),
+    "dropout's dtype": (NotImplementedError, r"dropout_rate: got 0\.5; legal: 0", {"dropout_rate": np.float32(0.5)}),
+    "heads": (
+        NotImplementedError,
+        r"mask: got shape \(2, 4, 6, 5\) with 4 heads; legal: 1",
+        {"mask": jnp.ones((B, N, 6, 5), bool)},
+    ),
+    "a rank of the mask": (
+        NotImplementedError,
+        r"mask: got shape \(2, 6, 5\) with 2 heads; legal: 1",
+        {"mask": jnp.ones((B, 6, 5), bool)},
+    ),
+    "no heads": (ValueError, r"query: got shape \(2, 6, 0, 32\); legal: N and H", {"query": Q[:, :, :0]}),
+    "no columns": (ValueError, r"query: got shape \(2, 6, 4, 0\); legal: N and H", {"query": Q[..., :0]}),
+    "no values": (ValueError, r"value: got shape \(2, 5, 4, 0\); legal: V", {"value": V[..., :0]}),
+    "scale": (ValueError, "^scale: got -0.5; legal: a positive number", {"scale": -0.5}),
+    "scale's shape": (ValueError, r"^scale: got an array of shape \[1\]; legal", {"scale": jnp.ones(1)}),
+    "scale's type": (TypeError, "^scale: got str; legal: a float or", {"scale": "1"}),
+    "sinks": (ValueError, r"sinks: got shape \[3\]; axis 0 must be 4 \(N, query's heads\)", {"sinks": jnp.ones(3)}),
+    "max_segments": (ValueError, "max_segments: got 2 without segment_ids; legal: None", {"max_segments": 2}),
     "mask": (ValueError, r"mask: got shape \(2, 1, 5, 5\); legal", {"mask": jnp.ones((B, 1, 5, 5), bool)}),
     "float mask": (ValueError, "mask: got dtype float32; legal: bool", {"mask": jnp.ones((B, 1, 6, 5))}),
     "rank": (ValueError, r"query: got shape \(6, 32\); legal: \[B, T, N, H\]", {"query": Q[0, :, 0]}),
@@ -177,8 +195,15 @@ def test_what_segments_refuse() -> None:
         attend(segment_ids=ids)
     with pytest.raises(ValueError, match="max_segments: got 1 beside Segments"):
         attend(segment_ids=Segments.from_ids(ids, max_segments=1), max_segments=1)
-    with pytest.raises(ValueError, match=r"segment_ids: got shape \(1, 6\); legal: query's"):
-        attend(segment_ids=ids[:1], max_segments=1)
+    for wrong in (ids[:1], ids[0]):
+        with pytest.raises(ValueError, match=r"segment_ids: got shape \(.*6.*\); legal: query's \[B, T\] = \(2, 6\)"):
+            attend(segment_ids=wrong, max_segments=1)
+    with pytest.raises(ValueError, match=r"segment_ids: got Segments of rows \(1, 6\); legal: query's \[B, T\]"):
+        attend(segment_ids=Segments.from_ids(ids[:1], max_segments=1))
+    with pytest.raises(TypeError, match="segment_ids: got dtype float32; legal: integers"):
+        attend(segment_ids=jnp.ones((2, 6)), max_segments=1)
+    with pytest.raises(TypeError, match="segment_ids: got tuple; legal: an array"):
+        attend(segment_ids=(ids, ids), max_segments=1)
 
 
 def test_names_are_tried_in_order_with_every_reason() -> None:

@@ -142,12 +142,40 @@ def test_bad_input() -> None:
         Segments.from_ids(IDS, max_segments=0)
     # The same number of tokens in other rows.
     turned = q.reshape(LEN, ROWS, *q.shape[2:])
-    with pytest.raises(ValueError, match=r"q: got .* legal: \[B, S, H, columns\] with the segments' B, S = \(2, 21\)"):
+    with pytest.raises(ValueError, match=r"q: got .* legal: \[B, S, H, K\] with the segments' B, S = \(2, 21\)"):
         segment_attention(turned, *expand(q, kv, k_rope)[1:], segments, softmax_scale=SCALE)
     with pytest.raises(ValueError, match=r"k_rope: got .* legal: \[B, S, R\]"):
         segment_attention_kv(q, kv, k_rope[:, :, None], segments, softmax_scale=SCALE)
     with pytest.raises(ValueError, match="nonesuch"):
         segment_attention_kv(q, kv, k_rope, segments, softmax_scale=SCALE, implementation="nonesuch")
+
+
+def test_errors_have_the_shapes_as_the_caller_gave_them() -> None:
+    q, kv, k_rope = operands()
+    segments = Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)
+    _, k, v = expand(q, kv, k_rope)
+    for name, given, match in (
+        ("k", k[:, :, :1], r"k: got shape \(2, 21, 1, .*\); legal: \[B, S, H, K\] with q's H = "),
+        ("v", v[:, :, :1], r"v: got shape \(2, 21, 1, .*\); legal: \[B, S, H, V\] with q's H = "),
+        ("k", k[..., 1:], r"k: got shape \(2, 21, .*\); legal: \[B, S, H, K\] with q's K = "),
+        ("v", v[..., :0], r"v: got shape \(2, 21, .*, 0\); legal: .* with at least one head and one column"),
+        ("q", q[:, :, :0], r"q: got shape \(2, 21, 0, .*\); legal: .* with at least one head and one column"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            segment_attention(**{"q": q, "k": k, "v": v, name: given}, segments=segments, softmax_scale=SCALE)
+    wide = jnp.concatenate([k_rope] * (1 + q.shape[3] // k_rope.shape[2]), axis=2)
+    for name, given, match in (
+        ("kv", kv[:, :, :1], r"kv: got shape \(2, 21, 1, .*\); legal: \[B, S, H, N \+ V\] with q's H = "),
+        (
+            "kv",
+            kv[..., : k.shape[3] - k_rope.shape[2]],
+            r"kv: got shape .*; legal: .* with V of at least 1 beside N = ",
+        ),
+        ("k_rope", wide, r"k_rope: got shape .*; legal: \[B, S, R\] with R of at most K - 1 = "),
+    ):
+        with pytest.raises(ValueError, match=match):
+            arrays = {"q": q, "kv": kv, "k_rope": k_rope, name: given}
+            segment_attention_kv(**arrays, segments=segments, softmax_scale=SCALE)
 
 
 def test_wide_ids_are_not_cut() -> None:
