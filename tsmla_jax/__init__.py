@@ -1,8 +1,8 @@
 """DeepSeek's multi-head latent attention (MLA) for JAX: paged decode and prefill, their caches, and a Flax layer.
 
 `tsmla_jax.sparse` holds what surrounds the sparse attention of V3.2 and V4, `tsmla_jax.nn` the layers,
-`tsmla_jax.generate` whole models. Importing tsmla_jax touches no device, compiles nothing and imports nothing else:
-what a name stands for is imported when the name is first used. It needs jax to be installed.
+`tsmla_jax.generate` whole models. Importing tsmla_jax touches no device, compiles nothing and does not import jax: the
+module behind a name is imported when the name is first used. jax must be installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The PyTorch front end of the MLA kernels. Imports no jax, and torch only when something of it is used."""
+"""The PyTorch front end of the MLA kernels. Importing it imports neither torch nor jax: torch comes with the first use
+of a name, jax with `to_jax`, `to_torch` and `jax_function` alone."""
 
 from __future__ import annotations
 

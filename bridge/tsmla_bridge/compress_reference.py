@@ -47,8 +47,9 @@ def compress_write_kv_cache(spec: CompressWriteSpec, arrays: Arrays, kv_scale: S
 
 
 def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(request, index in its compressed sequence, whether it is complete) of each place's entry. The first place of
-    request r is cu_seqlens_q[r] // ratio + r, so there is a place for every entry that a call can complete."""
+    """For each place: its request, the index of its entry among the request's entries, and whether the entry is
+    complete. The first place of request r is cu_seqlens_q[r] // ratio + r, so there is a place for every entry that a
+    call can complete."""
     compress, offsets = spec.compress, arrays.cu_seqlens_q.long()
     places = torch.arange(compress.num_tokens // compress.ratio + compress.num_requests, device=offsets.device)
     first = offsets[:-1] // compress.ratio + torch.arange(compress.num_requests, device=offsets.device)
@@ -89,7 +90,7 @@ def _slots(
     entry: torch.Tensor,
     complete: torch.Tensor,
 ) -> torch.Tensor:
-    """The slot of each entry, -1 for none."""
+    """The slot of each entry; -1 for an entry that is not complete or has no page."""
     width = block_tables.shape[1]
     if width == 0:
         return torch.full_like(entry, -1)

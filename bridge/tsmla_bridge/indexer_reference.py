@@ -1,8 +1,8 @@
 """Training of an indexer in torch operations: the logits of selected keys, the loss, and their gradients.
 
-The functions take blocks of tokens, and for each of these blocks of columns, as tsmla_jax's "xla" does. So there is
-never an array with an element for each pair of a token and a key, nor one of the gathered keys of all tokens. No value
-is read on the host.
+The functions work on blocks of tokens, and within each on blocks of columns, as tsmla_jax's "xla" does. So there is
+never an intermediate array with an element for each pair of a token and a key, nor one of the gathered keys of all
+tokens. No value is read on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tsmla_kernels.contract.indexer import IndexerLossSpec, SelectedLogitsSpec
 
 BLOCK_COLUMNS = 1024
 BLOCK_BYTES = 64 << 20
-"""Bound on the float32 block of gathered keys or of per-head scores, whichever is larger."""
+"""The bytes that the gathered keys of a block, or its scores by head, may take in float32; a block has at least one
+token."""
 
 
 class Index(NamedTuple):
@@ -60,7 +61,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a call, in order: for each block of tokens its columns."""
+    """The blocks of a call."""
 
     def __init__(self, num_slots: int, page_size: int, num_columns: int, where: Where, num_tokens: int) -> None:
         self.num_slots, self.page_size, self.num_columns, self.where = num_slots, page_size, num_columns, where
@@ -73,7 +74,7 @@ class Blocks:
             self.seen = seen.masked_fill(row < where.cu_seqlens_q[0], 0)  # rows before the first request's
 
     def of(self, tokens: slice) -> Iterator[Block]:
-        """The blocks of these tokens."""
+        """The blocks of these tokens, in the order of their columns."""
         for first in range(0, self.num_columns, BLOCK_COLUMNS):
             yield self.at(tokens, slice(first, min(first + BLOCK_COLUMNS, self.num_columns)))
 
@@ -96,8 +97,8 @@ class Blocks:
 
 
 def token_blocks(num_tokens: int, num_columns: int, *widths: int) -> Iterator[slice]:
-    """Blocks of tokens, as slices: as many tokens as fit BLOCK_BYTES if each has a row of these widths for every
-    column."""
+    """Blocks of tokens, as slices: as many tokens as fit BLOCK_BYTES if each has a float32 row of the greatest of these
+    widths for every column of a block."""
     width = 4 * max(1, min(num_columns, BLOCK_COLUMNS)) * max(widths)
     count = max(1, BLOCK_BYTES // width)
     for first in range(0, num_tokens, count):
@@ -184,7 +185,7 @@ def selected_logits_backward(
         for block in blocks.of(tokens):
             keys = rows_in(k_cache, block, weights.dtype)
             dots, _ = score(q[tokens], weights[tokens], keys)
-            mine = d_logits[block.tokens, block.columns].masked_fill(~block.valid, 0)  # may be NaN where there is none
+            mine = d_logits[block.tokens, block.columns].masked_fill(~block.valid, 0)  # may be NaN without a key
             total.add(block, keys, dots, mine)
     return total.result()
 

@@ -1,7 +1,8 @@
 """JAX functions on torch tensors, and the arrays of each library as the other's: by DLPack, without a copy.
 
 Both directions are ordered on the device: work launched on torch's current stream before an array is handed over is
-done before jax reads it, and the other way round. The host never waits. jax is imported at the first use.
+done before jax reads it, and the other way round. For arrays on a GPU the host does not wait. jax is imported at the
+first use.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
       array: of any shape and of a dtype that DLPack and torch have, on one device.
 
     Raises:
-      TypeError: it is no jax array, or one of keys or of 4-bit integers.
+      TypeError: it is no jax array, or one of keys or of integers of 2 or 4 bits.
       ValueError: it lies on several devices.
     """
     jax = _jax()
@@ -98,8 +99,8 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
     the call begins when all results are there, so the tensors may be written to again at once.
 
     Args:
-      function: of jax arrays.
-      jit_options: of jax.jit: static_argnames, donate_argnums and others.
+      function: takes and returns pytrees of jax arrays.
+      jit_options: the options of jax.jit: static_argnames, donate_argnums and others.
 
     Raises:
       TypeError, ValueError, RuntimeError: at a call, as to_jax.

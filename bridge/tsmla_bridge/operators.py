@@ -1,9 +1,9 @@
-"""Common parts of the operators of torch.library. torch.compile, torch.export and dispatch modes see the operations as
-them.
+"""Common parts of the operators of torch.library, as which torch.compile, torch.export and dispatch modes see the
+operations.
 
 Each module of ops/ registers its own operators beside its eager function. An eager call on plain tensors goes past
-them: the dispatcher and its Python bindings would cost more than all the rest of a call. Scales arrive as the two
-numbers that the kernels multiply by, or as one tensor [2] of them.
+them: the dispatcher and its Python bindings would cost more than all the rest of a call. A pair of scales arrives as
+the two numbers that the kernels multiply by, or as one tensor [2] of them; a single scale as a number or a tensor.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SCALE_SCHEMA = "Tensor? kv_scale_tensor, float? kv_scale"
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
-_transformation = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's transformations under way
+_transformation = torch._C._functorch.peek_interpreter_stack  # the innermost active transform of torch.func
 _VMAP = torch._C._functorch.TransformType.Vmap
 _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 def is_traced(*values: Any, derivatives: bool = True) -> bool:
-    """Whether a call on these must be seen as one operator: a dispatch mode or torch.vmap is active, or one of the
-    tensors (of a pair, the first one) is of another class (a fake tensor, say), has no memory, or (unless
-    derivatives=False) is on a GPU and asks for a derivative."""
+    """Whether a call on these values must be seen as one operator. It must if a dispatch mode or torch.vmap is active,
+    or if one of the tensors is of a subclass (a fake tensor, say), has no memory, or, unless derivatives=False, is on a
+    GPU and asks for a derivative. Of a pair of tensors the first one is looked at."""
     if _watching() or ((transformation := _transformation()) is not None and transformation.key() == _VMAP):
         return True
     for value in values:
@@ -111,21 +111,22 @@ def refuse_backward(operator: Any, name: str, alternative: str) -> None:
 
 
 def refuse_derivative(name: str, *values: Any) -> None:
-    """NotImplementedError if one of these, tensors or not, asks for a derivative, in reverse or in forward mode: `name`
-    writes in place or to integers and would drop it."""
+    """NotImplementedError if one of these, tensors or not, asks for a derivative, in reverse or in forward mode. The
+    operation `name` writes in place or returns integers, so it would drop the derivative."""
     if asks_for_derivative(*values):
         raise contract.not_differentiable(name, "call it under torch.no_grad(), or on detached tensors")
 
 
 def asks_for_derivative(*values: Any) -> bool:
-    """Whether one of these, tensors or not, has or wants a derivative, in reverse or in forward mode."""
+    """Whether one of these, tensors or not, has or wants a derivative, in reverse or in forward mode; never under
+    torch.no_grad()."""
     return torch.is_grad_enabled() and any(
         getattr(value, "requires_grad", False) or _is_dual(value) for value in values
     )
 
 
 def derivative_reasons(*values: Any) -> list[str]:
-    """The reason against a kernel without a derivative where one of these, tensors or not, asks for it."""
+    """The reason against a kernel without a derivative if one of these, tensors or not, asks for it."""
     return ["a derivative is asked for; the kernel has none"] if asks_for_derivative(*values) else []
 
 
@@ -175,9 +176,9 @@ def register_attention(
     Args:
       run: takes the arguments by position, and return_lse (True by default) and those of `memory` (None by default) by
         keyword; returns the results.
-      parameters: the schema's, without parentheses.
+      parameters: the parameters in the schema, without parentheses.
       width: takes the arguments; returns the size of out's last axis.
-      memory: what {name}_into takes behind the arguments: ("out", "lse"), and "workspace" or "max_logits" or both.
+      memory: what {name}_into takes after the arguments: ("out", "lse"), and "workspace" or "max_logits" or both.
       third: takes the arguments; returns a tensor like the third result, if there is one.
     """
     aliases = zip("abcd", memory, strict=False)
@@ -210,8 +211,8 @@ def call_attention(
     *workspace: Workspace | None,
     max_logits: bool | None = None,
 ) -> Any:
-    """A call of an operator that `register_attention` made: with the caller's memory where any is given. The query is
-    the first of the arguments, and out has `width` columns. max_logits: whether the call returns greatest logits, the
+    """Call an operator that `register_attention` made, the one that writes to memory if any is given. The query is the
+    first of the arguments, and out has `width` columns. max_logits: whether the call returns greatest logits, the
     operator's third result; None if the operator has no third result."""
     refuse_tangents(name, arguments)
     tensors.check_lse_asked_for(return_lse, lse)

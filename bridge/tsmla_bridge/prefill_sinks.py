@@ -1,7 +1,8 @@
 """Sinks of prefill on torch tensors: a logit a head that takes weight from the keys and has no value.
 
-With s of a head and a row's lse, the row's weights are exp(score - whole) where exp(whole) = exp(lse) + exp(s). So the
-gradient of a call with sinks is that of one without, given `whole` in the place of lse.
+With a head's sink s and a row's lse, the row's weights are exp(score - whole) where exp(whole) = exp(lse) + exp(s). So
+the gradient of a call with sinks is that of one without, given `whole` in the place of lse and a cotangent of lse that
+is scaled to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The operations' definitions on torch tensors, in float32 (float64 for float64). They mean what tsmla_jax's mean.
 
-For CPU tensors, for calls that no kernel of the cache or of merging serves, and to compare kernels with. Attention
-gathers every key and makes every score; it reads lengths and offsets on the host, which on a GPU waits for the device.
-The others read no value on the host, so that they can be captured into CUDA graphs. Attention and merging can be
-differentiated.
+They serve CPU tensors, calls of the cache's operations, of merging and of the indexer that no kernel serves, and tests
+of the kernels. Attention gathers every key and computes every score; it reads lengths and offsets on the host, which on
+a GPU waits for the device. The others read no value on the host, so that they can be captured into CUDA graphs.
+Attention, merging, gathering and the indexer's logits can be differentiated.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _attend(
     logit_scale: Scale,
     out_scale: Scale,
 ) -> Computed:
-    """q [S, H, D], k [K, H or 1, D], v [K, H or 1, L], visible [S, K] -> out [S, H, L], lse [S, H]."""
+    """out [S, H, L] and lse [S, H] of q [S, H, D], k [K, H or 1, D] and v [K, H or 1, L], for visible [S, K]."""
     if not (q.shape[0] and k.shape[0]):
         rows = q.shape[:2]
         return q.new_zeros((*rows, v.shape[-1])), q.new_full(rows, -torch.inf)
@@ -217,7 +217,7 @@ def write_kv_cache(
     slot_mapping: torch.Tensor,
     kv_scale: Scale | None,
 ) -> None:
-    """write_kv_cache, in place, of at least one token into at least one page."""
+    """Write as write_kv_cache does, in place; there is at least one token and one page."""
     rows = latent if k_rope is None else torch.cat((latent, k_rope), -1)
     put_rows(kv_cache.detach(), to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype), slot_mapping)
 
@@ -227,7 +227,7 @@ def put_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor
     num_pages, page_size, _ = cache.shape
     target, source, any_legal = targets(slot_mapping, num_pages * page_size)
     page, offset = target.div(page_size, rounding_mode="floor"), target % page_size
-    # As integers: torch has no indexed writes of float8.
+    # As integers: torch releases differ in where they index float8.
     bits = _BITS[rows.element_size()]
     cache, rows = cache.view(bits), rows.view(bits)[source]
     cache[page, offset] = torch.where(any_legal, rows, cache[0, 0])
@@ -272,7 +272,7 @@ def gather_kv_cache(
     lens: torch.Tensor,
     kv_scale: Scale | None,
 ) -> torch.Tensor:
-    """gather_kv_cache, of at least one row from at least one page."""
+    """The result of gather_kv_cache, which has at least one row, from a cache of at least one page."""
     ends = lens.cumsum(0)
     row = torch.arange(spec.total_len, device=lens.device)
     request = torch.searchsorted(ends, row, right=True).clamp(max=spec.batch - 1)
@@ -345,7 +345,7 @@ def indexer_logits(
 
 def seen_keys(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The request of each of num_tokens packed query tokens, and how many keys the token sees: token i of a request of
-    S tokens sees its first seq_len - (S - 1) + i keys. Rows behind the last request's tokens see none."""
+    S tokens sees its first seq_len - (S - 1) + i keys. Rows past the last request's tokens see none."""
     ends = cu_seqlens_q[1:]
     rows_through = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)  # and with each row
     request = torch.bucketize(rows_through, ends, out_int32=True)
@@ -359,7 +359,7 @@ def _indexer_keys(
     """The keys [M * Z, Di] of one row of the block table in float32, and their scales [M * Z], 1.0 in a plain cache."""
     pages = table.long().clamp(0, spec.cache.num_pages - 1)
     if not spec.cache.packed:
-        # As integers: torch has no indexed reads of float8.
+        # As integers: torch releases differ in where they index float8.
         bits = _BITS[k_cache.element_size()]
         return k_cache.view(bits)[pages].view(k_cache.dtype).float().reshape(-1, spec.head_dim), 1.0
     raw = k_cache.reshape(spec.cache.num_pages, -1)[pages]

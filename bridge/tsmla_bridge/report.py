@@ -16,7 +16,8 @@ class GPU(NamedTuple):
 
 
 class Torch(NamedTuple):
-    """The GPUs that torch can use, or the reason why torch can't be imported; and the operations of tsmla_bridge."""
+    """The GPUs that torch can use, `failure`, the reason why torch can't be imported (None if it can), and the
+    operations of tsmla_bridge."""
 
     gpus: tuple[GPU, ...]
     failure: str | None

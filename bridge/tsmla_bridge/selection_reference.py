@@ -1,4 +1,4 @@
-"""The definitions of a selection by bits on torch tensors. They read no value on the host."""
+"""The definitions on torch tensors of how bits select keys. They read no value on the host."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ _BIAS = 127
 _FP8_MAX_EXPONENT = 8
 _FP8_MAX_MANTISSA = 0x600000
 BACKWARD_SCORES = 1 << 24
-"""Scores, or numbers of gathered keys, that an array of sparse_mla's gradient has at most, if a token has no more."""
+"""The most scores, or numbers of gathered keys, that an array in sparse_mla's gradient has, unless one token alone has
+more."""
 
 
 def select_topk(
@@ -130,7 +131,7 @@ def quantize_pow2(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Te
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleave: bool, layout: str) -> torch.Tensor:
-    """Rotated vectors [..., R] in float32; as tsmla_jax's rotation."""
+    """The vectors x [..., R] rotated in float32, as tsmla_jax's rotation does it."""
     wide, half = x.float(), x.shape[-1] // 2
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleave else (wide[..., :half], wide[..., half:])
     rotated = (first * cos - second * sin, second * cos + first * sin)
@@ -196,7 +197,7 @@ def indexer_quantize(
 def _rotated(
     x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, rotation: Rotation | None
 ) -> torch.Tensor:
-    """x, in float32 with rope on the rotation's columns where there is one."""
+    """x; if there is a rotation, in float32 and with its columns rotated."""
     if rotation is None or cos is None or sin is None:
         return x
     end, interleave = rotation.offset + rotation.dim, rotation.layout == "interleaved"
@@ -331,7 +332,7 @@ def rows_at(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.
     """The rows [..., D] of these slots, in float32 where they are packed; without the scale of a plain cache."""
     page, offset = slots.div(spec.span, rounding_mode="floor"), slots % spec.span
     if spec.layout == "plain":
-        if cache.element_size() == 1:  # torch has no indexed reads of float8
+        if cache.element_size() == 1:  # torch releases differ in where they index float8
             return cache.view(torch.uint8)[page, offset].view(cache.dtype)
         return cache[page, offset]
     if spec.layout == "v32":

@@ -2,14 +2,15 @@
 
 A matrix library chooses a product's tile, and how it splits the sum over the terms, by the number of rows; XLA chooses
 the order of a row's sum by the array's shape. So the steps of a rollout and a trainer's recompute of the same tokens
-round differently. Here a row's terms are always added in one order, from the first to the last. With
+round differently. Here the order in which a row's terms are added does not depend on the number of rows. With
 `tsmla_jax.mla_decode(batch_invariant=True)` for attention, a layer's results then don't depend on the batch.
 
 `wrap` makes the functions of `tsmla_jax.nn.functional` compute so; `linear`, `rms_norm` and `log_softmax` are for the
-rest of a model. On Hopper products with many tiles are those of `grouped_block_scaled_matmul`'s kernel. All else are
-kernels in Pallas for Triton, which have the same bits there. On a CPU they run interpreted, to try a model: there
-`jax.vmap` and loops around them can change bits. Derivatives are ordinary operations of XLA. A program with the kernels
-in Pallas is not partitioned automatically over devices, and runs under `jax.shard_map` with check_vma=False.
+rest of a model. On Hopper the kernel of `grouped_block_scaled_matmul` computes products with many tiles. Kernels in
+Pallas for Triton compute everything else; their products have the same bits as that kernel's. On a CPU they run
+interpreted, to try a model: there `jax.vmap` and loops around them can change bits. Derivatives are ordinary operations
+of XLA. A program with the kernels in Pallas is not partitioned automatically over devices, and runs under
+`jax.shard_map` with check_vma=False.
 
 See Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025), for the problem.
 """
@@ -57,7 +58,7 @@ _SUM_ROWS, _SUM_COLUMNS = 4, 2048
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BatchInvariant:
-    """A weight whose products, or a norm's weight whose norms, are those of this module.
+    """A weight of a product or of a norm that this module computes.
 
     Attributes:
       values: the weight: [..., N, K], of which a product sums over the last axis, or a norm's [C].
@@ -109,8 +110,8 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: Any = None) -> jax.Arr
 
     Args:
       x: bfloat16, float16 or float32.
-      weight: of x's dtype.
-      out_dtype: bfloat16, float16 or float32, of the result; None is x's. Terms are added in float32.
+      weight: in x's dtype.
+      out_dtype: bfloat16, float16 or float32, the dtype of the result; None is x's. Terms are added in float32.
 
     Raises:
       TypeError: x, weight or out_dtype is of another dtype.
@@ -169,7 +170,7 @@ def log_softmax(logits: jax.Array) -> jax.Array:
 
 
 def linear_by_heads(x: jax.Array, weight: jax.Array, *, out_dtype: Any = None) -> jax.Array:
-    """x [T, H, K] times the transposes of weight [H, N, K], head by head: [T, H, N]. out_dtype and errors as of
+    """x [T, H, K] times the transposes of weight [H, N, K], head by head: [T, H, N]. out_dtype and errors: as in
     `linear`."""
     x, weight = _array("x", x), _array("weight", weight)
     if weight.dtype != x.dtype:
@@ -256,7 +257,8 @@ def why_not_large_tiles(terms: int, columns: int, dtype: str, out_dtype: str) ->
 
     Args:
       terms, columns: K and N.
-      dtype: of x and the weight.
+      dtype: the dtype of x and of the weight.
+      out_dtype: the dtype of the result.
     """
     if dtype not in ("bfloat16", "float16") or out_dtype not in ("bfloat16", "float16", "float32"):
         return [f"x is {dtype}, the result {out_dtype}; legal: x of 16 bits"]
@@ -265,7 +267,7 @@ def why_not_large_tiles(terms: int, columns: int, dtype: str, out_dtype: str) ->
 
 
 def _kernel(depth: int, x_ref: Any, weight_ref: Any, out_ref: Any) -> None:
-    """One tile of the result."""
+    """Compute one tile of the result."""
     count, _, terms = x_ref.shape
     columns, head = weight_ref.shape[1], pl.program_id(2)
     rows = pl.program_id(0) * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
@@ -308,13 +310,13 @@ _product.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _norm_factors(x: jax.Array, eps: float) -> jax.Array:
-    """[T] f32: 1 / sqrt(mean(x^2) + eps) of each row of x [T, C]."""
+    """The factor 1 / sqrt(mean(x^2) + eps) of each row of x [T, C], f32 [T]."""
     return _rows(x, None, eps)
 
 
 @jax.custom_vjp
 def _log_sums(x: jax.Array, offsets: jax.Array) -> jax.Array:
-    """[T] f32: the logarithm of the sum of exp(x - offset) over each row of x f32 [T, C], with offsets f32 [T]."""
+    """The logarithm of the sum of exp(x - offset) over each row of x f32 [T, C], with offsets f32 [T]; f32 [T]."""
     return _rows(x, offsets, 0.0)
 
 
@@ -342,7 +344,7 @@ def _rows(x: jax.Array, offsets: jax.Array | None, eps: float) -> jax.Array:
 
 
 def _sum_kernel(columns: int, eps: float, x_ref: Any, *others: Any) -> None:
-    """The results of some rows. others: the offsets, if there are any, and the results."""
+    """Compute the results of some rows. others: the offsets, if there are any, and the results."""
     *offsets_ref, out_ref = others
     count, width = x_ref.shape
     rows = pl.program_id(0) * _SUM_ROWS + jnp.arange(_SUM_ROWS, dtype=jnp.int32)

@@ -5,7 +5,7 @@ to (j + 1) Z - 1, lies on device j mod N and is that device's page j // N of the
 differ by a page at most, however long it is, and grow in turn. A step describes whole texts (seq_lens, positions); its
 block tables and slots are the device's own. Every device computes the queries of all tokens and attends over its own
 keys; the partial results are merged by their logsumexps, which gives the same bits on every device. DeepSeek-V4's keys
-are its compressed entries, dealt out in pages of as many tokens; its window's latents every device has.
+are its compressed entries, dealt out in pages of as many tokens; every device has its window's latents.
 
 Layout as in vLLM's decode context parallelism (cp_kv_cache_interleave_size); the merge is that of
 `tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a
@@ -112,15 +112,15 @@ def mla_decode(
         block_tables: [B, M] i32, this device's pages of each request.
         seq_lens: [B] i32, keys of each request on all devices, its new tokens included.
         context_axis: the mesh axis.
-        cu_seqlens_q, max_q_len: of ragged queries, as in `tsmla_jax.mla_decode`.
-        options: of `tsmla_jax.mla_decode`: softmax_scale, latent_dim, q_scale, kv_scale, batch_invariant,
+        cu_seqlens_q, max_q_len: with ragged queries, as in `tsmla_jax.mla_decode`.
+        options: options of `tsmla_jax.mla_decode`: softmax_scale, latent_dim, q_scale, kv_scale, batch_invariant,
             implementation.
 
     Returns:
         out [T, H, L] (T is B S for dense q) and lse [T, H], for `merge`; rows without a key here have lse -inf.
 
     Raises:
-        TypeError: another option. TypeError, ValueError, NotImplementedError: as `tsmla_jax.mla_decode`.
+        TypeError, ValueError, NotImplementedError: as `tsmla_jax.mla_decode`; TypeError also for another option.
     """
     for name in options:
         if name not in _DECODE_OPTIONS:  # causal and visible_lens, of whole texts, would hide other keys of a device
@@ -144,7 +144,7 @@ _DECODE_OPTIONS = ("softmax_scale", "latent_dim", "q_scale", "kv_scale", "batch_
 
 
 def merge(out: jax.Array, lse: jax.Array, context_axis: str) -> tuple[jax.Array, jax.Array]:
-    """The results over all keys from those over each device's keys: one exchange, which XLA makes one kernel of NCCL.
+    """The results over all keys from the results over each device's keys, by one exchange (on GPUs one kernel of NCCL).
 
     Args:
         out, lse: [T, H, V] and [T, H], as `mla_decode` returns them.
@@ -192,7 +192,7 @@ def project_merged(
 
 
 def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Results [t, H, V] with logsumexps [t, H] beside sinks [H], in float32 (float64 of float64): out divided by
+    """Results [t, H, V] with logsumexps [t, H] beside sinks [H], in float32 (float64 for float64): out divided by
     1 + exp(sink - lse)."""
     dtype = jnp.promote_types(out.dtype, jnp.float32)
     # A row without a key is 0 already; -inf less a sink of -inf would make it NaN.
@@ -227,8 +227,8 @@ def gather_rows(own: jax.Array, num_rows: int, context_axis: str) -> jax.Array:
 def add_rows(x: jax.Array, context_axis: str) -> jax.Array:
     """The sums over the devices of their rows [T, ...], in x's dtype and the same bits on every device.
 
-    The devices exchange rows, not sums, so that rows of 16 bits are added in float32 and rounded once. Of many
-    rows each device adds up a part, and a second exchange gives all devices the sums.
+    The devices exchange rows, not sums, so that rows of 16 bits are added in float32 and rounded once. If there are
+    many rows, each device adds up a part of them, and a second exchange gives all devices the sums.
     """
 
     def added(parts: jax.Array) -> jax.Array:
@@ -250,7 +250,7 @@ def own_offsets(cu_seqlens: jax.Array, num_rows: int, context_axis: str) -> tupl
 
     Returns:
         cu_seqlens_q and cu_seqlens_kv [B + 1]: where requests begin among this device's rows, and among the keys that
-        these rows see: a request that this device's last row cuts has no keys behind it.
+        these rows see: a request that goes on past this device's last row has no keys past it.
     """
     each = -(-num_rows // lax.axis_size(context_axis))
     begin = lax.axis_index(context_axis) * each
@@ -287,15 +287,14 @@ def indexer_topk(
 
     Args:
         q, weights: [T, Hi, Di] and [T, Hi], all queries.
-        k_cache: of `tsmla_jax.indexer_topk`, this device's pages of Z keys.
+        k_cache: as in `tsmla_jax.indexer_topk`, this device's pages of Z keys.
         block_tables: [T, M] i32, this device's pages, one row a token.
         seq_lens: [T] i32, keys that each token sees here (`local_lens`).
         k: static.
         context_axis: the mesh axis.
-        implementation: of `tsmla_jax.indexer_topk` and `tsmla_jax.select_topk`.
-
+        implementation: as in `tsmla_jax.indexer_topk` and `tsmla_jax.select_topk`.
     Returns:
-        slots [T, min(k, M Z)] i32 in the order of positions, -1 behind the last, and how many they are, [T] i32.
+        slots [T, min(k, M Z)] i32 in the order of positions, -1 after the last, and how many they are, [T] i32.
     """
     page_size = k_cache.shape[1]
     candidates = _candidates(q, weights, k_cache, block_tables, seq_lens, k, implementation)
@@ -315,7 +314,7 @@ def indexer_positions(
     implementation: Preference = None,
 ) -> jax.Array:
     """For each query token, the indexer's k best keys of all devices, as positions in their texts:
-    [T, min(k, N M Z)] i32, -1 behind the last, the same on every device.
+    [T, min(k, N M Z)] i32, best first, -1 after the last, the same on every device.
 
     Args:
       q, weights, k_cache, block_tables, seq_lens, k, implementation: as in `indexer_topk`, of this device's keys.
@@ -345,7 +344,7 @@ def _candidates(
 
 def own_positions(positions: jax.Array, *, context_axis: str, page_size: int) -> jax.Array:
     """Positions in the texts [T, K] as ascending positions among this device's keys. Negative positions and those of
-    other devices' keys become -1, behind the last."""
+    other devices' keys become -1, after the others."""
     return _ascending(local_positions(positions, context_axis, page_size))
 
 
@@ -366,15 +365,15 @@ def select_topk(
     last key of its share of the tokens, and a second exchange, of two numbers a token, tells the other devices.
 
     Args:
-        positions: [T, c] i32, of this device's best min(k, keys) among its own keys, ascending; -1 where there is none.
+        positions: [T, c] i32, the positions of this device's min(k, keys) best keys among its own, ascending; -1 after
+            the last.
         scores: [T, c] f32, the scores of these keys.
         k: static.
         context_axis: the mesh axis.
         page_size: Z.
-        implementation: of `tsmla_jax.select_topk`.
-
+        implementation: as in `tsmla_jax.select_topk`.
     Returns:
-        positions [T, c] i32 among this device's keys, ascending, -1 behind the last.
+        positions [T, c] i32 among this device's keys, ascending, -1 after the last.
     """
     if scores.shape[1] * lax.axis_size(context_axis) <= k:
         return positions
@@ -414,7 +413,7 @@ def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.A
 
 
 def _best_positions(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
-    """The k best keys of all devices for each token, as positions in the texts, best first; -1 behind the last."""
+    """The k best keys of all devices for each token, as positions in the texts, best first; -1 after the last."""
     # Sorted by this key, then by position, both ascending; entries without a candidate come last.
     key = jnp.where(positions >= 0, ~numerics.ordered(scores), _NOWHERE)
     whole = jnp.where(positions >= 0, global_positions(positions, context_axis, page_size), _NOWHERE)
@@ -437,7 +436,7 @@ def _best_of(candidates: jax.Array, k: int) -> jax.Array:
 
 
 def _ascending(positions: jax.Array) -> jax.Array:
-    """Rows of positions in ascending order, negative ones as -1 behind the others."""
+    """Rows of positions in ascending order, negative ones as -1 after the others."""
     ordered = jnp.sort(jnp.where(positions < 0, _NOWHERE, positions), axis=1)
     return jnp.where(ordered == _NOWHERE, -1, ordered)
 

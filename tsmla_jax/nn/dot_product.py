@@ -1,4 +1,4 @@
-"""dot_product_attention: the attention of packed requests behind the names of `jax.nn.dot_product_attention`.
+"""dot_product_attention: `mla_prefill` with the arguments of `jax.nn.dot_product_attention`.
 
 A batch [B, T, N, H] is B T packed tokens, and its lengths become requests of `mla_prefill` that leave the padding out:
 a row's padding queries are a request without keys, and its padding keys a request without queries.

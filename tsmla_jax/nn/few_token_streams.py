@@ -75,11 +75,12 @@ def mix_by_kernel(
     """A mix of streams, to which a block's result is written first if they are `Unwritten`.
 
     Args:
-      params: as of `tsmla_jax.generate.streams.read_streams`.
-      given: streams [T, N, C] in bf16.
+      params: as in `tsmla_jax.generate.streams.read_streams`.
+      given: streams [T, N, C] in bf16, or `Unwritten` ones.
       norm: the norm of the next block's input.
-      rounds: how many of Sinkhorn's rounds; eps: added to their divisors; norm_eps: of the streams' norm before the
-        projection.
+      rounds: the number of Sinkhorn's rounds.
+      eps: added to the divisors of these rounds.
+      norm_eps: the epsilon of the streams' norm before the projection.
     """
     streams = given.streams if isinstance(given, Unwritten) else given
     tokens, count, columns = streams.shape

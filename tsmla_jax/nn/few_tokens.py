@@ -6,7 +6,7 @@ and for more tokens, a function computes the same in XLA, unless its name ends i
 
 A program with these kernels is not partitioned automatically over devices (it may run under `jax.shard_map`), has no
 derivative and can't be vmapped. Axes: T tokens, K terms, N rows of a weight, E experts, P experts of a token, C hidden
-columns, I columns of an expert, H heads, N, L and R nope, latent and rope columns.
+columns, I columns of an expert, H heads; in attention N, L and R are nope, latent and rope columns.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def weight_dtype(weight: Weight) -> str:
 
 
 def run(kernel: Kernel, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Results of these shapes of the kernel's call that `spec` describes."""
+    """The results, of these shapes, of the kernel's call that `spec` describes."""
     return kernel_call(kernel, kernel.config_for(spec), inputs, shapes, arch=device.arch_for(kernel))
 
 
@@ -112,7 +112,7 @@ def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: b
     if reasons := record.FEW_TOKEN_MATMUL.reasons(spec):
         return reasons
     if isinstance(weight, BlockScaled) and record.FEW_TOKEN_MATMUL.config_for(spec).form == REGISTERS:
-        return ["block_scaled_matmul reads e4m3 weights faster, but for one token"]
+        return ["block_scaled_matmul reads e4m3 weights faster, except for one token"]
     return []
 
 
@@ -131,8 +131,9 @@ def matmul(
       x: [T, K], or wider rows that begin with these columns.
       weight: [N, K], bf16 or block-scaled.
       norm: None for no norm.
-      gated: the weight's first half and its second make silu(x first) * (x second), of N / 2 columns.
-      limit: if gated, x first is clipped to at most limit, x second to at least -limit and at most limit.
+      gated: whether the result is silu(gate) * up, [T, N / 2]: gate is the product with the weight's first N / 2 rows,
+        up the one with its last N / 2 rows.
+      limit: if gated, gate is clipped to at most limit, and up to -limit to limit.
       residual: [T, N] or None.
 
     Returns:
@@ -233,7 +234,7 @@ def experts_down(
 
 
 class Chosen(NamedTuple):
-    """Results of `choose_up_by_kernel`: inner [P, I], as of `experts_up`; experts [1, P] i32 and weights [1, P] f32."""
+    """Results of `choose_up_by_kernel`: inner [P, I], as in `experts_up`; experts [1, P] i32 and weights [1, P] f32."""
 
     inner: jax.Array
     experts: jax.Array
@@ -262,7 +263,7 @@ def choose_up_by_kernel(
     Args:
       x: [1, C].
       gate_up: [E, 2 I, C].
-      logits: f32 [1, E], of `router_logits`.
+      logits: f32 [1, E], as `router_logits` returns them.
       bias: f32 [E], with the routing noaux_tc, and only then.
       spec: how the token chooses.
       norm: as in `experts_up`.
@@ -280,8 +281,8 @@ def choose_up_by_kernel(
 
 
 def router_logits(x: jax.Array, router: jax.Array, *, norm: Norm | None = None) -> jax.Array:
-    """x [T, C], after the RMS norm if there is one, times the transpose of router [E, C]: f32 [T, E], with the error of
-    f32."""
+    """x [T, C], after the RMS norm if there is one, times the transpose of router [E, C]: f32 [T, E], as exact as
+    products in float32."""
     spec = RouterSpec(x.shape[0], x.shape[1], router.shape[0], None if norm is None else norm.eps)
     if why_not_dtypes(x, norm=norm) or router.dtype != jnp.float32 or record.FEW_TOKEN_ROUTER.reasons(spec):
         normed = x if norm is None else rms_norm(x, *norm)
@@ -326,14 +327,14 @@ def queries(
 
     Args:
       q: [T, H (N + R)], a head's columns without rope first, or wider rows that begin with these.
-      joint: [T, A + L + R], whose rows end with the latent before its norm and k_rope before its rotation.
+      joint: [T, L + R or more], whose rows end with the latent before its norm and k_rope before its rotation.
       w_uk: [H, L, N].
       kv_cache: [P, Z, L + R], or uint8 [P, Z, 656] of packed rows.
-      slot_mapping: [T] i32, as of `tsmla_jax.write_kv_cache`.
-      norm: the latent's.
-      rope: of the queries and of k_rope.
+      slot_mapping: [T] i32, as in `tsmla_jax.write_kv_cache`.
+      norm: the norm of the latent.
+      rope: the rotation of the queries and of k_rope.
       q_scale: quantises the queries to float8_e4m3fn (q / q_scale); None leaves them in q's dtype.
-      kv_scale: of an fp8 cache.
+      kv_scale: the scale of a plain fp8 cache, or None.
     """
     heads, latent, nope = w_uk.shape
     width = latent + 2 * rope.cos.shape[-1]
@@ -408,7 +409,7 @@ def attend_by_kernel(
 
     Args:
       absorbed: [1, 1, H, L + R], as `queries` returns it.
-      kv_cache, block_tables, seq_lens: as of `tsmla_jax.mla_decode`.
+      kv_cache, block_tables, seq_lens: as in `tsmla_jax.mla_decode`.
       w_uv: [H, V, L].
       options: softmax_scale, latent_dim, q_scale and kv_scale of `tsmla_jax.mla_decode`.
     """
@@ -438,15 +439,15 @@ def _index_key_spec(keys: Any, rope: Rope, norm: LayerNorm) -> IndexKeySpec:
 def write_index_keys_by_kernel(
     k_cache: jax.Array, keys: jax.Array, slot_mapping: jax.Array, *, norm: LayerNorm, rope: Rope
 ) -> jax.Array:
-    """The packed cache of indexer keys with the layer norm of new keys written, in one kernel: as
-    `tsmla_jax.sparse.write_indexer_cache` of the normed keys.
+    """The packed cache of indexer keys with new keys written after their layer norm, in one kernel: what
+    `tsmla_jax.sparse.write_indexer_cache` gives for the normed keys.
 
     Args:
       k_cache: uint8 [P, Z, 132].
       keys: [T, 128], before their norm.
       slot_mapping: [T] i32.
-      norm: the keys'.
-      rope: of the keys' first columns.
+      norm: the layer norm of the keys.
+      rope: the rotation of the keys' first columns.
     """
     inputs = (keys, norm.weight, norm.bias.astype(norm.weight.dtype), rope.cos, rope.sin, slot_mapping, k_cache)
     return run(record.FEW_TOKEN_INDEX_KEY, _index_key_spec(keys, rope, norm), inputs, k_cache.shape)[0]

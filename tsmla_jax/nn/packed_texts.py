@@ -50,7 +50,7 @@ def in_pages(rows: jax.Array, lens: jax.Array, owners: tuple[jax.Array, jax.Arra
     Args:
         rows: packed texts.
         lens: [B], rows of each text.
-        owners: the text and the position of each row; a negative position is of padding.
+        owners: the text and the position of each row; padding has a negative position.
         max_len: bound of a text's rows.
     """
     text, position = owners
@@ -65,7 +65,7 @@ def in_pages(rows: jax.Array, lens: jax.Array, owners: tuple[jax.Array, jax.Arra
 
 
 def all_keys(cu_seqlens: jax.Array, max_len: int, num_tokens: int) -> dict[str, jax.Array]:
-    """The arguments of `indexer_loss` for all keys of packed texts, a page a token."""
+    """The arguments of `indexer_loss` for all keys of packed texts, in pages of one token."""
     tables = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
     return {
         "block_tables": jnp.minimum(tables, num_tokens - 1).astype(jnp.int32),

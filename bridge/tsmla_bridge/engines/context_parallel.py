@@ -19,12 +19,12 @@ class Deal(NamedTuple):
 def visible_keys(
     starts: torch.Tensor, all_lens: torch.Tensor, local_lens: torch.Tensor, num_tokens: int, deal: Deal
 ) -> torch.Tensor:
-    """How many of the rank's keys each query token sees under the causal rule, [T] int32. Made on the device, without a
-    value on the host.
+    """How many of the rank's keys each query token sees under the causal rule, [T] int32. Computed on the device; no
+    value is read on the host.
 
     Args:
-      starts: [B + 1] int32, the first token of each request, and the end. Tokens behind it are padding, which sees
-        nothing and counts as the last request's.
+      starts: [B + 1] int32, the first token of each request, and the end. Tokens past the end are padding, which sees
+        nothing.
       all_lens, local_lens: [B] int32, the keys of each request, new ones included, and those that the rank holds.
       num_tokens: T.
     """
@@ -38,8 +38,8 @@ def visible_keys(
 
 
 def visible_keys_of_last(all_lens: torch.Tensor, q_len: int, deal: Deal) -> torch.Tensor:
-    """visible_keys where every request's query tokens are the last q_len of its keys, [B, q_len] int32. The last column
-    is what the rank holds.
+    """How many of the rank's keys each of a request's last q_len tokens sees, [B, q_len] int32. The last column counts
+    all keys of the request that the rank holds.
 
     Args:
       all_lens: [B] int, the keys of each request, new ones included.

@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 class Engine(NamedTuple):
     """An engine with a plug-in.
 
-    distribution: its name. tested: the versions whose own code the tests run, oldest first. significant: how many
-    numbers of a version must equal a tested one's. flags: the command line that chooses the backends. sparse_flags: the
-    one for models with DeepSeek-V3.2's sparse attention, None where there is no backend for them.
+    distribution: its name on the package index. tested: the versions whose own code the tests run, oldest first.
+    significant: how many leading numbers of a version must equal a tested one's. flags: the command line that chooses
+    the backends. sparse_flags: the settings for models with DeepSeek-V3.2's sparse attention, None if there is no
+    backend for them.
     """
 
     distribution: str
@@ -94,7 +95,8 @@ def status_of(engine: Engine, version: str) -> str:
 
 
 def warn_if_untested(engine: Engine, version: str) -> None:
-    """Log a warning if the engine's version lies outside the tested ones. To be called where a backend is chosen."""
+    """Log a warning if the engine's version is not tested and older or newer than all tested ones. To be called where a
+    backend is chosen."""
     if status_of(engine, version).startswith("untested"):
         logger.warning(
             "tsmla's backends for %s were not tested with its version %s (tested: %s)",
@@ -104,13 +106,13 @@ def warn_if_untested(engine: Engine, version: str) -> None:
 
 @functools.cache
 def say_active(engine: Engine, what: str) -> None:
-    """Log, once in a process, that a backend of this project serves the engine. To be called where its kernels are
-    loaded. The logger is below the engine's own, whose level and output it takes."""
+    """Log, once in a process for each `what`, that a backend of this project serves the engine. To be called where its
+    kernels are loaded. The logger is below the engine's own, whose level and output it takes."""
     logging.getLogger(f"{engine.distribution}.tsmla").info("tsmla %s: %s", __version__, what)
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
-    """The first numbers of a version, for comparisons."""
+    """The first `count` numbers of a version, for comparisons."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:count])
 
 

@@ -1,7 +1,8 @@
-"""The kernels for Blackwell, launched on torch tensors: their operands for a call, made safe for any input.
+"""The kernels for Blackwell, launched on torch tensors, with operands that are safe for any input.
 
-tsmla_kernels.sm100 has the rules (dense_arrays, sparse_arrays), which jax's front end shares. Nothing reads a value on
-the host, so the calls can be captured into CUDA graphs. They allocate what the rules make.
+tsmla_kernels.sm100 has the rules that make the operands (dense_arrays, sparse_arrays), which jax's front end shares. No
+value is read on the host without TSMLA_CHECK=1, so the calls can be captured into CUDA graphs. They allocate what the
+rules make.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def indexer_logits(spec: IndexerLogitsSpec, given: Mapping[str, torch.Tensor]) -
 def sparse_mla(spec: SparseMLASpec, inputs: SparseInputs, factors: tuple[float, float, float]) -> Computed:
     """out and lse as sparse_mla documents them, by cuDNN's kernel.
 
-    factors: of the logits, and of the rows of both caches, which are equal if there are two.
+    factors: the factor of the logits, then those of the rows of the two caches, which are equal if there are two.
     """
     q, library = inputs.q, library_of(inputs.q.device)
     caches, indices, of_rows = inputs.caches, inputs.indices, spec
@@ -118,8 +119,8 @@ def _run(
     outputs: Mapping[str, torch.Tensor | ArrayView],
     pair: Pair | None = None,
 ) -> None:
-    """Launch a kernel on the current stream. Its pair of scales is an operand before the outputs, or as numbers the
-    sizes of operands behind them."""
+    """Launch a kernel on the current stream. A pair of scales in a tensor is an operand before the outputs; two numbers
+    are the sizes of operands after the outputs."""
     device = next(iter(inputs.values())).device
     index = devices.index_of(device)
     given: dict[str, Any] = {name: tensor.contiguous() for name, tensor in inputs.items()}

@@ -1,9 +1,9 @@
 """write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
 
-On a Hopper GPU by the catalog's kernels, one launch each. In torch operations on CPUs and where the kernels can't serve
-the call: a dtype or width that cache_ops.config refuses, a cache, table or list of slots with gaps, rows that don't
-start at multiples of 16 bytes. Both give the same bits and read no value on the host, so both can be captured into CUDA
-graphs.
+On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs, and
+where the kernels can't serve the call: a dtype or width that cache_ops.config refuses, a cache, table or list of slots
+with gaps, rows that don't start at multiples of 16 bytes. Both give the same bits and read no value on the host, so
+both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def write_kv_cache(
       latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
       slot_mapping: [T] int32, or int64 as vLLM and SGLang have it; slot = page * Z + offset; -1 skips the token. Slots
         must differ: what two tokens leave in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1
-        finds them.
+        finds such slots.
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
-
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
     Returns:
       kv_cache itself. Rows are multiplied by 1 / kv_scale in float32 (float64 rows in float64) and rounded to nearest
       even; an fp8 cache saturates at +-448 (infinities too), so only a NaN input gives a NaN.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason; a tensor requires a
+      NotImplementedError: the named implementation can't run this call, with every reason, or a tensor requires a
         derivative.
     """
     operators.refuse_derivative("write_kv_cache", kv_cache, latent, k_rope, kv_scale)
@@ -119,17 +119,16 @@ def gather_kv_cache(
     kv_scale, as tsmla_jax.gather_kv_cache defines it: vLLM's gather of the MLA cache, dequantised.
 
     Args:
-      kv_cache: as write_kv_cache's.
+      kv_cache: as in write_kv_cache.
       block_tables: [B, M] int32; entries that no asked-for token lies in are never used.
       starts, lens: [B] int32; a length of 0 is legal. The offsets of the rows are those of cumsum(lens).
       total_len: number of rows of the result; rows past sum(lens) are 0.
       kv_scale: float or float32 scalar tensor; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
-      implementation: as write_kv_cache's.
-
+      implementation: as in write_kv_cache.
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
-      Differentiable in kv_cache, in torch operations.
+      Differentiable in kv_cache by torch operations, which run if a derivative is asked for.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.

@@ -1,9 +1,9 @@
 """compress_write_kv_cache on torch tensors: V4's compressor with the norm, rope, quantisation and cache write of its
 entries.
 
-On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs, on other GPUs, and where the
-kernel can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or are
-not aligned to 16 bytes. Neither reads a value on the host, so both can be captured into CUDA graphs.
+On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
+the kernel can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or
+are not aligned to 16 bytes. Neither reads a value on the host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -55,18 +55,20 @@ def compress_write_kv_cache(
       state: [N, ring, 2, W] float32, each request's last tokens.
       state_positions: [N, ring] int32, their positions; -1 for none.
       norm_weight: [C] floats.
-      cos_sin: [N, R] float32, a row a position.
+      cos_sin: float32, a row of R for each position: cosines, then sines; the last R channels are rotated.
       block_tables: [B, M] int32, pages of each request's entries. No two new entries may lie in one slot: what they
         leave there has no meaning.
-      state_slots: [B] int32, where each request's state is, of N.
+      state_slots: [B] int32, the index of each request's state, -1 to leave none behind (its new tokens must start at
+        position 0).
       seq_lens: [B] int32, tokens of each request, the new ones included.
       cu_seqlens_q: [B + 1] int32, where each request's new tokens start, and their end.
       ratio: tokens an entry.
-      overlap: whether entries pool two windows.
-      eps: of the norm.
-      kv_scale: of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
+      overlap: whether an entry pools the last 2 * ratio tokens, from two series of columns, and not the last ratio.
+      eps: the norm's epsilon.
+      kv_scale: the scale of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
       page_size: rows of a V4 page, 64 unless given.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
 
     Returns:
       cache itself.

@@ -145,7 +145,7 @@ class Plan(plans.Plan[DecodeSpec]):
     ) -> Results:
         """out, and lse if it is asked for. `workspace` may be an address that `address_in` returned.
 
-        The parameters are separate, and passed by name: a bundle of them would take 0.4 us of each call to make."""
+        The parameters are separate: to make a bundle of them would take 0.4 us of each call."""
         kv_cache = tensors.without_head_axis(kv_cache)
         inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, q_rope)
         assert not isinstance(workspace, int)  # address_in gives these plans none
@@ -164,19 +164,19 @@ class Plan(plans.Plan[DecodeSpec]):
         )
 
     def address_in(self, buffer: torch.Tensor) -> int | None:
-        """The address in this memory where a call can have its intermediate results; None if it can't."""
+        """The address in this memory for a call's intermediate results; None if the memory doesn't fit them."""
         return None
 
 
 class EmptyPlan(Plan):
-    """No request, no query token, or no key."""
+    """The plan of a call without requests, without query tokens, or without keys."""
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         return self.layout.without_keys()
 
 
 class ReferencePlan(Plan):
-    """The definition, in torch operations."""
+    """The plan of a call that the definition runs, in torch operations."""
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         self.check(inputs)
@@ -184,7 +184,8 @@ class ReferencePlan(Plan):
 
 
 class BlackwellPlan(Plan):
-    """TokenSpeed's kernels, between torch operations. They allocate their memory, so a workspace is not used."""
+    """The plan of a call that TokenSpeed's kernels run, between torch operations. These allocate their memory: a
+    workspace is not used."""
 
     def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
         super().__init__(spec, inputs)
@@ -203,7 +204,7 @@ class BlackwellPlan(Plan):
 
 
 class KernelPlan(Plan):
-    """A compiled kernel, launched on torch's current stream. `run` is all that a call costs on the host."""
+    """The plan of a call that a compiled kernel runs, on torch's current stream."""
 
     def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
         super().__init__(spec, inputs)
@@ -374,7 +375,7 @@ class KernelPlan(Plan):
         elif self.table_is_slice:
             tensors.table_width(block_tables)  # this one may end where the plan's did not
         if cu_seqlens_q is not None:
-            out.zero_()  # the kernel walks requests: it does not write the rows of no request
+            out.zero_()  # the kernel walks requests: it does not write rows that belong to none
             if lse is not None:
                 lse.fill_(-math.inf)
         return block_tables

@@ -1,8 +1,9 @@
 """indexer_logits on torch tensors: the V3.2 indexer's score of every cached key for every query token.
 
-On a Hopper GPU by the catalog's kernel, one launch; on Blackwell, where it is named, by FlashInfer's. In torch
-operations on CPUs and where the kernel can't serve the call: a dtype, width or number of heads that logits_config
-refuses, tensors with gaps. No call reads a value on the host, so all can be captured into CUDA graphs.
+On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell FlashInfer's, if "cute" is named. Torch
+operations run all other calls: on CPUs, on other GPUs, and where the kernel can't serve the call (a dtype, width or
+number of heads that logits_config refuses, tensors with gaps). No call reads a value on the host, so all can be
+captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def indexer_logits(
         last page are never used.
       seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
-        iff j < seq_len - (S - 1) + i; rows of no request see none.
+        iff j < seq_len - (S - 1) + i; rows that belong to no request see none.
       out: float32 [T, M * Z] for the result, or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
-
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
     Returns:
-      [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from the first key on that token
-      t does not see; `out` if it is given.
+      [T, M * Z] float32; column s scores the key at position s of the token's sequence, and is -inf if token t does not
+      see that key. `out` itself if it is given.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -1,8 +1,8 @@
 """indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
 
-On a Hopper GPU, and on Blackwell where they are named, by the kernels of indexer_logits and select_topk, launched in
-turn on chunks of query tokens. In torch operations on CPUs and where the kernels can't serve the call. Neither reads a
-value on the host, so both can be captured into CUDA graphs.
+On a Hopper GPU, and on Blackwell if "cute" is named, the kernels of indexer_logits and select_topk run the call, in
+turn on chunks of query tokens. Torch operations run all other calls: on CPUs, on other GPUs, and where the kernels
+can't serve the call. Neither reads a value on the host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tsmla_kernels.topk.chunks import (
 )
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Of those that a call does not return, the
-counts mean nothing and the scores are empty."""
+"""Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Counts that a call does not return mean
+nothing; scores that it does not return are empty."""
 
 
 Operands = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """The arguments of a call that are no place for results."""
+    """The arguments of a call, without the caller's memory."""
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The caller's memory, where a call is given some."""
+    """The caller's memory for a call's results and chunks; None where the call makes its own."""
 
     out: torch.Tensor | None = None
     counts: torch.Tensor | None = None
@@ -110,7 +110,7 @@ def indexer_topk(
       seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
       k: at least 1.
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
-        iff j < seq_len - (S - 1) + i; rows of no request see none.
+        iff j < seq_len - (S - 1) + i; rows that belong to no request see none.
       return_slots: return slots and counts in the place of positions.
       return_scores: return the scores of the selected keys, too, as the last result.
       return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; without
@@ -118,12 +118,13 @@ def indexer_topk(
       out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
       counts: int32 [T] for the counts, or None; with return_slots alone.
       scores: float32 [T, k] for the scores, or None; with return_scores alone.
-      workspace: memory for a chunk's logits and 8 bytes a token, or None; indexer_topk_workspace_size says how much.
-        With it, out, counts and scores a call of Hopper's kernels allocates nothing.
-      implementation: "cute" (the kernels), "reference" (torch operations), or None: on Hopper the kernels if they can.
-
+      workspace: memory for a chunk's logits and, with cu_seqlens_q, 8 bytes a token, or None;
+        indexer_topk_workspace_size says how much. With it and with memory for all its results a call of Hopper's
+        kernels allocates nothing but 4 bytes a token for counts, if it does not return them.
+      implementation: "cute" (the kernels), "reference" (torch operations), or None: on Hopper the kernels if they can
+        run, else torch operations.
     Returns:
-      int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 behind the
+      int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 after the
       min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
       number. With return_slots: their slots in k_cache in the same order, and int32 [T], min(k, keys seen). With
       return_scores also float32 [T, k], their scores in the same order, -inf where there is no key. With return_bits:
@@ -230,7 +231,7 @@ def _blackwell_reasons(spec: IndexerTopkSpec, device: torch.device) -> list[str]
 
 
 def _launch_on_blackwell(spec: IndexerTopkSpec, call: Call, results: Results) -> None:
-    """Each chunk's logits, in new memory, and their top-k."""
+    """Compute each chunk's logits, in new memory, and their top-k."""
     device, given, num_tokens = call.q.device, call.tensors, spec.logits.num_tokens
     index = devices.index_of(device)
     plan = chunks_of(spec, devices.num_sms(index), arch=devices.arch(index))

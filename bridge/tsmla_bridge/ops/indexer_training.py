@@ -1,7 +1,7 @@
 """indexer_selected_logits and indexer_loss on torch tensors: what trains the indexer of DeepSeek-V3.2 and V4.
 
-Both are operators of torch operations by blocks, with a gradient that computes the blocks again: eagerly, under
-torch.compile and in CUDA graphs.
+Both are computed in torch operations, block by block, and their gradients compute the blocks again. They run eagerly,
+under torch.compile and in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def indexer_selected_logits(
 
     Returns:
       [T, K] float32 (float64 for float64 weights), -inf where a row has no key.
-
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call.
+      NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
+        torch.vmap.
     """
     _check_implementation("indexer_selected_logits", implementation)
     if not torch.compiler.is_compiling():
@@ -92,16 +92,16 @@ def indexer_loss(
       softmax_scale: the attention's, float or float32 scalar tensor.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
       lengths: [T] int32, the active columns of indices; None: all K.
-      block_tables, seq_lens, cu_seqlens_q: in the place of indices, which keys each token sees, as in indexer_logits.
+      block_tables, seq_lens, cu_seqlens_q: without indices, the keys that each token sees, as in indexer_logits.
       sinks: [H], V4's, or None.
       implementation: "reference" (torch operations by blocks of tokens and keys) or None, which is the same.
 
     Returns:
       [T] float32 (float64 for float64 index_weights), at least 0; 0 for tokens without a key.
-
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call.
+      NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
+        torch.vmap.
     """
     _check_implementation("indexer_loss", implementation)
     scales.check("softmax_scale", softmax_scale, optional=False)
@@ -209,7 +209,7 @@ _INDEX, _ATTENTION, _WHERE = 3, 4, 5
 
 
 def _loss_call(arrays: tuple[Any, ...]) -> tuple[IndexerLossSpec, Index, Attention, Where]:
-    """The spec of a call and its tensors by name, of the operator's arguments."""
+    """The spec of a call and its tensors by name, from the operator's arguments."""
     index, rest = Index(*arrays[:_INDEX]), arrays[_INDEX:]
     where = Where(*rest[_ATTENTION : _ATTENTION + _WHERE])
     scale = operators.scale_of(*rest[_ATTENTION + _WHERE :])

@@ -1,8 +1,8 @@
 """merge_attention_states on torch tensors: one attention result from partial results over disjoint keys.
 
-On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs, where a derivative is asked for, and
-where the kernel can't serve the call: a dtype or width that merge.config refuses, rows of uneven strides or not at
-multiples of 16 bytes.
+On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, where a
+derivative is asked for, and where the kernel can't serve the call: a dtype or width that merge.config refuses, rows of
+uneven strides or not at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def merge_attention_states(
       outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.
       lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf, or +inf as
         FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
-
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
-      (float64 for float64). Differentiable in outs and lses, in torch operations.
+      (float64 for float64). Differentiable in outs and lses by torch operations, which run if a derivative is asked
+      for.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -102,7 +102,7 @@ def mla_decode(
         pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
         one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. The latent one may also be dense as
         [H, ..., L], if H is a power of 2. Hopper's kernels copy nothing, but such a latent part where a batch_invariant
-        call takes several launches. float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and float64.
+        call takes several launches. float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
@@ -113,9 +113,9 @@ def mla_decode(
       cu_seqlens_q, max_q_len: [B + 1] int32, row where each request's query tokens start, and their end, and the bound
         on a request's; with ragged q only. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
-      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
-        visible_lens keys of its request, at most seq_len of them. For decode context parallelism, where a rank holds
-        others of a request's keys for each of its tokens.
+      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: a token with the entry n sees the
+        first min(n, seq_len) keys of its request. For decode context parallelism, which deals a request's keys out to
+        ranks: the causal rule does not say how many of a rank's keys a token sees.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
         tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are from
         2^-126 to 2^126; that is checked of numbers, and a tensor with another value gives rows without meaning.
@@ -132,13 +132,14 @@ def mla_decode(
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
       H]), float32 (float64 for float64), natural logarithm. A row that sees no key gives out 0 and lse -inf.
 
-    NaN in new tokens' keys and unsound lengths, pages and offsets do what tsmla_jax.mla_decode says; where it says that
-    rows have no meaning, they differ from jax's.
+    NaN in new tokens' keys and unsound lengths, pages and offsets do what tsmla_jax.mla_decode says; rows that have no
+    meaning there may differ from jax's.
 
     The kernels run on torch's current stream and nothing waits for the device, so CUDA graphs can capture calls once a
     call of the same static sizes has loaded its kernel. Calls from several threads and on several streams are
     independent. torch.compile takes them as one operator. The kernels have no derivative; the reference has.
-    TSMLA_CHECK=1, in force when shapes are first seen, checks what only the data shows: lengths, pages and offsets.
+    TSMLA_CHECK=1 checks what only the data shows: lengths, pages and offsets. For the kernels it counts when a call's
+    shapes are first seen.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -149,7 +150,7 @@ def mla_decode(
     # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
     options = (latent_dim, max_q_len, causal, batch_invariant, fp8_probabilities, implementation)
     compiling = torch.compiler.is_compiling()
-    query: Any = q  # one tensor, once the plan is found; its latent columns where `rope` is another
+    query: Any = q  # once the plan is found one tensor: all columns of q or, if there is `rope`, the latent ones
     rope: torch.Tensor | None = None
     pair: Pair
     # 8.0 and True are equal to 8 and 1: a plan is looked up only by options of the legal types.
@@ -272,7 +273,7 @@ def call_operator(
     lse: torch.Tensor | None,
     workspace: Workspace | None,
 ) -> torch.Tensor | Computed:
-    """A call of mla_decode as an operator."""
+    """Call mla_decode as an operator."""
     arguments = (*inputs[:6], *operators.pair_arguments(pair), *options)
     return operators.call_attention("mla_decode", arguments, options.latent_dim, return_lse, out, lse, workspace)
 

@@ -161,10 +161,10 @@ def mla_prefill(
     DeepSeek).
 
     Args:
-      q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and float64.
-      k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. On a GPU q and k are without gaps. So is v, or it is columns of a
-        wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is; a call that has a derivative, or that
-        torch.compile traces, takes none of these. Any other view raises.
+      q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
+      k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. The kernels want q and k contiguous, and v contiguous or columns of
+        a wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is; they raise for any other view. A call
+        that has a derivative, or that torch.compile traces, raises for columns of a wider tensor, too.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.
@@ -173,7 +173,7 @@ def mla_prefill(
       causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
         request.
       q_scale, k_scale, v_scale: the tensors hold values / scale; None is 1. Float or float32 scalar tensor.
-      return_lse, implementation, out, lse: as mla_decode's.
+      return_lse, implementation, out, lse: as in mla_decode.
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
         asks for everywhere. With it the backward kernel takes 1 to 8 % longer on an H200, and 31 to 64 % longer with K
         and V of 256.
@@ -185,8 +185,8 @@ def mla_prefill(
         its keys and needs no words. None: token t has row t.
       sinks: [H] of floats, a logit a head that takes weight and has no value: out is multiplied by
         1 / (1 + exp(sink - lse)). lse is without it.
-      return_max_logits: also return the greatest scaled logit of each row and head, as QK-clip wants it; not of fp8 in
-        the kernel. It carries no derivative.
+      return_max_logits: also return the greatest scaled logit of each row and head, as QK-clip wants it; the kernels
+        can't return it for fp8. It carries no derivative.
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for
@@ -287,7 +287,8 @@ def warm(spec: PrefillSpec, index: int, *, wide_v: bool = False) -> None:
 
 
 def gradients(inputs: PrefillInputs, pair: Pair, options: PrefillOptions, saved: Saved) -> Gradients:
-    """The gradients of q, k, v and the sinks: by the kernel where it can run, else by torch operations."""
+    """The gradients of q, k, v and the sinks: by the kernel if it can run, else by torch operations.
+    NotImplementedError if the kernel is named and can't run."""
     options = options.of_gradient()
     spec = _spec(inputs, options, {"softmax_scale": 1.0})
     saved, device = saved.checked(spec, inputs.q), inputs.q.device

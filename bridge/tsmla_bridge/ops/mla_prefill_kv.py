@@ -149,14 +149,13 @@ def mla_prefill_kv(
       q: [Tq, H, K], rope columns last.
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads; R may be 0, for keys without rope columns. q's dtype.
-        All three without gaps on a GPU.
-      cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as mla_prefill's.
-      return_lse, deterministic, selection, selection_rows, sinks, return_max_logits, implementation, out, lse: as
-        mla_prefill's.
-
+        The kernels want q, kv and k_rope contiguous.
+      cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as in mla_prefill.
+      return_lse, deterministic, selection, selection_rows, sinks, return_max_logits, implementation, out, lse: as in
+        mla_prefill.
     Returns:
-      As `mla_prefill`. q, kv, k_rope and the sinks have gradients, that of k_rope summed over the heads: by the kernel
-      where mla_prefill's is a kernel and R is 64. The same derivatives are refused.
+      The results of `mla_prefill`. q, kv, k_rope (summed over the heads) and the sinks have gradients: by the kernel
+      where mla_prefill's gradient is a kernel and R is 64. Derivatives that mla_prefill refuses are refused here.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.

@@ -1,9 +1,9 @@
-"""write_packed_kv_cache, write_indexer_cache and indexer_quantize on torch tensors: rope, quantisation and the write of
-V3.2's caches.
+"""write_packed_kv_cache, write_indexer_cache and indexer_quantize on torch tensors: rope and quantisation of V3.2's
+cached rows, of the indexer's keys and of its queries, and the writes into both caches.
 
-On a Hopper GPU by the catalog's kernels, one launch each. In torch operations on CPUs and where the kernels can't serve
-the call: a dtype or width that sparse_cache.config refuses, a cache with gaps, rows that don't start at multiples of 16
-bytes. Both read no value on the host, so both can be captured into CUDA graphs.
+On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs, and
+where the kernels can't serve the call: a dtype or width that sparse_cache.config refuses, a cache with gaps, rows that
+don't start at multiples of 16 bytes. Both read no value on the host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def write_packed_kv_cache(
       kv_cache: uint8 [P, Z, 656] or [P, 1, Z, 656].
       latent: [T, 512] floats, the normalised latents.
       k_rope: [T, 64] floats.
-      slot_mapping: [T] int32 or int64, as write_kv_cache's: slot = page * Z + offset; -1 skips the token. Slots must
-        differ, as there: two tokens of one slot may leave the latent of one with the scales of the other.
+      slot_mapping: [T] int32 or int64, as in write_kv_cache: slot = page * Z + offset; -1 skips the token. Slots must
+        differ: two tokens of one slot may leave the latent of one with the scales of the other.
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
+        Without cos and sin, k_rope must be rotated already.
       rope_interleave: whether the pairs of k_rope are columns 2i and 2i + 1; otherwise i and i + 32.
       rope_layout: "interleaved" or "halves", the order of the rotated columns in the cache.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
 
     Returns:
       kv_cache itself.
@@ -120,12 +122,12 @@ def write_indexer_cache(
     Args:
       k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or floats [P, Z, Di].
       k: [T, Di] floats, normed.
-      slot_mapping: as write_packed_kv_cache's; slots must differ.
-      cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first.
+      slot_mapping: as in write_packed_kv_cache; slots must differ.
+      cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first. Without
+        cos and sin, k must be rotated already.
       rope_offset: 0 in V3.2, Di - R in V4.
       rope_layout: "halves" (pairs i and i + R / 2) or "interleaved" (2i and 2i + 1).
-      implementation: as write_packed_kv_cache's.
-
+      implementation: as in write_packed_kv_cache.
     Returns:
       k_cache itself.
 
@@ -197,8 +199,8 @@ def indexer_quantize(
     Args:
       q: [T, Hi, Di] floats.
       weights: [T, Hi] floats, the head weights as projected.
-      cos, sin, rope_offset, rope_layout: as write_indexer_cache's, of q's columns.
-      implementation: as write_packed_kv_cache's.
+      cos, sin, rope_offset, rope_layout: as in write_indexer_cache, for q's columns.
+      implementation: as in write_packed_kv_cache.
 
     Returns:
       q8 [T, Hi, Di] float8_e4m3fn and the folded weights [T, Hi] float32.

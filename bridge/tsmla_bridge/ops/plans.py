@@ -22,7 +22,8 @@ from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 
 MAX_PLANS = 4096
-"""Plans that are kept: one for each combination of shapes. When it is full, all are dropped and made anew."""
+"""How many plans are kept, one for each combination of shapes, strides, dtypes and options. At that number all are
+dropped and made anew."""
 
 Spec = TypeVar("Spec", DecodeSpec, SparseMLASpec)
 
@@ -61,7 +62,8 @@ def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key:
     options).
 
     Args:
-      inputs: a NamedTuple of the call's tensors and of None. options: a NamedTuple of its other arguments.
+      inputs: a NamedTuple of the call's tensors, None for those that it lacks. options: a NamedTuple of its other
+        arguments.
       latest_key: what the latest plan is kept under; the options by default.
     """
     try:

@@ -132,7 +132,8 @@ def derivative_asked_for(*given: Any) -> bool:
 
 
 def check_derivable(given_scales: Mapping[str, Any], memory: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise unless the operator can give the derivative of a call with these scales, into this memory."""
+    """NotImplementedError unless the operator can give the derivative of a call with these scales, whose results go to
+    this memory."""
     for name, scale in given_scales.items():
         if derivative_asked_for(scale):
             raise NotImplementedError(
@@ -181,8 +182,8 @@ def launch(
     max_logits: torch.Tensor | None = None,
     wide_v: bool = False,
 ) -> None:
-    """Write the results of a call; rope_dim as in PrefillConfig says which inputs these are, and wide_v that v is
-    columns of a wider tensor. max_logits: there if the spec has them."""
+    """Write the results of a call. rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill. max_logits:
+    given if the spec has them. wide_v: whether v is columns of a wider tensor."""
     rows = tuple(inputs.q.shape[:2])
     workspaces = sm90_prefill.prefill_workspaces(spec.batch, devices.num_sms(inputs.q.get_device()))
     greatest = {} if max_logits is None else {"max_logits": max_logits}
@@ -193,7 +194,7 @@ def launch(
 
 
 def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int = 0) -> Gradients:
-    """The gradients; rope_dim as in PrefillConfig says which inputs these are."""
+    """The gradients of a call. rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill."""
     gradients = new_gradients(inputs)
     config, num_sms = sm90_backward.backward_config(spec, rope_dim), devices.num_sms(inputs.q.get_device())
     workspaces = sm90_backward.backward_workspaces(
@@ -220,8 +221,8 @@ def _run_kernel(
     others: Mapping[str, TensorOrShape],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Launch a kernel whose operands are the inputs, the scales and the others. `shapes` has those of inputs that are
-    passed as the wider tensor that they are columns of."""
+    """Launch a kernel whose operands are the inputs, the scales and the others. `shapes`: for inputs that are columns
+    of a wider tensor, the shape of that tensor, which is passed for them."""
     shapes = shapes or {}
     given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
     if inputs.sinks is not None:

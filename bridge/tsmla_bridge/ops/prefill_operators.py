@@ -16,12 +16,12 @@ from tsmla_bridge.runtime.scales import Pair
 from tsmla_kernels.contract import PrefillSpec
 
 NUM_INPUTS = 8
-"""Tensors of a call: three that have gradients, the offsets, the two of a selection, and the sinks. These last three
-may be None."""
+"""The number of tensors of a call: q with its keys and values, two tensors of offsets, two of a selection, and the
+sinks. The last three may be None."""
 
 
 class Asked(NamedTuple):
-    """Which results a call wants, and where."""
+    """Which results a call wants, and the memory for them."""
 
     return_lse: bool
     out: torch.Tensor | None

@@ -1,8 +1,8 @@
 """block_scaled_matmul, grouped_block_scaled_matmul and quantize_blocks on torch tensors.
 
-On a Hopper GPU by the catalog's kernels, one launch each; in torch operations on CPUs and where a kernel can't serve
-the call: sizes that its reasons name, tensors with gaps. No call reads a value on the host, so that all can be captured
-into CUDA graphs.
+On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs,
+where a derivative is asked for, and where a kernel can't serve the call: sizes that its reasons name, tensors with
+gaps. No call reads a value on the host, so all can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ def block_scaled_matmul(
     out: Result | None = None,
     implementation: str | None = None,
 ) -> Result:
-    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128, or of e2m1
-    with a scale for every 32 of a row (MXFP4), as tsmla_jax.block_scaled_matmul defines it:
+    """The product of activations and the transpose of a weight: e4m3 with a scale for every 128 x 128 block, or e2m1
+    with a scale for every 32 columns of a row (MXFP4), as tsmla_jax.block_scaled_matmul defines it:
     out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128].
 
     Args:
-      x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which then meet the weights as they
-        are.
+      x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which are multiplied without being
+        quantised.
       weight: [N, K] float8_e4m3fn; or, with x of 16 or 32 bits, [N, K / 2] uint8: two numbers of e2m1 a byte, the first
         in the lower four bits.
-      x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
-      weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights. Of e2m1 [N, K / 32] uint8,
-        rounded up: the exponents of e8m0, 2^(s - 127) for each 32 of a row. The kernel takes 2^-127 as 0.
-      gated: the weight's first N / 2 rows and its last N / 2 make silu(x first) * (x last), computed in float32, of
-        N / 2 columns.
-      limit: with gated, x first is at most this, and x last between its negative and it; None for no limit.
+      x_scales: [T, ceil(K / 128)] float32, a scale for every 128 columns of a row. None unless x is float8_e4m3fn.
+      weight_scales: for e4m3 [ceil(N / 128), ceil(K / 128)] float32, a scale for every 128 x 128 weights. For e2m1
+        [N, ceil(K / 32)] uint8, exponents s in e8m0: 2^(s - 127) is the scale of 32 columns of a row. The kernel takes
+        2^-127 as 0.
+      gated: whether the result is silu(gate) * up, computed in float32, [T, N / 2]: gate is x times the weight's first
+        N / 2 rows, up is x times its last N / 2 rows.
+      limit: with gated, gate is clipped to at most limit, and up to -limit to limit; None for no limit.
       out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
-      out: a tensor for the result, or for float8_e4m3fn two, for values and scales; or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
-
+      out: a tensor for the result, or if out_dtype is float8_e4m3fn a tuple of two, for values and scales; or None.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
     Returns:
-      [T, N] in out_dtype, [T, N / 2] with gated; for float8_e4m3fn values and scales, as quantize_blocks makes them of
-      the float32 result. `out` if it is given.
+      [T, N] in out_dtype, [T, N / 2] with gated; if out_dtype is float8_e4m3fn, values and scales, as quantize_blocks
+      makes them of the float32 result. `out` if it is given.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -87,24 +88,24 @@ def grouped_block_scaled_matmul(
     tsmla_jax.grouped_block_scaled_matmul defines it.
 
     Args:
-      x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
-      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; or [E, N, K] bfloat16
+      x: [T, K], as in block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
+      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as in block_scaled_matmul; or [E, N, K] bfloat16
         or float16, with x of the same dtype. More weights may follow, which are not read.
-      x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
-      weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
-        uint8. None if weight has 16 bits.
-      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] - 1 are those of group e; there may be
-        none. With `rows` they count these.
-      rows: [R] int32, of each row of the result the row of x that it is made of, so that no sorted copy of x is
+      x_scales: [T, ceil(K / 128)] float32, as in block_scaled_matmul. None unless x is float8_e4m3fn.
+      weight_scales: [E, ceil(N / 128), ceil(K / 128)] float32, or for e2m1 [E, N, ceil(K / 32)] uint8, as in
+        block_scaled_matmul. None if weight has 16 bits.
+      cu_rows: [E + 1] int32, ascending from 0: group e has the result's rows cu_rows[e] to cu_rows[e + 1] - 1; a group
+        may be empty.
+      rows: [R] int32, for each row of the result the row of x that it is computed from, so that no sorted copy of x is
         written; None for x's rows in order, R = T.
-      gated, limit: as of block_scaled_matmul.
+      gated, limit: as in block_scaled_matmul.
       out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
-      out: a tensor for the result, or for float8_e4m3fn two, for values and scales; or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
-
+      out: a tensor for the result, or if out_dtype is float8_e4m3fn a tuple of two, for values and scales; or None.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
     Returns:
-      [R, N] in out_dtype, [R, N / 2] with gated; for float8_e4m3fn values and scales. `out` if it is given. Rows from
-      cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
+      [R, N] in out_dtype, [R, N / 2] with gated; if out_dtype is float8_e4m3fn, values and scales. `out` if it is
+      given. Rows from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -119,17 +120,17 @@ def grouped_block_scaled_matmul(
 def quantize_blocks(
     x: torch.Tensor, *, power_of_two: bool = False, implementation: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise activations to e4m3 with a scale for every 128 of a row, as tsmla_jax.quantize_blocks defines it: the
-    scale s is max |x| / 448 over the block, values are x / s.
+    """Quantise activations to e4m3 with a scale for every 128 columns of a row, as tsmla_jax.quantize_blocks defines
+    it: the scale s is max |x| / 448 over the block, values are x / s.
 
     Args:
-      x: [..., K] float16, bfloat16 or float32. The last block may be a part.
+      x: [..., K] float16, bfloat16 or float32. The last block may be shorter.
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
-
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
     Returns:
-      values [..., K] float8_e4m3fn and scales [..., K / 128] float32, rounded up. The largest magnitude of a block is
-      taken to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
+      values [..., K] float8_e4m3fn and scales [..., ceil(K / 128)] float32. The largest magnitude of a block is taken
+      to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -242,7 +243,7 @@ def _outputs(
 
 
 def _traced(name: str, arguments: tuple[Any, ...], out: Result | None) -> Result:
-    """The call as an operator of torch.library, which returns one result or two, or writes to `out`."""
+    """Run the call as an operator of torch.library, which returns one result or two, or writes to `out`."""
     of_two = arguments[-2] == torch.float8_e4m3fn
     if out is None:
         result: Result = getattr(torch.ops.tsmla, f"quantized_{name}" if of_two else name)(*arguments)
@@ -298,8 +299,8 @@ def _new_quantized(x: Any, *others: Any) -> Any:
 
 
 def _register(name: str, multiply: Callable[..., Result], arguments: str) -> None:
-    """tsmla::name, which returns the product, tsmla::quantized_{name}, which returns its e4m3 values and scales, and
-    tsmla::{name}_into, which writes them to the caller's memory."""
+    """Register tsmla::{name}, which returns the product, tsmla::quantized_{name}, which returns its e4m3 values and
+    scales, and tsmla::{name}_into, which writes either to the caller's memory."""
 
     def write_into(*given: Any) -> None:
         *call, out, out_scales = given

@@ -1,8 +1,8 @@
 """select_topk on torch tensors: the positions or slots of the largest logits of each row, exact.
 
-On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs and where the kernel can't serve the
-call: logits of another dtype than float32, tensors with gaps. Neither reads a value on the host, so both can be
-captured into CUDA graphs.
+On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
+the kernel can't serve the call: logits of another dtype than float32, tensors with gaps. Neither reads a value on the
+host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ def select_topk(
       logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
       seq_lens: [T] int32, 0 to N.
       k: at least 1.
-      order: of the positions in a row: "value", the largest logit first, or "position", ascending, which is faster.
+      order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on
+        Hopper.
       row_starts: [T] int32, the column where each row begins; positions count from there. None is column 0 for all.
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
-      page_size: of the block tables: position p is slot block_tables[t, p // page_size] * page_size + p % page_size.
-      return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; without
-        block_tables alone. On Hopper this is the fastest result, because it is the shortest.
+      page_size: the block tables' tokens a page: position p is slot
+        block_tables[t, p // page_size] * page_size + p % page_size.
+      return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; not legal with
+        block_tables. On Hopper this is the fastest result, because it is the shortest.
       out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
       counts: int32 [T] for the counts, or None; with block_tables alone.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
 
     Returns:
       int32 [T, k], `out` if it is given: -1 after the min(k, seq_lens[t]) positions of a row. Of equal logits the one

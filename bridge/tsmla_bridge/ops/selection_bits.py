@@ -1,7 +1,7 @@
 """selection_bits on torch tensors: the positions that a top-k chose as bits, by which mla_prefill selects keys.
 
-On a Hopper GPU by the catalog's kernel, one launch; in torch operations on CPUs. Neither reads a value on the host, so
-both can be captured into CUDA graphs.
+On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
+the kernel can't serve the call. Neither reads a value on the host, so both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def selection_bits(
       num_keys: the keys that a row has bits for, at least 1. W is 4 * ceil(num_keys / 128), and a row has bits for all
         32 W keys.
       lengths: [T] int32, how many of a row's positions count; None is all.
-      starts: [T] int32, at least 0, the key that a row's first bit stands for: of a chunk of context. None is 0.
+      starts: [T] int32, at least 0, the key that a row's first bit stands for, if the words are for a chunk of context.
+        None is 0.
       out: int32 [T, W] for the words, or None.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
+        else torch operations.
 
     Returns:
       int32 [T, W], `out` if it is given: bit j of word w of row t is 1 iff the row selects key starts[t] + 32 w + j.

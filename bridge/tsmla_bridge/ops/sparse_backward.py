@@ -1,4 +1,4 @@
-"""The gradient of sparse_mla on torch tensors: by the kernel where it can run, else by torch operations."""
+"""The gradient of sparse_mla on torch tensors: by the kernel on a GPU, by torch operations on a CPU."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def new_gradients(inputs: SparseInputs) -> Gradients:
 def check_derivable(
     inputs: SparseInputs, options: SparseOptions, given_scales: Mapping[str, Any], memory: Mapping[str, Any]
 ) -> None:
-    """Raise unless the operator can give the derivative of a call with these scales, into this memory. torch.compile
-    can't trace the description of a call; what its tensors forbid is then said by `gradients`."""
+    """NotImplementedError unless the operator can give the derivative of a call with these scales, whose results go to
+    this memory. torch.compile can't trace the description of a call; then `gradients` raises for what its tensors
+    forbid."""
     for name in ("kv_scale", "compressed_kv_scale"):
         if given_scales[name] is not None:
             raise contract.not_differentiable(
@@ -74,7 +75,8 @@ def check_derivable(
 
 
 def gradients(inputs: SparseInputs, options: SparseOptions, factors: Factors, saved: Saved) -> Gradients:
-    """The gradients of q, the caches and the sinks; deterministic where torch asks for that everywhere, too."""
+    """The gradients of q, the caches and the sinks. They are deterministic if the call or torch asks for that.
+    NotImplementedError if the device or the implementation asks for the kernel and it can't run."""
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     spec = describe(inputs, options._replace(deterministic=deterministic))
     check_sparse_gradient(spec)

@@ -28,7 +28,7 @@ class SparseInputs(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """How the kernel reads a cache: as an array of this shape. Its pages may be every `step`-th page of that array."""
+    """How the kernel reads a cache: as an array of this shape, of which every `step`-th page is the cache's."""
 
     shape: tuple[int, ...]
     step: int
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, name: str, cache: torch.Tensor, spec: CacheSpec) -> Pages:
-        """ValueError if the kernel can't address the cache."""
+        """The pages of a cache. ValueError if the kernel can't address it."""
         num_pages, *page = cache.shape
         step = tensors.page_step(cache if cache.dim() == 3 else cache.unsqueeze(1), name)
         if num_pages * step * spec.span >= 2**31:

@@ -189,7 +189,7 @@ def sparse_mla(
         apart: one layer's slice of a pool, whose slots cost some further small kernels a call.
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
-      lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
+      lengths: [T] int32, how many columns of each row are active; the columns after them are never used. None: all K.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       latent_dim: L; the first L columns of a key are its value.
       sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
@@ -199,7 +199,7 @@ def sparse_mla(
       window: given with compressed_kv_cache and only then.
       page_size: rows used of a page: 64 unless given for V4 pages, Z for the others.
       page_span: slots between two pages, for packed V4 pages whose slots were remapped.
-      compressed_page_size, compressed_page_span: the same of the second cache.
+      compressed_page_size, compressed_page_span: the same for the second cache.
       q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and plain caches kv / scale; None is 1. A tensor
         is read on the device at every call, and at every replay of a CUDA graph.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
@@ -215,7 +215,7 @@ def sparse_mla(
         over the selected keys.
       return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does; the kernel
         has it for queries of 16 bits, within 2**-11 (0.0005).
-      implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
+      implementation, out, lse, workspace: as in mla_decode; sparse_workspace_size says how much memory a call needs.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
@@ -236,7 +236,7 @@ def sparse_mla(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
-    # The latest plan's key: SparseOptions as a plain tuple, because to make them takes time of every call.
+    # The latest plan's key: SparseOptions as a plain tuple, because to make them would take time in every call.
     options = (
         latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
         form, tokens_per_request, deterministic, return_max_logits, implementation,
@@ -296,7 +296,8 @@ def sparse_mla(
 
 
 WARM_TOKENS = (1, 32, 64, 80, 128, 160, 256, 320, 1 << 14)
-"""Numbers of tokens from few to many: which kernel serves a call depends on that."""
+"""Numbers of tokens, from few to many, for which engines load kernels ahead: the kernel that serves a call depends on
+its number of tokens."""
 
 
 def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
@@ -315,7 +316,7 @@ def _run_operator(
     workspace: Workspace | None = None,
     max_logits: torch.Tensor | None = None,
 ) -> Any:
-    """The arguments are those of _PARAMETERS."""
+    """Run a call with the arguments of _PARAMETERS."""
     inputs, (in_memory, numbers), options = arguments[:_INPUTS], arguments[_INPUTS:_OPTIONS], arguments[_OPTIONS:]
     plan = plans.find(SparseInputs(*inputs), SparseOptions(*options), make_plan)
     factors = tuple(numbers) if in_memory is None else in_memory
@@ -330,7 +331,7 @@ def _greatest_of(*arguments: Any) -> torch.Tensor:
     return operators.new_max_logits(q if wanted else q[:0])
 
 
-_LEGAL_TYPES = frozenset((int, type(None)))  # of the options that count
+_LEGAL_TYPES = frozenset((int, type(None)))  # the types of options that are numbers or None
 _INPUTS = len(SparseInputs._fields)
 _OPTIONS = _INPUTS + 2
 _PARAMETERS = (
@@ -406,7 +407,7 @@ def _call_operator(
     lse: torch.Tensor | None,
     workspace: Workspace | None,
 ) -> Any:
-    """A call of sparse_mla as an operator."""
+    """Call sparse_mla as an operator."""
     scales_given = (factors, ()) if isinstance(factors, torch.Tensor) else (None, factors)
     arguments = (*inputs, *scales_given, *options)
     return operators.call_attention(

@@ -121,7 +121,7 @@ class Plan(plans.Plan[SparseMLASpec]):
 
 
 class EmptyPlan(Plan):
-    """No query token, or no selected slot."""
+    """The plan of a call without query tokens or without selected slots."""
 
     def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
         out, lse = self.layout.without_keys()
@@ -129,7 +129,7 @@ class EmptyPlan(Plan):
 
 
 class ReferencePlan(Plan):
-    """The definition, in torch operations."""
+    """The plan of a call that the definition runs, in torch operations."""
 
     def attend(self, inputs: SparseInputs, factors: Factors) -> tuple[torch.Tensor, ...]:
         self.check(inputs)
@@ -137,7 +137,7 @@ class ReferencePlan(Plan):
 
 
 class BlackwellPlan(Plan):
-    """cuDNN's kernel, between torch operations."""
+    """The plan of a call that cuDNN's kernel runs, between torch operations."""
 
     def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
         super().__init__(spec, inputs)
@@ -153,7 +153,7 @@ class BlackwellPlan(Plan):
 
 
 class KernelPlan(Plan):
-    """The compiled kernel, launched on torch's current stream. `run` is all that a call costs on the host."""
+    """The plan of a call that a compiled kernel runs, on torch's current stream."""
 
     def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
         super().__init__(spec, inputs)

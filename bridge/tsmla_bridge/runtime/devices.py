@@ -62,13 +62,13 @@ give_back: Callable[[int], None] = _fast(
 
 
 def kind(device: torch.device) -> str:
-    """ "cuda", "cpu", "meta", or another type of torch's devices."""
+    """The device's type: "cuda", "cpu", "meta", or another of torch's."""
     return device.type
 
 
 @functools.cache
 def capability(index: int) -> tuple[int, int]:
-    """The compute capability."""
+    """The compute capability of the CUDA device with this index."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -126,8 +126,8 @@ def index_of(device: torch.device) -> int:
 
 
 def in_own_precision(definition: Callable[P, Result]) -> Callable[P, Result]:
-    """`definition`, a function of some tensors on one device, where torch.autocast changes nothing: it would round the
-    operands of a definition's products to 16 bits, and the kernels know nothing of it."""
+    """`definition`, a function of tensors on one device, with torch.autocast turned off: autocast would round the
+    operands of a definition's products to 16 bits, and does not change what the kernels compute."""
 
     @functools.wraps(definition)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:

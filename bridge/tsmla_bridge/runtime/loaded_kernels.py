@@ -17,19 +17,20 @@ from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested, written_for
 IMPLEMENTATIONS = ("cute", "reference")
 
 ROW_ALIGN = 16
-"""Alignment in bytes of the rows that the cache's kernels and merging read."""
+"""Alignment in bytes of tensors that kernels read, but for indices, and of their rows where these may lie apart."""
 
 _lock = threading.Lock()
 
 
 def check_implementation(implementation: object) -> None:
-    """ValueError unless None or an implementation's name."""
+    """ValueError unless this is None or an implementation's name."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
 
 
 def is_by_definition(implementation: str | None, device: torch.device) -> bool:
-    """Whether the definition runs a call of attention: where it is named, and on a CPU."""
+    """Whether the definition runs a call of attention: if it is named, or if nothing is named and the device is a
+    CPU."""
     check_implementation(implementation)
     return implementation == "reference" or (implementation is None and devices.kind(device) == "cpu")
 
@@ -176,8 +177,8 @@ def run(kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping
 
 
 class LaunchPart(NamedTuple):
-    """A launch that serves some of a call's requests or tokens, and how many bytes its operands lie behind those of the
-    call."""
+    """A launch that serves some of a call's requests or tokens, and for each operand how many bytes after the call's
+    operand it begins."""
 
     launch: launch.Launch
     offsets: tuple[int, ...]
@@ -194,7 +195,7 @@ def all_of(parts: Sequence[LaunchPart]) -> launch.Launch:
 
 
 def view(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> launch.ArrayView:
-    """A tensor's memory as an operand; `shape` if the kernel has another for it."""
+    """A tensor's memory as an operand. shape: the operand's, if it isn't the tensor's."""
     return launch.ArrayView(
         tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, dtype_name(tensor.dtype)
     )

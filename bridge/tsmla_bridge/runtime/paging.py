@@ -21,9 +21,9 @@ def init_cache(
     Args:
       num_pages: P, the pages that all requests share.
       page_size: Z, tokens a page.
-      head_dim: D, the latent's width and rope's: 512 + 64 in DeepSeek-V2, V3 and Kimi-K2.
+      head_dim: D, the sum of the latent's and the rope's widths: 512 + 64 in DeepSeek-V2, V3 and Kimi-K2.
       dtype: float16, bfloat16, float8_e4m3fn, float32 or float64.
-      device: where; torch's default device if None.
+      device: the cache's device; None is torch's default device.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -39,8 +39,8 @@ def slots(
     *,
     requests: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cache slots of token positions, as write_kv_cache takes them: table[position // Z] * Z + position % Z. Reads
-    nothing on the host, so it can be captured into a CUDA graph.
+    """Cache slots of token positions, as write_kv_cache takes them: table[position // Z] * Z + position % Z. No value
+    is read on the host, so a CUDA graph can capture it.
 
     Args:
       block_tables: [B, M] int32 or int64, the pages of each request in order.
@@ -49,8 +49,8 @@ def slots(
       requests: [T] int32 or int64, the request of each token. None: row b of positions is request b's.
 
     Returns:
-      int32 like positions; -1, which writers skip, where a position is negative or past the request's table, or its
-      page is negative or too large for slots of int32.
+      int32 in positions' shape; -1, which writers skip, where a position is negative or past the request's table, or
+      its page is negative or too large for slots of int32.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -69,8 +69,8 @@ class ResultLayout:
         lse: torch.Tensor | None,
         read: Mapping[str, Any],
     ) -> Results:
-        """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are:
-        they carry derivatives. read: as in `take`."""
+        """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are,
+        so they keep their derivatives. read: as in `take`."""
         if out is None and lse is None:
             return computed[0], computed[1] if contract.static_bool("return_lse", return_lse) else None
         out, lse = self.take(return_lse, out, lse, read)

@@ -172,8 +172,8 @@ def _in_capture(pair: tuple[float, ...], index: int, stream: int) -> torch.Tenso
 
 
 def _write(numbers: tuple[float, ...], index: int) -> torch.Tensor:
-    """Small kernels, for a pair one, that carry the values as arguments: no copy from the host, which could not be
-    captured."""
+    """Write the numbers to the device by small kernels that carry them as arguments, usually one for a pair. A copy
+    from the host could not be captured."""
     dtype, device = torch.float32, devices.torch_device(index)
     first, *others = (_float32(value) for value in numbers)
     last = others[-1]
@@ -187,7 +187,7 @@ def _write(numbers: tuple[float, ...], index: int) -> torch.Tensor:
 
 
 def _is_plain(scale: Scale) -> TypeGuard[torch.Tensor]:
-    """Whether this is an ordinary float32 tensor on the current CUDA device."""
+    """Whether this is an ordinary float32 tensor on the current CUDA device, and no dispatch mode is active."""
     return (
         type(scale) is torch.Tensor
         and scale.dtype == torch.float32
@@ -205,5 +205,5 @@ def _tensor(scale: Scale, like: tuple[torch.dtype, torch.device]) -> torch.Tenso
 
 
 def _float32(value: Any) -> float:
-    """The nearest float32."""
+    """The float32 nearest to a number."""
     return ctypes.c_float(value).value

@@ -1,7 +1,7 @@
 """Tensors at the front door: described to the contract, and taken as the dense arrays that the kernels read.
 
-A view that is such an array under another shape is passed on without a copy; any other view raises. Nothing is copied
-behind the caller's back, and no stride is ever ignored.
+A view that is such an array under another shape is passed on without a copy; any other view raises. Only `joined`
+copies, and no function ignores a stride.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TENSOR = "a torch.Tensor"
 """What the contract's errors call an array here."""
 
 WIDE_COLUMNS = 64
-"""Elements that the pitch of a wide tensor's rows is a multiple of."""
+"""The pitch of a wide tensor's rows is a multiple of this many elements."""
 
 HEADS_FIRST_COLUMNS = 64
-"""What the width of rows whose heads come first is a multiple of."""
+"""The width of rows whose heads come first in memory is a multiple of this many elements."""
 
 ROW_BYTES = 16
-"""What addresses and strides that TMA reads are multiples of."""
+"""Addresses and strides that TMA reads are multiples of this many bytes."""
 
 TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 """torch's guard of compiled code; None in a version of torch that no longer has it here."""
@@ -53,7 +53,8 @@ def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 
 def describe(name: str, value: Any) -> contract.Array:
-    """Shape and dtype of a tensor argument; TypeError if it isn't one, or has no memory for each element."""
+    """Shape and dtype of a tensor argument; TypeError if it is no tensor, or one without strides (a sparse one,
+    say)."""
     if not isinstance(value, torch.Tensor):
         raise contract.not_an_array(name, value, TENSOR)
     if value.layout != torch.strided:
@@ -89,7 +90,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def accumulation_dtype(dtype: str) -> torch.dtype:
-    """float32, or float64 for float64 inputs."""
+    """The dtype to compute in: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == "float64" else torch.float32
 
 
@@ -195,8 +196,9 @@ def row_step(rows: torch.Tensor) -> int:
 
 
 def wide_shape(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape [T, H, W] of the dense tensor that this one, [T, H, V], has the first columns of; ValueError if it is
-    another view, if W is no multiple of 64, or if the address is no multiple of 16."""
+    """The shape [T, H, W] of the dense array that begins at this tensor's address and whose first V columns are the
+    tensor, [T, H, V], which has gaps. ValueError if there is no such array, if W is no multiple of 64, or if the
+    address is no multiple of 16."""
     tokens, heads, width = tensor.shape
     pitch = tensor.stride(1) if heads > 1 else tensor.stride(0)
     rows = tokens <= 1 or heads <= 1 or tensor.stride(0) == heads * pitch
@@ -206,7 +208,7 @@ def wide_shape(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless row-major without gaps."""
+    """ValueError unless the tensor is row-major without gaps."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name}: got shape {show(tuple(tensor.shape))} with strides {show(tensor.stride())};"
@@ -301,7 +303,7 @@ def check_lse_asked_for(return_lse: bool, lse: torch.Tensor | None) -> None:
 
 
 def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError / TypeError unless `tensor` can take a result."""
+    """ValueError / TypeError unless `tensor` can take a result of this shape and dtype on this device."""
     if not isinstance(tensor, torch.Tensor):
         raise contract.not_an_array(name, tensor, TENSOR)
     if tensor.shape != shape or tensor.dtype != dtype:

@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 class Layout:
-    """Named arrays one behind the other. offsets: bytes from the start, by name; size: bytes in all."""
+    """Named arrays one after the other. offsets: bytes from the start, by name; size: bytes in all."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.offsets: dict[str, int] = {}
@@ -42,7 +42,8 @@ class Layout:
 class Workspace:
     """Memory for the kernels' intermediate results, for calls on one stream, one after the other.
 
-    With it (and out=) a call allocates no memory for results, final or intermediate. Calls on different streams may run
+    With it, and with out= (and lse= if it is asked for), a call of attention allocates no memory for results, final or
+    intermediate. Calls on different streams may run
     at the same time and would write over each other, so each stream needs its own: a workspace belongs to the stream of
     its first call, and a call on another raises until `release` is called. Calls that are captured into a CUDA graph
     are not checked: graphs that are replayed at the same time need workspaces of their own.
@@ -50,8 +51,8 @@ class Workspace:
     Args:
       size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
         needs.
-      device: where; by default the current CUDA device, or the CPU where torch can use no GPU. Calls on a CPU take a
-        workspace and don't need it, so that a program for a GPU can be tested without one.
+      device: the memory's device; by default the current CUDA device, or the CPU if torch can use no GPU. Calls on a
+        CPU take a workspace and don't need it, so that a program for a GPU can be tested without one.
 
     Raises:
       TypeError, ValueError: size is no int, or negative.
@@ -71,7 +72,7 @@ class Workspace:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self.buffer.numel()
 
     def release(self) -> None:
@@ -121,8 +122,9 @@ def _default_device() -> str:
 
 
 def _num_sms(device: torch.device | str | int | None) -> int:
-    """Multiprocessors of the CUDA device that an argument names, of the current one for None; 0 of a CPU. ValueError if
-    torch can't use it, or if it is of another kind."""
+    """Multiprocessors of the CUDA device that an argument names, or of the current one for None; 0 for a CPU.
+    ValueError
+    if torch can't use the device, or if it is of another kind."""
     try:
         named = torch.device(_default_device() if device is None else device)
         if named.type == "cpu":
@@ -155,7 +157,7 @@ def sparse_workspace_size(
       max_tokens: T.
       num_heads: H.
       max_selected: K of indices, which matters for batch_invariant calls and for tokens that share gathers.
-      dtype: of q.
+      dtype: q's dtype.
       batch_invariant: as the calls have it.
       device: its number of multiprocessors decides; by default the current CUDA device, or the CPU where torch can use
         no GPU. A CPU needs 0 bytes.
@@ -182,15 +184,15 @@ def sparse_workspace_size(
 
 
 def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
-    """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need;
-    and 8 for each token.
+    """Bytes that indexer_topk needs at most: 128 MiB for the logits of a chunk of tokens (less for few tokens, more
+    from 2,097,153 keys on), and 8 for each token.
 
     Args:
       max_tokens: T.
       max_keys: M * Z of the block table.
 
     Raises:
-      TypeError, ValueError: one of them is no int, or negative.
+      TypeError, ValueError: an argument is no int, or negative.
     """
     return sm90_topk.workspace_bytes(
         contract.static_int("max_tokens", max_tokens), contract.static_int("max_keys", max_keys)
@@ -224,8 +226,8 @@ def decode_workspace_size(
       max_q_len: S, or the bound of ragged queries.
       page_size, latent_dim, rope_dim: Z, L and R.
       max_pages: M of the block table, which matters for batch_invariant calls alone.
-      dtype: of q.
-      kv_dtype: of the cache, if another.
+      dtype: q's dtype.
+      kv_dtype: the cache's dtype; None for q's.
       ragged: whether the calls give cu_seqlens_q.
       causal, batch_invariant: as the calls have them.
       device: its number of multiprocessors decides; by default the current CUDA device, or the CPU where torch can use

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory of safetensors files: names, shapes and tensors, quantised weights dequantised.
 
-Generic: nothing here knows about attention. Tensors are read one at a time out of a memory map, so opening a checkpoint
-of hundreds of gigabytes costs its headers only. Values are numpy arrays (bf16 and fp8 as ml_dtypes), ready for
-`jnp.asarray` or `jax.device_put` with a sharding.
+Nothing here knows about attention. Tensors are read one at a time out of a memory map, so opening a checkpoint of
+hundreds of gigabytes reads no more than its index and headers. Values are numpy arrays (bf16 and fp8 as ml_dtypes),
+ready for `jnp.asarray` or `jax.device_put` with a sharding.
 """
 
 import os
@@ -195,8 +195,8 @@ class Checkpoint:
             )
 
     def refuse_others(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError if tensors were not read, because config.json then describes another model than the
-        checkpoint holds. Rope frequencies, which old checkpoints hold, are let through: they are computed here.
+        """Raises CheckpointError if there are tensors that were not read: config.json then describes another model than
+        the checkpoint holds. Rope frequencies, which old checkpoints hold, are let through: they are computed here.
 
         Args:
             names: the names, in the checkpoint, of the tensors that were not read.
@@ -302,8 +302,8 @@ class Checkpoint:
 
     def read_fp4(self, name: str, *, shape: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """One tensor of `is_fp4` as it is stored: bytes of two values, uint8, and the exponents of its scales, uint8,
-        with 127 added. `shape` is that of the values. Raises CheckpointError as `read`, and for scales that are no
-        powers of two."""
+        with 127 added. `shape` is the shape of the values. Raises CheckpointError as `read` does, and for scales that
+        are no powers of two."""
         info = self.info(name)
         whole = info.shape[0], 2 * info.shape[1]
         if whole != tuple(shape):
@@ -372,7 +372,7 @@ class Checkpoint:
         return np.asarray(self._maps[info.file][info.start : info.stop]).view(info.dtype).reshape(info.shape)
 
     def _locate(self) -> dict[str, Path]:
-        """Which file holds each tensor."""
+        """The file that holds each tensor, by the tensor's name."""
         # A pipe, a device or a broken link of this name counts as found: the function that reads it refuses it.
         for index in (self.directory / name for name in INDEX_NAMES):
             if os.path.lexists(index):

@@ -1,6 +1,6 @@
 """Writing a Hugging Face checkpoint directory: safetensors files, their index, and what a base checkpoint adds.
 
-Generic, as `checkpoint.py`: nothing here knows about attention. The host holds the tensors of one file at a time.
+Nothing here knows about attention. The writer keeps the tensors of one file at a time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def save_checkpoint(
         tensors: their names in the checkpoint, and arrays, or `BlockScaled` of them, whose scales are stored under
             base's name for them, else as `<name>_scale_inv`.
         base: a checkpoint whose other tensors and files (config, tokenizer) are copied.
-        max_shard_bytes: of one file, unless it holds a single tensor.
+        max_shard_bytes: the most bytes of one file, unless it holds a single tensor.
 
     Raises:
-        ValueError: the folder holds safetensors; a name comes twice; base lacks a tensor or has it in another shape; or
-            one is block-scaled here and not in base, or the other way round.
+        ValueError: the folder holds safetensors; max_shard_bytes is below 1; a name comes twice; base lacks a tensor or
+            has it in another shape; or a tensor is block-scaled here and not in base, or the other way round.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     directory = Path(checkpoint_dir)
@@ -114,7 +114,7 @@ def _arrays_of(name: str, value: Any, base: Checkpoint | None) -> Iterator[tuple
 
 
 def _scales_as(dtype: np.dtype[Any], scales: Array, name: str) -> Array:
-    """f32 scales in the dtype in which base stores them; a dtype of one byte holds exponents of two."""
+    """f32 scales in the dtype in which base stores them; a dtype of one byte holds them as exponents of two."""
     wanted = np.dtype(ml_dtypes.float8_e8m0fnu) if dtype.itemsize == 1 else dtype
     stored = scales.astype(wanted)
     if not np.array_equal(stored.astype(np.float32), scales):

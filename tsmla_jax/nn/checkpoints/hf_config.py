@@ -93,8 +93,8 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
 
 
 def read_optional_config(path: Path) -> tuple[Mapping[str, Any], str]:
-    """`read_hf_config` of a file that may be absent, which then has no fields. Whatever else has that name is refused,
-    not ignored."""
+    """`read_hf_config` of a file that may be absent: then there are no fields. Anything of that name that is no file,
+    such as a broken link, is refused and not ignored."""
     return read_hf_config(path) if os.path.lexists(path) else ({}, str(path))
 
 

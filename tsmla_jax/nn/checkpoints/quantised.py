@@ -1,8 +1,8 @@
 """Checkpoints whose weights are quantised in a format that isn't read: refused by its name, before weights are read.
 
 fp8 with scales for blocks or for whole matrices, and fp4 and int4 with scales for 32 values of a row are read
-(`Checkpoint.read`). Of the others config.json names the format of a whole model, and the tensors' names and dtypes show
-it for a single layer: a model may have plain attention layers beside quantised experts.
+(`Checkpoint.read`). Any other format is found by config.json for a whole model, and by the tensors' names and dtypes
+for a single layer: a model may have plain attention layers beside quantised experts.
 """
 
 import re

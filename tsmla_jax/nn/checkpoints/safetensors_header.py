@@ -51,10 +51,11 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file.
+    """Where every tensor of a safetensors file lies, by its name.
 
     The package safetensors validates the file (lengths, offsets, overlaps); the byte ranges are then taken from the
-    header itself, because not every version of its numpy reader knows the fp8 types.
+    header itself, because not every version of its numpy reader knows the fp8 types. Raises CheckpointError for a file
+    that is missing, broken or has tensors of a type that isn't read.
     """
     safe_open, safetensor_error = require_safetensors()
     if what := why_no_file(file, "no such file"):

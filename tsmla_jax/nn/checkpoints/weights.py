@@ -59,7 +59,7 @@ class LayerWeights(Generic[_Config]):
         and biases 0.
 
         Args:
-            key: of jax.random.
+            key: a key of jax.random.
             config: the layer's shape.
             dtype: the dtype of the parameters.
 
@@ -75,9 +75,9 @@ class LayerWeights(Generic[_Config]):
     def param_specs(self, config: _Config, heads_axis: str | None) -> dict[str, PartitionSpec]:
         """How to split the parameters over the heads (tensor parallelism).
 
-        What has no heads is replicated, as the caches are; V4's groups of heads are split, so the axis's size must
-        divide their number. Under `shard_map` a layer returns the partial sum over the local heads, for the caller to
-        psum.
+        Parameters without heads are replicated, as the caches are; V4's groups of heads are split, so the axis's size
+        must divide their number. Under `shard_map` a layer returns the partial sum over the local heads, for the caller
+        to psum.
 
         Args:
             config: the layer's shape.
@@ -226,7 +226,7 @@ class LayerWeights(Generic[_Config]):
         prefix: str = "model.layers.{layer}.self_attn.",
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """The inverse of `load_hf_attention`, of all layers at once: safetensors under the Hugging Face names.
+        """The inverse of `load_hf_attention`, for several layers at once: safetensors under the Hugging Face names.
 
         Args:
             checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.

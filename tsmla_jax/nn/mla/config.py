@@ -62,9 +62,10 @@ class QueryScale:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer;
-    with a query_scale also of Mistral Small 4, with scale_latents of LongCat-Flash, and without `rotates` or with an
-    output_gate of models that mix such layers with linear attention (Kimi-Linear, Kimi-K3, Ling 3).
+    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer.
+
+    Other models have variants of it: Mistral Small 4 a query_scale, LongCat-Flash scale_latents, and models that mix
+    such layers with linear attention (Kimi-Linear, Kimi-K3, Ling 3) rotates=False or an output_gate.
 
     Attributes:
         hidden_size: E, width of the residual stream.
@@ -223,7 +224,7 @@ _SCALED_KEYS = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rota
 
 
 def _query_scale(rope: RopeFields, where: str, rotated: float) -> QueryScale | None:
-    """The query_scale of a config whose model may have one. rotated: which share of a head is rotated."""
+    """The query_scale of a config whose model may have one. rotated: the share of a head's columns that is rotated."""
     check_values(rope.keys, where, {"partial_rotary_factor": (1, rotated)})
     beta = hf_field(rope.keys, "llama_4_scaling_beta", float, where, default=0.0)
     if beta == 0:

@@ -4,9 +4,9 @@ Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed on
 width, H heads, N / R / V the nope, rope and value widths of a head, L latent width, D = L + R, P pages, Z page size,
 M pages a request at most.
 
-Parameters are the pytree of `tsmla_jax.nn.param_shapes`. The number of heads is always taken from the arrays,
-never from the config: under `shard_map` over heads the result is the partial sum over the local heads, for the caller
-to `jax.lax.psum`; under `jax.jit` with parameters placed by `param_specs`, XLA adds that sum itself.
+Parameters are the pytree of `tsmla_jax.nn.param_shapes`, or `fold` of it. A layer computes the heads that its arrays
+have: under `shard_map` over heads the result is the partial sum over the local heads, for the caller to `jax.lax.psum`;
+under `jax.jit` with parameters placed by `param_specs`, XLA adds that sum itself.
 
 Every function has static shapes and works under `jax.jit` (config, max_q_len, context_chunk, context_passes and all
 options that aren't arrays are static) and `jax.eval_shape`; `prefill` has a gradient.
@@ -81,7 +81,7 @@ def prefill(
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Padding rows have no meaning.
 
     Raises:
-        ValueError: x or cu_seqlens_q has the wrong rank or width, or a weight is missing.
+        TypeError, ValueError: an argument is not legal (a wrong rank, width or dtype), or a weight is missing.
     """
     check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
@@ -156,8 +156,8 @@ def prefill_with_context(
         y [T, E] and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, a dense step, a step of another context_axis or page size, or a
-            context_chunk below 1.
+        TypeError, ValueError: an argument is not legal (a wrong rank, width or dtype, a dense step, a step of another
+            context_axis or page size, a context_chunk below 1), or a weight is missing.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
     check_layer(params, config)
@@ -272,8 +272,8 @@ def decode(
         y in x's shape, and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, a dense step for ragged x or the reverse, or a step of another context_axis
-            or page size.
+        TypeError, ValueError: an argument is not legal (a wrong rank, width or dtype, a dense step for ragged x or the
+            reverse, a step of another context_axis or page size), or a weight is missing.
     """
     check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E", "B S E")

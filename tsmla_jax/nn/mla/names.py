@@ -47,8 +47,8 @@ _OF_IMAGES = ("patch_merger.", "pre_mm_projector_norm.", "vision_encoder.", "vis
 
 
 def stored_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of a checkpoint's tensors, by their names in DeepSeek's checkpoints. In a checkpoint of another model
-    both names are the same. Tensors of an image model are left out.
+    """The names of a checkpoint's tensors, by their names in DeepSeek's checkpoints. Both are the same unless the
+    checkpoint is LongCat-Flash's or in Mistral's format, of which tensors for images are left out.
     """
     names = list(names)
     if any(name.endswith(".attention.wkv_a_with_mqa.weight") for name in names):

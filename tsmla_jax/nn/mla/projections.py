@@ -24,7 +24,7 @@ def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
     rows. The first product of the queries and kv_a_proj_with_mqa are one, in_proj [A + L + R, E], with A = rank or
     H (N + R); q_b_proj becomes [H (N + R), rank], o_proj [E, H V], w_uk [H, L, N]; w_uk and w_uv side by side are
     w_ukv [H, N + V, L]. Functions recognise folded parameters by in_proj. Folded parameters can't be split over heads.
-    Block-scaled weights stay block-scaled.
+    Block-scaled weights stay block-scaled; in_proj is so if both its parts are, and A is a multiple of 128.
     """
     first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
     folded = dict(params)
@@ -45,8 +45,8 @@ def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
 
 
 def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
-    """The inverse of `fold`; exact to the bit if all parameters had one dtype. Block-scaled weights stay
-    block-scaled.
+    """The inverse of `fold`; exact to the bit if all parameters had one dtype. Weights that are block-scaled when
+    folded stay block-scaled.
     """
     unfolded = dict(params)
     bias = unfolded.pop("in_proj_bias", None)
@@ -92,8 +92,8 @@ def _project_heads(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array
     if config.cache_dim % config.qk_head_dim:
         q, _ = _project_in(params, config, x)
         return _by_head(q, config)
-    # The latent is as wide as some heads. If the latent is cut off along the axis of heads, the next product reads the
-    # query in place; if it is cut off along columns, XLA copies the query first.
+    # Latent and rope columns are together as wide as some number of heads. If they are cut off along the axis of heads,
+    # the next product reads the query in place; if they are cut off along columns, XLA copies the query first.
     both = _by_head(_joint_product(params, config, x), config)
     return both[..., : -(config.cache_dim // config.qk_head_dim), :]
 

@@ -28,8 +28,8 @@ def stack_size(count: int, rows: int, columns: int) -> int:
     """The length of a stack of `count` e4m3 weights [rows, columns] with its padding: at least count.
 
     The compiler of `grouped_matmul` counts the elements of an array of at most 2^32 bytes in signed 32 bits. A stack
-    with more than 2^31 elements that is not longer than 2^32 gets unused weights at its end, so that its elements are
-    counted in 64 bits."""
+    with more than 2^31 and at most 2^32 elements gets unused weights at its end, so that its elements are counted in 64
+    bits."""
     size = count * rows * columns
     return 2**32 // (rows * columns) + 1 if 2**31 < size <= 2**32 else count
 
@@ -44,8 +44,9 @@ class BlockScaled:
     Attributes:
       values, scales: those arrays; K is the axis that a product sums over.
       products: "quantized" for products with activations in e4m3 that have scales for 128 terms, "exact" for
-        activations as they are, both by block_scaled_matmul; None is "exact" where that has a kernel, and the products
-        of `grouped_matmul` or of XLA elsewhere (`products_of`).
+        activations as they are, both by block_scaled_matmul (`linear` leaves exact products of many rows to XLA). None
+        is "exact" where block_scaled_matmul has a kernel, and the products of `grouped_matmul` or of XLA elsewhere
+        (`products_of`).
     """
 
     values: jax.Array
@@ -74,7 +75,7 @@ def why_not_by_kernel(dtype: Any, columns: int, depth: int) -> list[str]:
     empty if it is.
 
     Args:
-      dtype: of the activations.
+      dtype: the dtype of the activations.
       columns, depth: N and K.
     """
     name = jnp.dtype(dtype).name

@@ -25,12 +25,12 @@ class Choice(NamedTuple):
     """How a token's experts are chosen and weighed; static.
 
     top_k        experts K of a token
-    num_shared   shared experts S behind them
+    num_shared   shared experts S after them
     scoring      from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"
     groups       how many groups of equal size the experts have; 1 is no groups
     topk_groups  how many of the groups a token may use
-    normalizes   whether the weights of a token are divided by their sum
-    factor       multiplies them then
+    normalizes   whether the routed experts' weights of a token are divided by their sum
+    factor       multiplies these weights after that
     """
 
     top_k: int
@@ -55,9 +55,9 @@ def choose(
 
     Args:
       logits: [T, E] f32, or [S, T, E], whose sum over S they are.
-      correction_bias: [E], added to the scores that choose, not to the weights; None if there is none. With it a group
-        counts as the sum of its best two, without it as its best.
-      valid: [T] bool, False for padding; None if there is none.
+      correction_bias: [E], added to the scores that choose, not to the weights; or None. With it a group counts as the
+        sum of its best two scores, without it as its best.
+      valid: [T] bool, False for padding; None if there is no padding.
 
     Returns:
       experts [T, K + S] i32 and their weights [T, K + S] f32: the routed ones, the greatest choice first, ties by the
@@ -88,7 +88,8 @@ def choose(
 
 
 def _choose(form: Choice, has_bias: bool, has_padding: bool, logits_ref: Any, *others: Any) -> None:
-    """One token. others: the bias if there is one, whether the token is valid if some are not, and the two results."""
+    """Choose one token's experts. others: the bias if there is one, whether each token is valid if some are not, and
+    the two results."""
     *inputs, experts_ref, weights_ref = others
     token, num_experts = pl.program_id(0), logits_ref.shape[2]
     lanes = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)
@@ -118,7 +119,7 @@ def _choose(form: Choice, has_bias: bool, has_padding: bool, logits_ref: Any, *o
             jnp.where(here, weight, weights),
         )
 
-    shared = num_experts - form.top_k + places  # of the places behind the routed ones
+    shared = num_experts - form.top_k + places  # right in the places after the routed experts
     begin = order, shared, jnp.zeros(places.shape, jnp.float32)
     _, experts, weights = lax.fori_loop(0, form.top_k, choose_next, begin)
     if form.normalizes:

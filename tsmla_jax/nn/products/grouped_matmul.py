@@ -74,7 +74,7 @@ def why_not(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
     """Why `grouped_matmul` can't run a product on jax's default device; empty if it can.
 
     Args:
-      dtype: of x.
+      dtype: the dtype of x.
       columns, depth: N and K.
       narrow: whether the weights are block-scaled.
     """
@@ -96,19 +96,19 @@ def grouped_matmul(
     gather: bool = False,
     limit: float | None = None,
 ) -> jax.Array | ScaledRows:
-    """Every place's row times its group's weight.
+    """Every place's row times the transpose of its group's weight.
 
     Args:
       x: [T, K], with `gather`, where blocks.rows names the row at each place; else [NB * block, K], a row a place. With
         tile.half, and only then, `ScaledRows`, whose scales are for BLOCK columns or a divisor of that.
       weight: [G, N, K], of at least blocks.num_groups groups.
-      blocks: of `make_blocks`, with a block of at least 16.
-      gated: the weight's first half and its second make silu(x first) * (x second), of N / 2 columns.
-      limit: of `gated_mlp`.
-
+      blocks: as `make_blocks` makes them, with a block of at least 16.
+      gated: whether the result is silu(gate) * up, of N / 2 columns: gate is the product with the first N / 2 rows of
+        the group's weight, up the one with its last N / 2 rows.
+      limit: as in `gated_mlp`.
     Returns:
-      [NB * block, N] in x's dtype, bf16 with tile.half; then gated products are `ScaledRows`, with scales for
-      tile.columns. Places without a row hold any values.
+      [NB * block, N] in x's dtype, or gated [NB * block, N / 2]. With tile.half products are bf16, and gated ones
+      `ScaledRows`, with a scale for every tile.columns. Places without a row hold any values.
 
     Raises:
       ValueError: tile.half with weights that aren't block-scaled, or with another x than `ScaledRows`; tile.splits with
@@ -173,7 +173,8 @@ class _Kind:
 
 
 def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: Any) -> None:
-    """One tile. others: the scales of x with tile.half, the weight, its scales if it is narrow, and the results."""
+    """Compute one tile. others: the scales of x with tile.half, the weight, its scales if it is narrow, and the
+    results."""
     tile, block, narrow = kind.tile, kind.block, kind.narrow
     row_scales, others = others[: int(tile.half)], others[int(tile.half) :]
     weight_ref, scales, results = others[0], others[1 : 1 + int(narrow)], others[1 + int(narrow) :]
@@ -225,7 +226,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: An
                 results[1][places, tile_column] = out_scale
         mask = None
         if kind.gather and kind.num_groups == 1 and tile.splits > 1:
-            # A single group's rows come first, and nobody reads the results of the places behind them.
+            # A single group's rows come first, and nobody reads the results of the places after them.
             written = index * block + jnp.arange(block, dtype=jnp.int32) < x_ref.shape[0]
             mask = jnp.broadcast_to(written[:, None], out.shape)
         target = results[0].at[part, places, pl.ds(column, tile.columns)]

@@ -53,9 +53,10 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
 
-    A block-scaled weight whose `products` is "quantized" is not widened. Any other is widened to x's dtype: by the
-    kernel that reads it, or, if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), a single one, or no kernel can run, by
-    XLA.
+    A block-scaled weight whose `products` is "quantized" is not widened. Any other block-scaled weight is widened to
+    x's
+    dtype: by the kernel that reads it, or by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets a
+    small matrix, or if no kernel can run.
     """
     if isinstance(weight, BatchInvariant):
         return batch_invariant.linear(x, weight.values)

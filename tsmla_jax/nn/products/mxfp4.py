@@ -38,7 +38,7 @@ class MXFP4:
         return *self.values.shape[:-1], 2 * self.values.shape[-1]
 
     def widened(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The weights themselves, [..., N, K]."""
+        """The weight's numbers, [..., N, K], in `dtype`."""
         return unpacked(self.values, self.scales).astype(dtype)
 
 
@@ -52,7 +52,7 @@ def why_not_mxfp4(dtype: Any, hidden: int, width: int) -> list[str]:
     device; empty if it is.
 
     Args:
-      dtype: of the activations.
+      dtype: the dtype of the activations.
       hidden, width: C and I.
     """
     return why_not_experts(dtype, hidden, width, packed=True)

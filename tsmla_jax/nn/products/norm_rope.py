@@ -20,11 +20,11 @@ from tsmla_jax.nn.products.triton import plgpu
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected import v4 as sparse_v4
 
-_WARP_COLUMNS = 512  # that a warp holds
+_WARP_COLUMNS = 512  # the columns that a warp holds
 
 
 class Rope(NamedTuple):
-    """The rotation of a row's last R columns, in pairs (2i, 2i + 1), as `tsmla_jax.sparse.apply_rope`.
+    """The rotation of a row's last R columns, in pairs (2i, 2i + 1), as `tsmla_jax.sparse.apply_rope` rotates them.
 
     positions  [T] i32
     cos_sin    f32 [N, R], the result of `rope_table`
@@ -141,7 +141,7 @@ def norm_rope_by_kernel(
 
 
 def _kernel(kind: _Kind, x_ref: Any, *others: Any) -> None:
-    """Some rows of a token. others: the norm's weight (if any), cos and sin (if any), and the result."""
+    """Compute some rows of a token. others: the norm's weight (if any), cos and sin (if any), and the result."""
     *inputs, out_ref = others
     token, (start, heads, width) = pl.program_id(0), kind.columns
     head = (pl.program_id(1) * kind.rows + jnp.arange(kind.rows, dtype=jnp.int32))[:, None]

@@ -24,11 +24,11 @@ from tsmla_jax.nn.products.tiles import MULTIPROCESSORS, split_count
 from tsmla_jax.nn.products.triton import plgpu
 
 _HALF = BLOCK // 2
-_LEAST_STEPS = 2  # of a program
+_LEAST_STEPS = 2  # the fewest steps of BLOCK terms that a program takes
 
 
 def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    """x [T, C] times the transpose of router [E, C]: f32 [T, E], with the error of f32 on every device, by XLA."""
+    """x [T, C] times the transpose of router [E, C]: f32 [T, E], as exact as f32 on every device, by XLA."""
     wide, router = x.astype(jnp.float32), router.astype(jnp.float32)
     return jnp.einsum("tc,ec->te", wide, router, precision="highest")
 
@@ -92,8 +92,8 @@ class _Kind:
 
 
 def _kernel(kind: _Kind, x_ref: Any, router_ref: Any, logits_ref: Any, *rows_refs: Any) -> None:
-    """Sums over some columns of x, for the logits of some tokens and some experts. rows_refs: values and scales of
-    `ScaledRows`.
+    """Compute sums over some columns of x, for the logits of some tokens and some experts. rows_refs: values and scales
+    of `ScaledRows`, or nothing.
     """
     (num_tokens, _), num_experts = x_ref.shape, router_ref.shape[0]
     tokens = pl.program_id(0) * kind.block + jnp.arange(kind.block, dtype=jnp.int32)

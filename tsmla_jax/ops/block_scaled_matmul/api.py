@@ -31,38 +31,37 @@ def block_scaled_matmul(
     out_dtype: str = "bfloat16",
     implementation: Preference = None,
 ) -> Float[Array, "T N"] | tuple[Float[Array, "T N/2"], Float32[Array, "T N/256"]]:
-    """The product of activations and the transpose of a weight of e4m3 with a scale for every 128 x 128, or of e2m1
-    with a scale for every 32 of a row (MXFP4).
+    """The product of activations and the transpose of a weight: e4m3 with a scale for every 128 x 128 block, or e2m1
+    with a scale for every 32 columns of a row (MXFP4).
 
     out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128]. Products
     and their sums are float32. As fp8_gemm_nt in DeepGEMM and the linear layers of DeepSeek-V3's own inference code
     (arXiv:2412.19437, section 3.3).
 
     Args:
-      x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which then meet the weights as they
-        are.
+      x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which are multiplied without being
+        quantised.
       weight: [N, K] float8_e4m3fn, as checkpoints hold it; or, with x of 16 or 32 bits, [N, K / 2] uint8: two numbers
         of e2m1 a byte, the first in the lower four bits.
-      x_scales: [T, K / 128] float32: of each row and 128 terms; rounded up, where the last block is a part. None
-        unless x is float8_e4m3fn.
-      weight_scales: [N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; `weight_scale_inv` in
-        checkpoints. Of e2m1 [N, K / 32] uint8, rounded up: the exponents of e8m0, 2^(s - 127) for each 32 of a row. The
-        kernel takes 2^-127 as 0.
-      gated: the weight's first N / 2 rows and its last N / 2 make silu(x first) * (x last), computed in float32, of
-        N / 2 columns: the gate and up projections of an MLP.
-      limit: with gated, x first is at most this, and x last between its negative and it, as `swiglu_limit` in
-        DeepSeek-V4; None for no limit.
+      x_scales: [T, ceil(K / 128)] float32, a scale for every 128 columns of a row. None unless x is float8_e4m3fn.
+      weight_scales: for e4m3 [ceil(N / 128), ceil(K / 128)] float32, a scale for every 128 x 128 weights;
+        `weight_scale_inv` in checkpoints. For e2m1 [N, ceil(K / 32)] uint8, exponents s in e8m0: 2^(s - 127) is the
+        scale of 32 columns of a row. The kernel takes 2^-127 as 0.
+      gated: whether the result is silu(gate) * up, computed in float32, [T, N / 2]: gate is x times the weight's first
+        N / 2 rows, up is x times its last N / 2 rows, as in an MLP.
+      limit: with gated, gate is clipped to at most limit, and up to -limit to limit, as `swiglu_limit` in DeepSeek-V4;
+        None for no limit.
       out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      [T, N] in out_dtype, [T, N / 2] with gated. For float8_e4m3fn values and scales, as quantize_blocks makes them of
-      the float32 result.
+      [T, N] in out_dtype, [T, N / 2] with gated. If out_dtype is float8_e4m3fn: values and scales, as quantize_blocks
+      makes them of the float32 result.
 
     Raises:
       TypeError, ValueError: an argument is not legal.
-      NotImplementedError: the named implementation can't run this call, or, but for "reference", a derivative is
-        asked for.
+      NotImplementedError: the named implementation can't run this call, or a derivative is asked for; "reference" has
+        one.
     """
     spec = OPERATION.spec(
         x=x,

@@ -44,8 +44,8 @@ def compress_write_kv_cache(
     The result is that of the separate steps: compress_kv; norm_rope at the position of each window's first token,
     entry * ratio; positions_to_slots; then write_v4_cache, or write_indexer_cache.
 
-    Axes: those of compress_kv, P pages, Z entries a page, M pages a request at most, N positions of the table, R rope
-    width.
+    Axes: those of compress_kv, but N is the number of positions in the rope table; P pages, Z entries a page, M pages a
+    request at most, R rope width.
 
     Args:
       cache: of compressed entries: uint8 [P, page_bytes] (V4 pages, C 512), uint8 [P, Z, C + 4] (the indexer's packed

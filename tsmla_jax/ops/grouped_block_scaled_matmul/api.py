@@ -1,4 +1,4 @@
-"""grouped_block_scaled_matmul: products of groups of rows, each with a weight of its own, as of experts."""
+"""grouped_block_scaled_matmul: products of groups of rows, each with the group's own weight, as experts have them."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ def grouped_block_scaled_matmul(
     out_dtype: str = "bfloat16",
     implementation: Preference = None,
 ) -> Float[Array, "R N"] | tuple[Float[Array, "R N/2"], Float32[Array, "R N/256"]]:
-    """`block_scaled_matmul` of each group of rows with the group's own weight: of tokens sorted by expert.
+    """`block_scaled_matmul` of each group of rows with the group's own weight, as for tokens sorted by expert.
 
     As jax.lax.ragged_dot, and m_grouped_fp8_gemm_nt_contiguous in DeepGEMM, but groups need no padding.
 
     Args:
-      x: [T, K], as of block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
-      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as of block_scaled_matmul; or [E, N, K] bfloat16
+      x: [T, K], as in block_scaled_matmul; the rows of a group come together, unless `rows` says where they are.
+      weight: [E, N, K] float8_e4m3fn, or [E, N, K / 2] uint8 of e2m1, as in block_scaled_matmul; or [E, N, K] bfloat16
         or float16, with x of the same dtype. More weights may follow, which are not read.
-      x_scales: [T, K / 128] float32, rounded up: of each row and 128 terms. None unless x is float8_e4m3fn.
-      weight_scales: [E, N / 128, K / 128] float32, both rounded up: of each 128 x 128 weights; of e2m1 [E, N, K / 32]
-        uint8, as of block_scaled_matmul. None if weight has 16 bits.
-      cu_rows: [E + 1] int32, ascending from 0: rows cu_rows[e] to cu_rows[e + 1] - 1 are those of group e; there may be
-        none. It stays on the device. With `rows` they count these.
-      rows: [R] int32, of each row of the result the row of x that it is made of: so no sorted copy of x is written,
-        in which a token would be once for each of its experts. None for x's rows in order, R = T.
-      gated, limit: as of block_scaled_matmul.
+      x_scales: [T, ceil(K / 128)] float32, as in block_scaled_matmul. None unless x is float8_e4m3fn.
+      weight_scales: [E, ceil(N / 128), ceil(K / 128)] float32, or for e2m1 [E, N, ceil(K / 32)] uint8, as in
+        block_scaled_matmul. None if weight has 16 bits.
+      cu_rows: [E + 1] int32, ascending from 0: group e has the result's rows cu_rows[e] to cu_rows[e + 1] - 1; a group
+        may be empty. It stays on the device.
+      rows: [R] int32, for each row of the result the row of x that it is computed from. This saves a sorted copy of x,
+        which would hold a token once for each of its experts. None for x's rows in order, R = T.
+      gated, limit: as in block_scaled_matmul.
       out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      [R, N] in out_dtype, [R, N / 2] with gated; for float8_e4m3fn values and scales, as of block_scaled_matmul. Rows
-      from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
+      [R, N] in out_dtype, [R, N / 2] with gated; if out_dtype is float8_e4m3fn, values and scales as in
+      block_scaled_matmul. Rows from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also cu_rows that descend or end past R, and
         rows that x does not have.
-      NotImplementedError: the named implementation can't run this call, or, but for "reference", a derivative is asked
-        for.
+      NotImplementedError: the named implementation can't run this call, or a derivative is asked for; "reference" has
+        one.
     """
     spec = OPERATION.spec(
         x=x,

@@ -40,20 +40,21 @@ def indexer_logits(
         request; entries past a row's last page are never used.
       seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
-        iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none. The kernel then reads a request's
-        keys once for several tokens.
+        iff j < seq_len - (S - 1) + i, as in mla_decode; rows that belong to no request see none. With cu_seqlens_q the
+        kernel reads a request's keys once for several tokens.
       implementation: "cute", "xla" (blocks of keys), "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from the first key on that token
-      t does not see.
+      [T, M * Z] float32; column s scores the key at position s of the token's sequence, and is -inf if token t does not
+      see that key.
 
     Derivatives: q, weights and k_cache in reverse mode, by "xla" in memory of one float32 sum a key and of one block of
     keys; with packed keys or values of 8 bits "xla" has none, and that of "cute" is the derivative of "reference".
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
-      range. NotImplementedError: the named implementation can't run this call.
+        range.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())
     if cu_seqlens_q is not None:

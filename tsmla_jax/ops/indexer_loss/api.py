@@ -56,7 +56,7 @@ def indexer_loss(
       softmax_scale: the attention's, float or float32 scalar array.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
       lengths: [T] int32, the active columns of indices; None: all K.
-      block_tables, seq_lens, cu_seqlens_q: in the place of indices, which keys each token sees, as in indexer_logits.
+      block_tables, seq_lens, cu_seqlens_q: without indices, the keys that each token sees, as in indexer_logits.
       sinks: [H], V4's, or None.
       head_axis: under shard_map, the mesh axis whose devices have different heads of q, lse and sinks; probabilities
         are summed over it. Everything else, the loss included, is the same on its devices.

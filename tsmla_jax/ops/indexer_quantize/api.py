@@ -32,7 +32,7 @@ def indexer_quantize(
       q: [T, Hi, Di] (64 heads of 128).
       weights: [T, Hi], the head weights as projected.
       cos, sin: [T, R / 2] float32 of each token's position: columns [rope_offset, rope_offset + R) of q are rotated in
-        float32 first, and not rounded before they are quantised. Without them they have been rotated already.
+        float32 first, and not rounded before they are quantised. Without cos and sin, q must be rotated already.
       rope_offset, rope_layout: as in write_indexer_cache.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
@@ -41,7 +41,7 @@ def indexer_quantize(
       w' [T, Hi] float32 = weights * s * Di^-0.5 * Hi^-0.5.
 
     Raises:
-      ValueError: shapes or dtypes that are not legal.
+      TypeError, ValueError: an argument is not legal.
       NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())

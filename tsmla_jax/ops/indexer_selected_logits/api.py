@@ -45,12 +45,13 @@ def indexer_selected_logits(
       never reaches a result.
 
     Derivatives: q, weights and k_cache in reverse mode, in memory of one sum a key, in weights' dtype, and of one block
-    of keys. A key that several tokens selected gets the sum of theirs, which a GPU adds in an order that may differ
-    between calls.
+    of keys. A key that several tokens selected gets the sum of their gradients, which a GPU adds in an order that may
+    differ between calls.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot outside the cache or a length
-      outside of 0 to K. NotImplementedError: the named implementation can't run this call.
+        outside of 0 to K.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())
     lengths = None if lengths is None else jnp.asarray(lengths)

@@ -30,8 +30,8 @@ def quantize_blocks(
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      values [..., K] float8_e4m3fn and scales [..., K / 128] float32, rounded up. The largest magnitude of a block is
-      taken to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
+      values [..., K] float8_e4m3fn and scales [..., ceil(K / 128)] float32. The largest magnitude of a block is taken
+      to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
 
     Raises:
       TypeError, ValueError: an argument is not legal.

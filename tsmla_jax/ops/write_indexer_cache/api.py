@@ -43,7 +43,7 @@ def write_indexer_cache(
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Raises:
-      ValueError: shapes or dtypes that are not legal. Under TSMLA_CHECK=1 also a slot outside the cache or given twice.
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot outside the cache or given twice.
       NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())

@@ -43,8 +43,7 @@ def write_packed_kv_cache(
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Raises:
-      ValueError: kv_cache isn't uint8 [P, Z, 656], or the tokens disagree.
-      Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot outside the cache or given twice.
       NotImplementedError: the named implementation can't run this call.
     """
     spec, chosen = OPERATION.choose(**locals())

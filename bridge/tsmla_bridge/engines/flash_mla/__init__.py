@@ -2,7 +2,7 @@
 
 The same functions with the same parameters, layouts and results, for engines that call that package (SGLang, LMDeploy,
 TokenSpeed): dense decode, sparse decode over DeepSeek-V3.2's packed cache and V4's two, sparse prefill (without
-max_logits). vLLM has a build of the kernels of its own and doesn't import it.
+max_logits). vLLM has its own build of FlashMLA's kernels and doesn't import the package.
 
 `tsmla_bridge.install_as_flash_mla()` makes `import flash_mla` find this one. In SGLang `TSMLA_SGLANG=flash_mla` in the
 environment does that.

@@ -28,8 +28,8 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """The metadata that flash_mla_with_kvcache takes. The arguments of all the package's versions are accepted, and
-    ignored: one result serves any number of calls of any lengths."""
+    """The metadata that flash_mla_with_kvcache takes. All arguments are ignored, as versions of the package differ in
+    them: one result serves any number of calls of any lengths."""
     return FlashMLASchedMeta(), None
 
 
@@ -80,10 +80,11 @@ def flash_mla_with_kvcache(
     """Attention of the last S query tokens of each request over its latent cache.
 
     Args:
-      q: [B, S, H, D], float16 or bfloat16, or float8_e4m3fn over a dense cache of that dtype. A q with gaps between
-        tokens is copied first; the cache is never copied.
+      q: [B, S, H, D], float16 or bfloat16, or float8_e4m3fn over a dense cache of that dtype. A q that isn't contiguous
+        is copied first; the cache is never copied.
       k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn.
-      block_table: [B, M] int32, pages of each request in order. cache_seqlens: [B] int32; 0 is legal.
+      block_table: [B, M] int32, pages of each request in order.
+      cache_seqlens: [B] int32, keys of each request; 0 is legal.
       head_dim_v: L, the leading columns that are values.
       tile_scheduler_metadata, num_splits: what get_mla_metadata returned; ignored.
       softmax_scale: factor of the logits, 1 / sqrt(D) by default.

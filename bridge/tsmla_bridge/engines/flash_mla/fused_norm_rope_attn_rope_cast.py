@@ -6,12 +6,12 @@ from typing import Any, NoReturn
 
 
 def prefill(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError, as for every call."""
+    """Raises NotImplementedError for every call."""
     _refuse("prefill")
 
 
 def decode(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError, as for every call."""
+    """Raises NotImplementedError for every call."""
     _refuse("decode")
 
 

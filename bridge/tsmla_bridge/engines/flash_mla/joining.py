@@ -1,5 +1,5 @@
-"""The selections from two caches as one: the indices and lengths that `sparse_mla` takes, by one kernel, or by several
-of torch without Triton."""
+"""The selections from two caches as one: the indices and lengths that `sparse_mla` takes. One Triton kernel makes them
+on a GPU; torch's operations do so on a CPU and without Triton."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Columns(NamedTuple):
 
 def joined(near: Columns, far: Columns, multiple: int) -> Columns:
     """The columns of near, followed by those of far, as one selection whose width is a multiple of `multiple`. It has a
-    length a token if far has lengths. Columns of near behind its lengths become -1."""
+    length a token if far has lengths. Columns of near past its lengths become -1."""
     tokens, window = near.slots.shape
     count = far.slots.shape[1]
     width = -(-(window + count) // multiple) * multiple
@@ -58,7 +58,7 @@ def _join_by_torch(near: Columns, far: Columns, out: torch.Tensor, lengths: torc
 
 
 def _may_signal(device: torch.device) -> bool:
-    """Whether kernels of this device may let the next one begin: from Hopper on."""
+    """Whether a kernel on this device may let the next one begin before it has ended: from Hopper on."""
     return device.type == "cuda" and capability(device.index)[0] >= 9
 
 

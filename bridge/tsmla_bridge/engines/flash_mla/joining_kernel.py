@@ -13,8 +13,8 @@ def join(
     near, near_lengths, far, far_lengths, out, out_lengths, near_stride, far_stride, per_request, window, count, width,
     HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr, BLOCK: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """Columns [BLOCK] of a token's row in `out`; the first program of a token writes its length, too. SIGNALS: whether
-    the next kernel may begin at once; it waits for this one before it reads."""
+    """Write BLOCK columns of a token's row in `out`; the first program of a token also writes its length. SIGNALS:
+    whether the next kernel may begin at once; it waits for this one before it reads."""
     if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -34,7 +34,8 @@ _ARGUMENT = re.compile(
     r"^(lengths|sinks)(?=:)"
     r"|\b(latent_dim|kv_cache|compressed_kv_cache|block_tables|seq_lens|softmax_scale|q_scale|kv_scale|batch_invariant)\b"
 )
-"""An argument of this project's operations in an error's text. Two of the names are words, too."""
+"""An argument of this project's operations in an error's text. `lengths` and `sinks`, which are also plain words, count
+at its start alone."""
 
 
 def given_tensors(required: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -47,7 +48,8 @@ def given_tensors(required: Mapping[str, Any], optional: Mapping[str, Any]) -> d
 
 
 def call(operation: Callable[..., Any], names: Mapping[str, str], *arguments: Any, **options: Any) -> Any:
-    """operation(*arguments, **options), whose errors have these names of the package's arguments."""
+    """The result of operation(*arguments, **options), whose errors name the arguments as the package does. `names`:
+    from the operation's names to the package's."""
     try:
         return operation(*arguments, **options)
     except (TypeError, ValueError, NotImplementedError) as error:

@@ -13,7 +13,7 @@ from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 from tsmla_kernels.contract.rules import show
 
 _COLUMN_MULTIPLE = 4
-"""Of the columns of indices, where they select from two caches."""
+"""Indices that select from two caches have a multiple of this many columns."""
 
 
 class Names(NamedTuple):
@@ -52,7 +52,7 @@ class Selection(NamedTuple):
 
     @property
     def is_v4(self) -> bool:
-        """Whether the cache has DeepSeek-V4's rows, and not V3.2's; ValueError for others."""
+        """Whether the cache has DeepSeek-V4's rows, and not V3.2's; ValueError if it has neither."""
         cache, v32, v4 = self.cache, V32_PACKED.row_bytes, V4_PACKED.row_bytes
         if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[3] not in (v32, v4) or cache.element_size() != 1:
             raise ValueError(
@@ -83,7 +83,7 @@ class Selection(NamedTuple):
         return cache.as_strided((count, size), (size, 1))
 
     def columns(self, tokens: int) -> joining.Columns:
-        """indices a token, and lengths a request."""
+        """The indices of each token, [T, K], and the lengths of each request, [B]."""
         slots = self.indices.reshape(tokens, self.indices.shape[2])
         return joining.Columns(slots if slots.stride(1) == 1 else slots.contiguous(), self.lengths)
 

@@ -1,12 +1,13 @@
 """The plug-in for SGLang: an attention backend under the name tsmla, for MLA models on Hopper.
 
-SGLang loads it before it parses arguments and in every process, chosen or not. So it imports nothing but the
-registries, touches no GPU, and raises nothing. `--attention-backend tsmla --page-size 64` chooses the backend.
+SGLang loads it before it parses arguments and in every process, chosen or not. So it touches no GPU, raises nothing,
+and imports nothing but the registries unless the variable below is set. `--attention-backend tsmla --page-size 64`
+chooses the backend.
 
 Variables of the environment:
 
   TSMLA_SGLANG=flash_mla: `import flash_mla` gives these kernels, so SGLang's own backends of FlashMLA run on them:
-    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. That needs torch in the process, which SGLang has.
+    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _choices() -> Any:
 
 
 def _install(value: str) -> bool:
-    """Do what TSMLA_SGLANG asks for; whether `import flash_mla` gives these kernels."""
+    """Do what TSMLA_SGLANG asks for. Returns whether `import flash_mla` gives these kernels."""
     if value not in ("", "flash_mla"):
         said = "%s: got %r, which is taken as if it were not set; legal: '', 'flash_mla'"
         logger.warning(said, "TSMLA_SGLANG", value)

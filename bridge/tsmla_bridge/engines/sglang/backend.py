@@ -39,18 +39,19 @@ from tsmla_kernels.contract import DecodeSpec, PrefillSpec
 
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-# What makes our lse, a natural logarithm, one of the base in which SGLang merges the parts of ranks. It knows the names
-# of the backends whose base is e, and takes 2 for all others.
-# SGLang 0.5.17's function for that has an underscore before its name.
+# The name of this function begins with an underscore in SGLang 0.5.17.
 _IS_BASE_E = getattr(forward_mla, "is_mla_dcp_lse_base_on_e", None) or forward_mla._is_mla_dcp_lse_base_on_e
+# Turns our lse, a natural logarithm, into one of the base in which SGLang merges the ranks' results. SGLang knows the
+# names of the backends whose base is e, and takes 2 for all others.
 LSE_FACTOR = 1.0 if _IS_BASE_E(NAME) else math.log2(math.e)
 
 versions.warn_if_untested(versions.SGLANG, sglang.__version__)
 
 
 def forward_method(attention: Any, forward_batch: Any) -> Any:
-    """How an MLA layer runs a batch: prompts expanded, with their cached prefix in chunks; the rest absorbed. A graph
-    of prefill has one way alone, the absorbed one, whose shapes don't depend on the lengths."""
+    """How an MLA layer runs a batch: prompts expanded, with their cached prefix in chunks; absorbed if that is disabled
+    and there is a prefix; all other batches absorbed. In a CUDA graph of prefill prompts are absorbed, too, because the
+    shapes of that form don't depend on the lengths."""
     if is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph():
         return AttnForwardMethod.MLA
     prefix = sum(forward_batch.extend_prefix_lens_cpu or [0])
@@ -65,8 +66,8 @@ AttentionBackendRegistry.register(NAME, forward_method)
 
 
 def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A query's two parts as the kernel reads them: where they lie, or in one tensor where the product over heads left
-    the latent part as [H, T, L]."""
+    """A query's two parts as the kernel reads them: where they lie, or joined in one tensor if a part has a layout that
+    the kernel can't read, as the product over heads gives the latent part."""
     if rope.shape[-1] and row_step(rope) and latent.is_contiguous():
         return latent, rope
     return (torch.cat((latent, rope), -1),)
@@ -97,7 +98,7 @@ class Pages(NamedTuple):
 
 
 def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_size: int) -> Pages:
-    """The rows of requests, one after the other, in pages of their own. Slots behind a request repeat its last row.
+    """The rows of requests, one after the other, in pages of their own. Slots past a request's end repeat its last row.
 
     Args:
       starts: [B + 1] int32, where each request begins in `rows`, and the end; lens: its lengths, on the host.
@@ -117,10 +118,17 @@ def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_si
 
 @dataclass
 class Metadata:
-    """Values that the layers of a step share. seq_lens: the keys of each request; of decode and verify those that this
-    rank holds. q_len: query tokens of every request, or None where cu_seqlens_q tells them apart, at most max_q_len of
-    each. visible_lens: how many of a rank's keys each token sees, where ranks hold others and a request has several.
-    gathered: the pages of SGLang's buffer of all ranks' keys, once a layer has asked for them."""
+    """Values that the layers of a step share.
+
+    Attributes:
+      block_tables: [B, M] int32, the pages of each request.
+      seq_lens: [B] int32, the keys of each request; in decode and verify those that this rank holds.
+      q_len: the query tokens of every request; None if requests differ.
+      cu_seqlens_q, max_q_len: if q_len is None, [B + 1] int32, the first query token of each request and the end, and a
+        bound on a request's query tokens.
+      visible_lens: [B, q_len] int32, how many of this rank's keys each token sees; None unless keys are dealt out to
+        several ranks and a request has several query tokens.
+      gathered: the pages of SGLang's buffer of all ranks' keys, once a layer has asked for them."""
 
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
@@ -134,7 +142,7 @@ class Metadata:
 class TsmlaBackend(AttentionBackend):
     """Decode, target verify, draft extend and prefill of one model runner."""
 
-    # Tables are sized by the longest context, and lengths are read on the device.
+    # Without lengths on the host, tables are sized by the longest context.
     needs_cpu_seq_lens: bool = False
     has_scaled_queries: ClassVar[bool] = False  # whether any model of this process has them
 
@@ -286,7 +294,7 @@ class TsmlaBackend(AttentionBackend):
     # ---- metadata of a step
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """A step outside of graphs."""
+        """Prepare a step outside of graphs."""
         mode, lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
             self.forward_metadata = self._metadata(forward_batch, lens, 1)
@@ -330,12 +338,12 @@ class TsmlaBackend(AttentionBackend):
 
     def _tables(self, requests: torch.Tensor, width: int) -> torch.Tensor:
         """The pages [B, width] of these rows of SGLang's table of tokens, whose slots count the keys of all ranks;
-        entries behind a request are garbage."""
+        entries past a request's pages are garbage."""
         firsts = self.req_to_token[:, : width * self._page_span : self._page_span]
         return torch.div(firsts[requests], self._page_span, rounding_mode="floor").to(torch.int32)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Memory that graphs read; each step is written there before its replay."""
+        """Allocate the memory that graphs read; each step is written there before its replay."""
         width = self._pages(self.max_context_len + self.num_draft_tokens)
         self.graph_tables = torch.zeros((max_bs, width), dtype=torch.int32, device=self.device)
         self.graph_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
@@ -396,7 +404,7 @@ class TsmlaBackend(AttentionBackend):
                 f"--dcp-size: got {self.deal.world}; legal with {NAME}: 1 for a model whose queries are not gathered"
                 f" over the ranks: they have {heads} heads, not {self.num_heads * self.deal.world}"
             )
-        # An fp8 cache has no scale, either: the pool converts the keys that it is given and does not divide them by
+        # No kv_scale, even over an fp8 cache: the pool converts the keys that it is given and does not divide them by
         # the layer's scale of the checkpoint.
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if metadata.q_len is None:
@@ -430,7 +438,7 @@ class TsmlaBackend(AttentionBackend):
             lens = [int(a) + int(b) for a, b in zip(new, cached, strict=True)]
             metadata.gathered = _in_pages(context.dcp_kv_indptr, context.dcp_kv_indices, lens, self.page_size)
         buffer = context.dcp_kv_buffer.flatten(1)
-        # As integers: torch has no indexing of fp8.
+        # As integers: torch releases differ in where they index fp8.
         return buffer.view(torch.int32)[metadata.gathered.rows].view(buffer.dtype), metadata.gathered.block_tables
 
     def forward_extend(
@@ -445,7 +453,7 @@ class TsmlaBackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
         **others: Any,
     ) -> Results:
-        """Attention of more tokens a request than one.
+        """Attention of several tokens a request.
 
         Where the layer's widths are those of absorbed attention (verified tokens, drafts, captured prompts) this is
         forward_decode. Other prompts are expanded: q [T, H, K], k [Tk, H, K] and v [Tk, H, V] make out [T, H, V], with

@@ -55,7 +55,7 @@ def _unpad_v4() -> None:
 
 
 _UNPAD = {"dsa": _unpad_dsa, "dsv4": _unpad_v4}
-"""By SGLang's names of the backends."""
+"""The function that undoes the padding of a backend, by SGLang's name of the backend."""
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ def _decode(
     *others: Any,
     **named: Any,
 ) -> Any:
-    """dsa's decode, which pads queries to flashmla_kv_num_q_heads heads: here to as many as the layer has."""
+    """dsa's decode. It pads queries to flashmla_kv_num_q_heads heads, which is set to the layer's own number."""
     backend.flashmla_kv_num_q_heads = layer.tp_q_head_num
     return original(backend, q_all, kv_cache, v_head_dim, sm_scale, layer, *others, **named)
 
@@ -110,5 +110,6 @@ def _prompt(
 
 
 def _heads_of_v4(original: Callable[..., int], layer: Any, num_tokens: int) -> int:
-    """The heads of a layer's queries; those of DeepSeek-V4.1, whose rows these kernels don't read, as they were."""
+    """The number of heads that a layer's queries have. SGLang's own number for DeepSeek-V4.1, whose rows these kernels
+    don't read."""
     return original(layer, num_tokens) if layer.is_dsv41 else int(layer.n_local_heads)

@@ -49,8 +49,8 @@ def tokenspeed_mla_decode(
     """Attention of the last S query tokens of each request over its latent cache.
 
     Args:
-      query: [B, S, H, D] with D = kv_lora_rank + qk_rope_head_dim, latent columns first. A query with gaps between
-        tokens is copied first; the cache is never copied.
+      query: [B, S, H, D] with D = kv_lora_rank + qk_rope_head_dim, latent columns first. A query that
+        isn't contiguous is copied first; the cache is never copied.
       kv_cache: [P, Z, D] or [P, 1, Z, D], in query's dtype.
       workspace_buffer: int8, contiguous. A call that needs more takes its memory from torch's allocator instead, so no
         size is too small. A buffer belongs to one stream.
@@ -58,16 +58,16 @@ def tokenspeed_mla_decode(
       block_tables: [B, M] int32, pages of each request in order.
       seq_lens: [B], keys of each request; 0 is legal.
       max_seq_len: bound on seq_lens.
-      softmax_scale, output_scale: factors of logits and outputs: softmax's own scale times those of query and cache,
-        and the cache's.
+      softmax_scale, output_scale: the factor of the logits (the model's scale times the scales of query and cache) and
+        the factor of out (the cache's scale).
       out: where the result goes, [B, S, H, kv_lora_rank].
       is_var_seq, enable_pdl, min_split_kv: ignored; the schedule is made on the device.
       causal_mask: query i of S sees keys j < seq_len - (S - 1) + i, else all j < seq_len.
-      window_left: query i sees no key before seq_len - S - window_left + i; -1 for none. At least S - 1.
+      window_left: query i sees no key before seq_len - S - window_left + i; at least S - 1, or -1 for no window.
       return_lse: also return lse, in base 2.
       causal_seqs, cp_world, cp_rank, cp_interleave_size: decode context parallelism. Keys are dealt to cp_world ranks
-        cp_interleave_size at a time, seq_lens counts this rank's, and causal_seqs [B] all of them: query i sees what
-        this rank holds of the first causal_seqs - (S - 1) + i keys (and of the window, if there is one).
+        cp_interleave_size at a time, seq_lens counts this rank's, and causal_seqs [B] counts all. The masks above hold
+        with causal_seqs for seq_len, and a query sees those of its keys that this rank holds.
       local_visible_lens: [B, S] int32, how many keys each query token sees, instead of the masks above.
 
     Returns:
@@ -126,7 +126,7 @@ def tokenspeed_mla_decode(
 
 
 def _check_out(out: torch.Tensor, query: torch.Tensor, latent_dim: int) -> None:
-    """ValueError unless the result fits; it may have gaps."""
+    """ValueError unless the result fits `out`, which need not be contiguous."""
     shape = (*query.shape[:3], latent_dim)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}; legal: {shape}")
@@ -138,7 +138,7 @@ def _check_out(out: torch.Tensor, query: torch.Tensor, latent_dim: int) -> None:
 
 
 class _Shared(NamedTuple):
-    """The arguments that the parts of a call with masks of its own have in common. `_attend` says what they are."""
+    """The arguments of `_attend` that all parts of a masked call have in common."""
 
     kv_cache: torch.Tensor
     pair: tuple[float, float]
@@ -210,8 +210,8 @@ def _attend_window(
 ) -> Computed:
     """Attention in which each query token, a request of its own, sees its keys from starts to stops, both [B].
 
-    The kernel begins at the start of a page. So it attends to the first page that lies whole in the window and to those
-    behind it, through tables that begin with that page. Torch operations attend to the keys of the window before that
+    The kernel begins at the start of a page. So it attends to the first page that lies whole in the window and to all
+    later ones, through tables that begin with that page. Torch operations attend to the keys of the window before that
     page, and the two results are merged."""
     cache = tensors.without_head_axis(shared.kv_cache)
     num_pages, page_size, _ = cache.shape
@@ -219,7 +219,7 @@ def _attend_window(
         none, none_lse = _attend(query, block_tables, stops.clamp(max=0), return_lse=True, out=None, **shared._asdict())
         assert none_lse is not None
         return none, none_lse
-    whole = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # the first page that lies in it whole
+    whole = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # the first whole page
     column = torch.arange(block_tables.shape[1], device=starts.device)
     last = block_tables.shape[1] - 1
     behind = block_tables.gather(1, (whole[:, None] + column).clamp(max=last))
@@ -255,7 +255,8 @@ def _visible(
     ranks: tuple[int, int, int],
     local_visible_lens: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(starts or None, stops) [B, S] int32 in this rank's keys; `ranks` are cp_world, cp_rank and the interleave."""
+    """The first key that each token sees (None: key 0) and the end of its keys, [B, S] int32 each, counted in this
+    rank's keys. `ranks` are cp_world, cp_rank and the interleave."""
     keys = seq_lens[:, None]
     if local_visible_lens is not None:
         return None, torch.minimum(local_visible_lens, keys).clamp(min=0)
@@ -277,7 +278,7 @@ def _check_sizes(
     max_seq_len: int,
     min_split_kv: int,
 ) -> None:
-    """Refuse shapes, dtypes and bounds that the package refuses beside those that the contract does."""
+    """Refuse shapes, dtypes and bounds that the package refuses and the contract does not."""
     if query.dim() != 4 or query.shape[-1] != head_dim:
         raise ValueError(
             f"query: got shape {show(tuple(query.shape))}; legal: [B, S, H, D], D = kv_lora_rank + qk_rope_head_dim ="

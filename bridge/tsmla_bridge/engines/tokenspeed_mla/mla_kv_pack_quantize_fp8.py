@@ -30,7 +30,8 @@ def mla_kv_pack_quantize_fp8(
       enable_pdl: ignored; these are plain torch operations.
 
     Returns:
-      k [T, H, N + R] and v [T, H, V], rounded to nearest even; values out of range become the greatest of the dtype.
+      k [T, H, N + R] and v [T, H, V], rounded to nearest even; values out of range become the dtype's
+        greatest or least finite value.
 
     Raises:
       ValueError: a shape or dtype is not legal.

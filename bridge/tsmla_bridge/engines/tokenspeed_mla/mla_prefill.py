@@ -35,16 +35,16 @@ def tokenspeed_mla_prefill(
     """Attention of packed requests with their own packed keys.
 
     Args:
-      query: [Tq, H, K], bfloat16, float16 or float8_e4m3fn. A query with gaps (a half of a wider tensor) is copied
-        first.
-      key, value: [Tk, H, K] and [Tk, H, V] in query's dtype; copied as query is.
+      query: [Tq, H, K], bfloat16, float16 or float8_e4m3fn. A query that isn't contiguous (a half of a wider tensor) is
+        copied first.
+      key, value: [Tk, H, K] and [Tk, H, V] in query's dtype; copied if not contiguous, too.
       seq_lens, batch_size: ignored; cum_seq_lens says both.
       cum_seq_lens: [B + 1], row where each request's keys start, and the end.
       max_seq_len: bound on one request's keys.
       softmax_scale: factor of the logits.
       is_causal: bottom-right aligned, else a query sees all keys of its request.
       return_lse: also return the logsumexp of the scaled logits.
-      cum_seq_lens_q, max_seq_len_q: of the queries; those of the keys by default.
+      cum_seq_lens_q, max_seq_len_q: the offsets and the bound of the queries; by default the keys'.
       enable_pdl: ignored; results do not depend on it.
       out: where the result goes, contiguous bfloat16 [Tq, H, V].
 
@@ -101,12 +101,13 @@ def warmup_compile_prefill(
     d_v: int = 128,
     enable_pdl: bool = False,
 ) -> None:
-    """Load, and compile if the cache on disk lacks them, the kernels for causal and other calls, ahead of the first.
+    """Load, and compile if the cache on disk lacks them, the kernels for causal and other calls, ahead of the first
+    call.
 
-    Where no kernel serves such calls nothing is done: the calls themselves say why. Safe to call again.
+    If no kernel serves such calls nothing is loaded; the calls themselves say why. Safe to call again.
 
     Args:
-      q_dtype: of query, key and value.
+      q_dtype: the dtype of query, key and value.
       d_qk, d_v: K and V.
       enable_pdl: ignored.
     """
@@ -135,7 +136,7 @@ def _compile_prefill_kernel(
     use_pdl: bool = False,
     enable_ex2_emulation: bool = True,
 ) -> bool:
-    """Load the kernel for such calls on the current device; whether there is one."""
+    """Load the kernel for such calls on the current device. Returns whether there is one."""
     if not torch.cuda.is_available():
         return False
     index = devices.current_device()

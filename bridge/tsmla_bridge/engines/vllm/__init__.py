@@ -73,7 +73,8 @@ def _register(entry: Entry, *, is_custom: bool) -> None:
     if named and entry.name not in backends.__members__:
         add(entry.name, entry.path)
         _make_picklable(backends[entry.name], entry)
-    # CUSTOM is the one name for plug-ins of all vendors: leave it to another one that has it already, if it can.
+    # CUSTOM is the one name for plug-ins of all vendors: leave it to another one that has it already, if this entry has
+    # a name of its own.
     if is_custom and not (named and backends.CUSTOM.is_overridden()):
         add(backends.CUSTOM, entry.path)
     if entry == DECODE and os.environ.get("TSMLA_VLLM") == "auto":

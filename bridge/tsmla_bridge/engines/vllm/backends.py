@@ -1,7 +1,7 @@
 """The backends by the names that vLLM's registries have: each module is imported when its class is asked for.
 
-vLLM's own choice among backends passes over one whose import raises ImportError, and stops at any other error, for an
-engine that was given no flag too. In a version of vLLM whose classes have changed, these modules may raise anything.
+vLLM's own choice among backends passes over one whose import raises ImportError, and stops at any other error, even in
+an engine that was given no flag. In a version of vLLM whose classes have changed, these modules may raise anything.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode pa
 
 
 def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str:
-    """The dtype of a plain cache with vLLM's name for it: the model's for "auto"."""
+    """The dtype of the plain cache that vLLM calls `kv_cache_dtype`: the model's for "auto"."""
     if kv_cache_dtype in FP8_CACHES:
         return "float8_e4m3fn"
     return kv_cache_dtype if kv_cache_dtype in ("float16", "bfloat16") else dtype_name(model_dtype)
@@ -55,8 +55,8 @@ def asked_by(layers: Iterable[Any]) -> list[Asked]:
 
 
 class HopperBackend(MLACommonBackend):
-    """Answers to what vLLM asks of a backend before it makes a layer. Where vLLM answers yes by itself, this answers
-    too."""
+    """Answers to what vLLM asks of a backend before it makes a layer, those included that vLLM's own class gives by
+    default."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
@@ -68,8 +68,9 @@ class HopperBackend(MLACommonBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """The sizes of pages. vLLM takes a block as one page where it can, and else the largest of these that divides
-        it; so if vLLM says that the block is larger (0.32 and later), no size above the best is offered."""
+        """The sizes of pages. vLLM takes a block as one page where it can, and else the largest of these sizes that
+        divides it. So if vLLM names a block (0.32 and later) that is no page itself and a multiple of the best size, no
+        larger size is offered."""
         block = None if kv_cache_spec is None else kv_cache_spec.block_size
         if block is None or block in PAGE_SIZES or block % PAGE_SIZES[0]:
             return list(PAGE_SIZES)
@@ -113,10 +114,10 @@ class HopperBackend(MLACommonBackend):
 
 
 class HopperImpl:
-    """The constructor of a layer's attention, before vLLM's own class among the bases. Raises NotImplementedError for
-    features that no kernel has."""
+    """The constructor of a layer's attention, for a class that has vLLM's own class as its next base. Raises
+    NotImplementedError for features that no kernel has."""
 
-    kind: ClassVar[str]  # of the backend, as its errors name it
+    kind: ClassVar[str]  # what errors call the backend
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True

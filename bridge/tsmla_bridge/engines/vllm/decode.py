@@ -126,8 +126,8 @@ class TsmlaMLABackend(HopperBackend):
 @dataclass(kw_only=True)
 class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
     """A step's decode part. q_len: query tokens of every request, or None where the requests have different numbers.
-    max_q_len: a bound on them. interleave: keys that a rank of the context takes at a time. scales: of the layers with
-    an fp8 cache."""
+    max_q_len: a bound on them. interleave: keys that a rank of the context takes at a time. scales: the factors of the
+    layers with an fp8 cache."""
 
     query_start_loc: torch.Tensor
     q_len: int | None
@@ -148,8 +148,9 @@ class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
         )
 
     def in_pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's cache and the block table. Where blocks hold other layers' pages too, the cache is all pages up to
-        the last block's, side by side, and the table counts these: multiplied once in a step, not in every layer."""
+        """A layer's cache and the block table. If blocks hold other layers' pages too, the cache is all pages up to the
+        last block's, side by side, and the table counts all of them: it is multiplied once a step, not in every
+        layer."""
         step = tensors.page_step(kv_cache)
         if step == 1:
             return kv_cache, self.block_table
@@ -225,8 +226,8 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
                 self._warm(spec, index)
 
     def _lengths(self) -> list[tuple[int, bool, bool]]:
-        """Query lengths, or bounds on them, whether they are bounds, and whether the call is causal. Layers with blocks
-        that see all keys also have short extends, which don't."""
+        """The kinds of calls: a query length or a bound on it, whether it is a bound, and whether the call is causal.
+        Layers with blocks that see all keys have causal calls, too: short extends."""
         lengths = [(q_len, False) for q_len in sorted(self.uniform_q_lens)]
         lengths += [(bound, True) for bound in self.max_q_lens]
         rules = (False, True) if self._has_non_causal_blocks() else (True,)
@@ -297,7 +298,7 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Latent attention of the decode tokens.
 
-        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which the kernel reads where they lie; fp8 where the
+        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which the kernel reads without joining it; fp8 if the
         layer quantised it. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
         decode, fp8 = attn_metadata.decode, torch.float8_e4m3fn
         parts: tuple[torch.Tensor, ...] = q if isinstance(q, tuple) else (q,)
@@ -307,7 +308,7 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
         if len(parts) == 2 and parts[1].shape[-1] == 0:
             parts = parts[:1]
         num_tokens, num_heads, _ = parts[0].shape
-        causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 knows no other
+        causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 has causal calls alone
         q_len = decode.q_len
         options: dict[str, Any] = {}
         if self.dcp_world_size > 1 and causal and q_len != 1:

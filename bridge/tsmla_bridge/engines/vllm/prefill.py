@@ -20,7 +20,7 @@ from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
 
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""out [T, H, V], and with it lse [H, T], both dense, where that is asked for."""
+"""out [T, H, V], or out and lse [H, T], which is dense, if lse is asked for."""
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 

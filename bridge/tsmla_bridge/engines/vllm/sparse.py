@@ -44,7 +44,7 @@ from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
-SEVERAL = 2  # tokens of a request, as a call's tokens_per_request: more choose the same kernel
+SEVERAL = 2  # tokens_per_request of calls with several tokens a request: more choose the same kernel
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -92,7 +92,7 @@ class TsmlaMLASparseBackend(HopperBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Up to vLLM 0.27; later it follows from the layer's spec."""
+        """The shape of a layer's cache. vLLM asks for it up to 0.27; later it follows from the layer's spec."""
         return num_blocks, block_size, V32_PACKED.row_bytes if cache_dtype_str == PACKED_CACHE else head_size
 
     @classmethod
@@ -148,7 +148,7 @@ if hasattr(vllm_sparse, "SparseMLACommonMetadata"):
 
     @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(vllm_sparse.SparseMLACommonMetadata):
-        """A step's metadata, which vLLM's builder fills. scales: of the layers with a plain fp8 cache."""
+        """A step's metadata, which vLLM's builder fills. scales: the factors of the layers with a plain fp8 cache."""
 
         scales: LayerScales | None = None
         step: OncePerStep = field(default_factory=OncePerStep)
@@ -157,7 +157,7 @@ else:  # vLLM 0.27 and earlier, where every backend declares what the builder fi
 
     @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(AttentionMetadata):  # type: ignore[no-redef]
-        """A step's metadata, which vLLM's builder fills. scales: of the layers with a plain fp8 cache."""
+        """A step's metadata, which vLLM's builder fills. scales: the factors of the layers with a plain fp8 cache."""
 
         num_reqs: int
         max_query_len: int
@@ -313,8 +313,8 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
 
 
 def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tensor:
-    """A query's latent and rope parts as one tensor, by vLLM's own kernel where it takes them: torch's copies take two,
-    as the latent part has its heads in front."""
+    """A query's latent and rope parts as one tensor, by vLLM's own kernel if it takes them: torch would copy them by
+    two kernels, as the latent part has its heads in front."""
     latent, rope = q
     has_kernel = latent.is_cuda and hasattr(torch.ops._C_cache_ops, "concat_mla_q")
     if not has_kernel or latent.dtype != torch.bfloat16 or (latent_dim, rope.shape[-1]) != (512, 64):
@@ -325,13 +325,13 @@ def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tens
 
 
 def _counts_rows_between_pages() -> bool:
-    """Whether this vLLM's slots count the rows between two pages. To 0.27 pages lie side by side."""
+    """Whether this vLLM's slots count the rows between two pages. Up to 0.27 pages lie side by side."""
     return hasattr(sparse_utils, "flat_kv_row_view")
 
 
 def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A cache [P, Z, D] as pages of one row, [N, 1, D], those between its pages included, and the rows from one page to
-    the next."""
+    """A cache [P, Z, D] as pages of one row, [N, 1, D], the rows between its pages included; and the number of rows
+    from the start of one page to the next."""
     num_pages, page_size, width = cache.shape
     step, rest = divmod(cache.stride(0), width)
     if rest or cache.stride()[1:] != (width, 1):

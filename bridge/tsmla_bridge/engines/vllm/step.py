@@ -69,7 +69,7 @@ class LayerScales:
             self._factors = torch.empty((len(self._layers), len(columns(one, one, one))), device=device)
 
     def of(self, name: str, step: OncePerStep) -> Premultiplied:
-        """The factors of this layer's call, of the step."""
+        """The factors of this layer's call in this step."""
         step.take("scales", self._factors.device, self._refill)
         return Premultiplied(self._factors[self._rows[name]])
 
