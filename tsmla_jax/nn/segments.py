@@ -124,7 +124,7 @@ def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
     changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]
     used = ids != 0
     overflow = (changes & used).sum(axis=1) > max_segments
-    # A run starts behind the tokens of all runs before it. XLA makes one kernel of this, of a search it makes four.
+    # A run starts after the tokens of all runs before it. XLA makes one kernel of this, but four of a search.
     run = jnp.cumsum(changes, axis=1, dtype=jnp.int32)[:, None]
     runs = jnp.arange(min(row_len, 2 * max_segments + 1), dtype=jnp.int32)[:, None]
     starts = (run <= runs).sum(axis=2, dtype=jnp.int32)
@@ -189,8 +189,8 @@ def segment_attention(
 
     Returns:
         out [B, S, H, V] in q's dtype, bfloat16 when q is fp8; with return_max_logits also max_logits [B, S, H], -inf
-        for padding. Padding gives 0, costs nothing, and no derivative passes through it (with
-        implementation="reference" its q, k and v must be finite for that). Rows with more segments than promised are
+        for padding. Padding gives 0, attends to nothing, and no derivative passes through it (with
+        implementation="reference" its q, k and v must be finite for that). Rows of more than max_segments segments are
         NaN.
 
     Raises:
@@ -260,8 +260,7 @@ def segment_attention_kv(
             `segment_attention`.
 
     Returns:
-        as `segment_attention`.
-
+        The results of `segment_attention`.
     Raises:
         TypeError, ValueError, NotImplementedError: as `segment_attention`.
     """

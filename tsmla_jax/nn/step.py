@@ -185,8 +185,8 @@ class Step:
         return replace(self, cu_seqlens_q=checks.cu_seqlens(cu_seqlens_q, total_tokens))
 
     def positions(self, shape: tuple[int, ...]) -> jax.Array:
-        """The position of each new token of x [*shape, E], i32; -1 for padding. Raises a ValueError for dense x in a
-        ragged step, the reverse, and a step that was made for other tokens.
+        """The position of each new token of x [*shape, E], i32; negative for padding. Raises a ValueError for dense x
+        in a ragged step, the reverse, and a step that was made for other tokens.
         """
         if len(shape) == 1:
             needed_when_ragged(self.max_q_len)
@@ -233,7 +233,8 @@ def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: s
 
 
 def _check_requests(block_tables: jax.Array, seq_lens: jax.Array) -> contract.Dim:
-    """B. Raises a TypeError or ValueError unless block_tables and seq_lens are [B, M] and [B] i32."""
+    """The number of requests, B. Raises a TypeError or ValueError unless block_tables and seq_lens are [B, M] and [B]
+    i32."""
     num_requests = describe_ints("block_tables", block_tables, "B M").shape[0]
     describe_ints("seq_lens", seq_lens, "B", (num_requests, "B, block_tables's requests"))
     return num_requests
@@ -260,7 +261,9 @@ def refuse_ragged_arguments(cu_seqlens_q: jax.Array | None, max_q_len: int | Non
 
 
 def dense_positions(seq_lens: jax.Array, new_tokens: int) -> jax.Array:
-    """Positions [B, S] i32 of the last `new_tokens` (S) tokens of requests with seq_lens [B] tokens."""
+    """Positions [B, S] i32 of the last `new_tokens` (S) tokens of requests with seq_lens [B] tokens; negative where a
+    request has fewer.
+    """
     return seq_lens[:, None] - new_tokens + jnp.arange(new_tokens, dtype=jnp.int32)
 
 

@@ -22,11 +22,11 @@ _OWN, _OTHERS = 64, 256  # pairs of one of several programs, and those that it c
 
 
 class Blocks(NamedTuple):
-    """Which rows make a block, and of which group.
+    """Blocks of rows, each of one group.
 
     rows    [NB * block] i32, the row of x at each place; any number at places without one
     groups  [NB] i32, the group of each block; `num_groups` for a block without rows
-    places  [T, K] i32, where each of a row's K groups has its place; past the last one for a row without groups
+    places  [T, K] i32, the place of each of a row's K pairs; without meaning for a pair whose group is num_groups
     num_groups  static
     """
 
@@ -43,8 +43,8 @@ def _most_blocks(pairs: int, num_groups: int, block: int) -> int:
 
 def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     """Sorts the pairs (row, group) of groups [T, K] i32 by group; pads each group to whole blocks of `block` places.
-
-    A pair whose group is num_groups has no place."""
+    A pair whose group is num_groups belongs to no group: its place is past the last block, or in a block of that
+    number, which is not computed."""
     num_rows, most = groups.shape
     pairs = num_rows * most
     if not pairs:
@@ -84,7 +84,7 @@ class SortedRows(NamedTuple):
 
     rows     [T * K] i32, the row of x at each place
     cu_rows  [groups + 1] i32, where each group's places begin, and their end
-    places   [T, K] i32, where each of a row's K groups has its place; behind the end for a row without groups
+    places   [T, K] i32, the place of each of a row's K pairs; from cu_rows[groups] on for a pair without a group
     """
 
     rows: jax.Array
@@ -193,7 +193,7 @@ def _earlier(own: jax.Array, group: jax.Array, others: jax.Array, other_groups: 
 
 
 def _rank(groups_ref: Any, ranks_ref: Any) -> None:
-    """The ranks of some pairs: how many earlier ones have the same group."""
+    """Compute the ranks of some pairs: how many earlier ones have the same group."""
     own, group = _load(groups_ref, pl.program_id(0) * _OWN, _OWN)
 
     earlier = jnp.zeros((_OWN, _OTHERS), jnp.int32)

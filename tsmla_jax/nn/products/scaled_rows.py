@@ -1,4 +1,5 @@
-"""Activations in f16 with a power of two for every row of some columns: what products with e4m3 weights multiply.
+"""Activations in f16 with a power-of-two scale for each row and group of columns, which products with e4m3 weights
+multiply.
 
 f16 has eleven bits of a value, three more than bf16, but only between 2^-14 and 2^16. Divided by the scale, the
 greatest value of a row lies below 2, be it 1e-30 or 1e30. Written in Pallas for GPUs (Triton).
@@ -25,7 +26,7 @@ _ONE_SQUARED = 0x7F000000  # twice the bits of 1; subtracting the bits of a powe
 class ScaledRows(NamedTuple):
     """Activations x [T, K] as values times scales.
 
-    values  f16 [T, K], below 2; infinite or NaN where x is
+    values  f16 [T, K], below 2 in size (4 where x is 2^127 or more); infinite or NaN where x is
     scales  f32 [T, K / W], powers of two, for W columns each
     """
 
@@ -39,8 +40,8 @@ class ScaledRows(NamedTuple):
 
 
 def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [..., W] as f16 below 2 and powers of two [...] f32 that multiply it: in each row the greatest one that is not
-    above its greatest value."""
+    """x [..., W] as values in f16 times scales [...] in f32: a row's scale is the greatest power of two that is not
+    above its greatest magnitude, between 2^-126 and 2^126."""
     wide = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(jnp.abs(wide).max(axis=-1), jnp.int32) & _EXPONENT
     bits = jnp.clip(bits, _LEAST, _GREATEST)
@@ -70,7 +71,7 @@ def scaled_rows(x: jax.Array) -> ScaledRows:
 
 
 def _scale(own: int, x_ref: Any, values_ref: Any, scales_ref: Any) -> None:
-    """Some parts of one row."""
+    """Scale some parts of one row."""
     row, parts = pl.program_id(0), pl.program_id(1) * own + jnp.arange(own, dtype=jnp.int32)
     exists = parts < scales_ref.shape[1]
     at = (row, parts[:, None], jnp.arange(BLOCK, dtype=jnp.int32)[None, :])

@@ -39,11 +39,10 @@ def why_not(streams: jax.Array) -> list[str]:
 def read_by_kernel(
     params: Mapping[str, jax.Array], streams: jax.Array, norm: Norm, *, rounds: int, eps: float, norm_eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`tsmla_jax.generate.streams.read_streams` by the kernels, with the same results; the numbers of its config are
-    arguments.
+    """`tsmla_jax.generate.streams.read_streams` by the kernels; the numbers of its config are arguments.
 
-    rounds: how many of Sinkhorn's rounds; eps: added to its divisors; norm_eps: of the streams' norm before the
-      projection.
+    rounds: the number of Sinkhorn's rounds. eps: added to the divisors of these rounds. norm_eps: the epsilon of the
+    streams' norm before the projection.
     """
     num_tokens, count, width = streams.shape
     sums = _project(params["fn"], streams)
@@ -85,7 +84,7 @@ def _project(fn: jax.Array, streams: jax.Array) -> jax.Array:
 
 
 def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> None:
-    """One of the S partial sums, for a block of tokens."""
+    """Compute one of the S partial sums, for a block of tokens."""
     (num_tokens, depth), count = streams_ref.shape, fn_ref.shape[0]
     parts, _, outputs = sums_ref.shape
     tokens = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32))[:, None]
@@ -114,8 +113,8 @@ def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> N
 def _read(
     rounds: int, eps: float, norm_eps: float, input_eps: float, sums_ref: Any, streams_ref: Any, *others: Any
 ) -> None:
-    """Half of one token's mix: the token's first program reads the streams, its second makes the weights of the
-    writing. others: the mix's base and scale, the norm's weight, and the results.
+    """Compute half of one token's mix: the token's first program reads the streams, its second makes the weights of the
+    writing and of the mixing. others: the mix's base and scale, the norm's weight, and the results.
     """
     base_ref, scale_ref, norm_ref, read_ref, write_ref, mix_ref = others
     token, (_, count, width) = pl.program_id(0), streams_ref.shape

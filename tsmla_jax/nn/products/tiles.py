@@ -49,9 +49,9 @@ class Tile:
     """The tile of a program.
 
     Attributes:
-      columns: of the result.
+      columns: columns of the result that a program computes.
       depth: terms of the sum that are loaded at once.
-      warps, stages: of the program; loads run stages - 1 ahead.
+      warps, stages: the program's warps, and its stages: loads run stages - 1 ahead.
       half: block-scaled weights are widened to f16 and not to bf16; x is `ScaledRows`, of f16.
       splits: programs that share the sums of a tile; another kernel adds what they made of their parts of the depth.
     """
@@ -67,7 +67,7 @@ class Tile:
 def fitting_stages(tile: Tile, block: int, itemsize: int, *, gated: bool, most: int) -> int:
     """The stages of a tile, fewer where loads in flight would take more than `most` bytes of shared memory.
 
-    block: rows of x. itemsize: of the weights. gated: two tiles of them are loaded."""
+    block: rows of x. itemsize: bytes of a weight. gated: whether two tiles of weights are loaded."""
     loads = tile.depth * (2 * block + itemsize * tile.columns * (2 if gated else 1))
     # One of the loads is in registers. Their exchange between threads takes _EXCHANGED bytes of shared memory.
     return max(1, min(tile.stages, 1 + (most - _EXCHANGED) // loads))
@@ -86,7 +86,8 @@ def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
 
 
 def split_count(programs: int, steps: int, wanted: int, least_steps: int = LEAST_STEPS) -> int:
-    """Into how many parts the steps of a sum are cut: as few as make `wanted` programs, if parts have least_steps."""
+    """How many equal parts the steps of a sum are cut into: the fewest with which there are `wanted` programs, or else
+    the most of at least least_steps steps each."""
     legal = [count for count in range(1, steps + 1) if steps % count == 0 and steps // count >= least_steps]
     return next((count for count in legal if programs * count >= wanted), max(legal, default=1))
 

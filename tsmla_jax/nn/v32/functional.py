@@ -63,7 +63,7 @@ def init_cache(
     kv_dtype: DTypeLike = jnp.bfloat16,
     indexer_dtype: DTypeLike = jnp.uint8,
 ) -> V32Cache:
-    """Empty caches.
+    """Empty caches; a layer without an indexer has no cache of indexer keys.
 
     Args:
         config: the layer's shape.
@@ -94,8 +94,8 @@ def init_cache(
 
 
 def fold(params: Params, config: V32Config) -> dict[str, jax.Array]:
-    """The parameters of a layer as a step reads them fastest: MLA's parameters as its `functional.fold` leaves them;
-    and the indexer's matrices indexer_wq_b [Hi Di, rank], indexer_wk [Di, E] and indexer_weights_proj [Hi, E], whose
+    """The parameters of a layer as a step reads them fastest: MLA's parameters by `tsmla_jax.nn.functional.fold`, and
+    the indexer's matrices as indexer_wq_b [Hi Di, rank], indexer_wk [Di, E] and indexer_weights_proj [Hi, E], whose
     last axis is the one that a product sums over.
     """
     rows = {name: cast(jax.Array, rows_of(params[name])) for name in _MATRICES if config.has_indexer}
@@ -182,7 +182,7 @@ def attend(
         form: "direct" (`sparse_mla` on the selected rows), "mask" (the expanded form with the selection as bits, in
             chunks of the context), or None: `form_of` then decides from the step's sizes. Both forms compute the
             attention over the selected keys and differ by rounding alone.
-        implementation: that of the operations which the form calls, and of `tsmla_jax.indexer_topk`.
+        implementation: passed to the operations that the form calls, and to `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated); with return_selected also the
@@ -190,9 +190,10 @@ def attend(
         the same on all devices of a context_axis. Padding rows have no meaning.
 
     Raises:
-        ValueError: the caches have different pages, or the step is dense, or has another context_axis or page size;
-            `form` is unknown, or "mask" with a q_scale or a context_axis; selected has another shape, or is None for a
-            layer without an indexer; or there is a cache of indexer keys and no indexer, or the reverse.
+        TypeError, ValueError: an argument has an illegal type, shape or dtype; the caches have different pages, or the
+            step is dense, or has another context_axis or page size; `form` is unknown, or "mask" with a q_scale or a
+            context_axis; selected is None for a layer without an indexer; or there is a cache of indexer keys and no
+            indexer, or the reverse.
     """
     options = Options(kv_scale, q_scale, context_axis, form, implementation)
     found = attend_projected(
@@ -448,7 +449,7 @@ def form_of(
         x: [T, E]; only the shape and the dtype count.
         form: the caller's choice, "direct" or "mask", or None.
         quantised: whether `attend` is given a q_scale.
-        context_axis: that of `attend`.
+        context_axis: as `attend` is given it.
 
     Returns:
         The Form, with its name and the reason.

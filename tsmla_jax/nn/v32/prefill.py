@@ -31,8 +31,8 @@ from tsmla_kernels.contract.forms import Form, StepSizes, selected_form
 from tsmla_kernels.contract.rules import static_bool
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v32_selected", "v32_out", "v32_lse")
-"""The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse. With these saved, the
-gradient's pass repeats neither the top-k nor the attention."""
+"""Names for jax.checkpoint's policies: of the chosen positions, and of the attention's out and lse. If these are saved,
+the gradient's pass repeats neither the top-k nor the attention."""
 
 
 @exportable

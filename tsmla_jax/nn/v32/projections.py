@@ -22,7 +22,7 @@ KEY_NORM_EPS = 1e-6
 
 
 class Angles(NamedTuple):
-    """The cosines and sines of the new tokens' positions."""
+    """The cosines and sines of the angles at the new tokens' positions, f32 [T, R / 2] each."""
 
     cos: jax.Array
     sin: jax.Array
@@ -105,7 +105,7 @@ def indexer_queries(
 def finished_queries(
     config: V32Config, q: jax.Array, weights: jax.Array, angles: Angles, *, quantise: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """`indexer_queries` from its products on."""
+    """The results of `indexer_queries`, from its two products."""
     cos, sin = angles
     q = q.reshape(q.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
     if quantise:

@@ -97,7 +97,7 @@ class V4Config:
 
     @property
     def overlap(self) -> bool:
-        """Whether each row of a compressor holds two series, so that an entry pools two windows."""
+        """Whether each row of a compressor holds two series, so that an entry pools 2 * ratio tokens and not ratio."""
         return self.kind == "csa"
 
     @property

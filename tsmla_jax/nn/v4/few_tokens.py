@@ -73,7 +73,7 @@ def inputs_by_kernel(params: Mapping[str, Any], config: V4Config, x: jax.Array) 
 
 
 def matrix(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
-    """`linear.product`, in one kernel for one token of folded parameters."""
+    """The result of `linear.product`; by one kernel, if it can run, for one token and folded parameters."""
     if "in_proj" not in params or x.shape[0] != 1 or why_not_matmul(x, params[name]):
         return product(params, name, x)
     return matmul(x, params[name])
@@ -99,7 +99,7 @@ def outputs_by_kernel(o_a_proj: jax.Array, heads: jax.Array, rope: Rope) -> jax.
     Args:
       o_a_proj: [G, N, H D / G].
       heads: in bf16.
-      rope: of the tokens' positions; pairs lie side by side.
+      rope: the rotation at the tokens' positions; pairs lie side by side.
     """
     spec = _outputs_spec(o_a_proj, heads, 2 * rope.cos.shape[1])
     inputs = heads.reshape(heads.shape[0], -1), o_a_proj, rope.cos, rope.sin
@@ -150,9 +150,10 @@ def write_window_by_kernel(
     Args:
       kv_cache: uint8 [P, bytes of a page].
       joint: [T, W] in bf16; a row begins with the low-rank query and the latent, both before their norms.
-      slot_mapping: [T] i32, as of `tsmla_jax.sparse.write_v4_cache`.
-      low_norm: of the query. norm: of the latent, whose last R columns are rotated behind it.
-      rope: pairs lie side by side, in the cache too.
+      slot_mapping: [T] i32, as in `tsmla_jax.sparse.write_v4_cache`.
+      low_norm: the norm of the query.
+      norm: the norm of the latent, whose last R columns are rotated after it.
+      rope: the rotation at the tokens' positions; pairs lie side by side, in the cache too.
       page_size: rows of a page.
     """
     spec, wide = _window_spec(joint, low_norm, norm, page_size), jnp.float32

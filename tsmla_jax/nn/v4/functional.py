@@ -78,12 +78,12 @@ def init_cache(
         config: the layer's shape.
         window_pages: pages of the window cache.
         compressed_pages: pages of the compressed caches.
-        num_states: how many requests can be under way.
+        num_states: how many requests can be active at once.
         page_size: rows a page of the window cache.
         compressed_page_size: rows a page of the compressed caches; None takes page_size.
         dtype: dtype of window and compressed caches; uint8 is the packed layout (head_dim 512).
         indexer_dtype: dtype of the indexer's keys; uint8 is fp8 keys with scales.
-        spare: how many tokens a request may take back.
+        spare: how many of its last tokens a request may take back, as it does with rejected drafts.
 
     Raises:
         TypeError, ValueError: the packed layout with another head_dim than 512, or a size or dtype that is not legal.
@@ -169,7 +169,8 @@ _ROWS = ("kv", "gate")
 
 
 def check_layer(params: Params, config: V4Config) -> None:
-    """Raises a TypeError or ValueError unless the config is a V4Config, and params have the weights of every layer."""
+    """Raises a TypeError or ValueError unless the config is a V4Config, and params have the weights that layers of all
+    kinds have."""
     check_config(config, V4Config)
     check_params(params, _ALWAYS)
 
@@ -216,7 +217,8 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Padding rows have no meaning.
 
     Raises:
-        ValueError: the step was made for another kind of layer, or with another context_axis or other page sizes.
+        TypeError, ValueError: an argument has an illegal type, shape or dtype, or the step was made for another kind of
+            layer, or with another context_axis or other page sizes.
         NotImplementedError: the named implementation can't run this call.
     """
     check_layer(params, config)
@@ -265,7 +267,7 @@ def attend(
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
         selected, cache = _choose(params, config, (pooled, low, index_weights), cache, step, implementation)
-    assert selected is not None  # of this layer's kind
+    assert selected is not None  # the step is one of this layer's kind
     attention: dict[str, Any] = {
         "softmax_scale": config.head_dim**-0.5,
         "latent_dim": config.head_dim,

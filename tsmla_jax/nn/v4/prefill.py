@@ -35,7 +35,7 @@ from tsmla_jax.ops.selected.compressor import init_compressor_state
 from tsmla_kernels.contract.rules import static_bool
 
 SELECTED, OUT, LSE = CHECKPOINT_NAMES = ("v4_selected", "v4_out", "v4_lse")
-"""The names that jax.checkpoint's policies know: what is chosen, and the attention's out and lse."""
+"""Names for jax.checkpoint's policies: of the chosen entries, and of the attention's out and lse."""
 
 
 @exportable

@@ -111,8 +111,9 @@ def make_step(
             step of whole texts, because every device has the whole window.
 
     Raises:
-        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse`); the step is dense, or was
-            made with a context_axis or another page_size; under TSMLA_CHECK=1 also if cu_seqlens_q is not ascending.
+        TypeError, ValueError: an argument has an illegal type, shape or dtype; the errors of `window_slots` and
+            `compressed_slots` (`tsmla_jax.sparse`); the step is dense, or was made with a context_axis or another
+            page_size; under TSMLA_CHECK=1 also if cu_seqlens_q is not ascending.
     """
     check_config(config, V4Config)
     check_step(step, Step, "Step.ragged")
