@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--cache-pages", type=int, metavar="P", help="pages of each device's cache (default: as the prompts need)"
     )
-    cache.add_argument("--cache-tokens", type=int, metavar="N", help="its tokens instead, rounded up to pages")
+    cache.add_argument("--cache-tokens", type=int, metavar="N", help="the same in tokens, rounded up to pages")
     parser.add_argument(
         "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
     )
@@ -97,17 +97,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation", metavar="NAME", help="cute, xla or reference (default: the best that can run)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="the dtype of weights and activations (default: the checkpoint's)"
+    )
     parser.add_argument(
         "--cache-dtype",
         choices=CACHE_DTYPES,
-        help="of the cache; packed is the fp8 layout with scales of DeepSeek-V3.2 and V4 (default: packed for these two"
-        " with weights of bf16 or f16, else as --dtype)",
+        help="the cache's dtype; packed is the fp8 layout with scales of DeepSeek-V3.2 and V4 (default: packed for"
+        " these two with weights of bf16 or f16, else as --dtype)",
     )
     parser.add_argument(
         "--q-dtype",
         choices=Q_DTYPES,
-        help="of the absorbed queries (default: as --dtype); fp8 goes with a cache of fp8 or packed",
+        help="the absorbed queries' dtype (default: as --dtype); fp8 goes with a cache of fp8 or packed",
     )
     mesh = parser.add_argument_group("several devices", "their number is the product of the three")
     mesh.add_argument("--data-parallel", type=int, default=1, metavar="N", help="copies of the model (default 1)")
@@ -373,15 +375,15 @@ def _check_writable(path: Path) -> None:
 
 class Stream:
     """Writes texts as they grow. Several texts grow at once and a terminal has one cursor: the first unfinished one is
-    written live, those behind it as soon as it is done."""
+    written live, the later ones as soon as it is done."""
 
     def __init__(self, out: TextIO, lines: Sequence[str], tokenizer: Tokenizer | None, count: int) -> None:
         """
         Args:
-          out: where to.
-          lines: the prompts as text, or none.
-          tokenizer: for text; None writes ids.
-          count: number of prompts.
+          out: the file or terminal to write to.
+          lines: the prompts as text; empty for prompts of ids.
+          tokenizer: turns tokens into text; None writes their ids.
+          count: the number of prompts.
         """
         self._out, self._lines, self._tokenizer = out, lines, tokenizer
         self._tokens: list[list[int]] = [[] for _ in range(count)]

@@ -61,7 +61,7 @@ class MoEConfig:
       scoring: from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's own, sigmoid for
         noaux_tc and softmax for the others.
       swiglu_limit: the MLPs' gate is clipped from above and their other factor on both sides; None clips nothing.
-      num_zero: experts without weights, behind the routed ones: each returns its input (LongCat-Flash).
+      num_zero: experts without weights, after the routed ones: each returns its input (LongCat-Flash).
     """
 
     num_experts: int
@@ -118,8 +118,8 @@ class StreamsConfig:
     Attributes:
       count: number of streams N.
       sinkhorn_iterations: rounds that make the mixing matrix doubly stochastic.
-      eps: added to its divisors, against a division by 0.
-      norm_eps: of the weightless norm before the projection that the weights of a mix come from.
+      eps: added to the divisors of these rounds, against a division by 0.
+      norm_eps: the epsilon of the weightless norm before the projection that gives the weights of a mix.
     """
 
     count: int
@@ -158,17 +158,17 @@ class ModelConfig:
     """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model, or one of the other models that model_types.py names.
 
     Attributes:
-      attention: of every layer (all but V4), or one config a layer (V4).
+      attention: one config for all layers, or in V4 one for each layer.
       moe: the experts, or None when every layer is dense.
       streams: V4's residual streams, or None for a plain residual.
-      mlp_layers: of every layer "dense", "moe" (a router chooses the experts), "hash_moe" (a table by token id does) or
-        "shortcut" (a dense MLP, and a mixture of experts beside it whose result is added after the next layer).
-      vocab_size: tokens that there are.
+      mlp_layers: for every layer "dense", "moe" (a router chooses the experts), "hash_moe" (a table by token id does)
+        or "shortcut" (a dense MLP, and a mixture of experts beside it whose result is added after the next layer).
+      vocab_size: how many tokens the vocabulary has.
       hidden_size: width of the residual stream.
       intermediate_size: width of a dense layer's MLP.
       num_layers: decoder layers, without those of multi-token prediction; LongCat-Flash's, which have two attentions
         and two MLPs, count twice.
-      rms_norm_eps: of the layers' and the final norm (the attention's own norms have theirs in `attention`).
+      rms_norm_eps: the epsilon of the layers' norms and of the final norm (`attention` has that of its own norms).
       tie_word_embeddings: the output projection is the embedding.
       max_position_embeddings: the longest text the model was made for, in tokens.
       eos_token_ids: tokens that end a text; may be empty.

@@ -27,8 +27,8 @@ def reach_of(cached: int, chunk: int) -> int:
 
 
 def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> int | None:
-    """The bound of `cached` tokens by which V3.2's layers choose the form of their attention to a chunk; None where
-    they take the same form without it."""
+    """The bound of `cached` tokens by which V3.2's layers choose the mask form for their attention to a chunk; None if
+    they take another form, and for other models."""
     attention = config.attention
     if not isinstance(attention, V32Config):
         return None

@@ -39,7 +39,7 @@ class NgramDrafter:
             self._tokens.append(token)
 
     def draft(self, count: int) -> list[int]:
-        """Up to `count` tokens that may follow the text; fewer, or none, when nothing like it came before."""
+        """`count` tokens that may follow the text; none if the tokens at its end did not come before."""
         if count <= 0:
             return []
         for size in self._sizes:

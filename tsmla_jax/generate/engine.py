@@ -66,8 +66,9 @@ OnCompile = Callable[[str, float | None], None]
 class Engine:
     """Generates with one model, by `generate`, or text by text by `admit`, `step` and `drop`.
 
-    Compiled programs are kept between texts and between calls of `generate`. They are few: a decode step is compiled
-    for sizes of `plan.BATCH_SIZES`, a prefill step for those of `Plan.prefill_sizes`, each when it is first needed.
+    Compiled programs are kept between texts and between calls of `generate`. They are few, each compiled when it is
+    first needed: a decode step of the size of `plan.BATCH_SIZES` that holds all texts, and prefill steps of the sizes
+    `Plan.prefill_sizes`. `compile_ahead` adds smaller decode steps.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class Engine:
           False, and nothing changes, if there are too few free pages or max_batch texts are under way.
 
         Raises:
-          ValueError: an empty prompt, an id outside the vocabulary, a text that would never fit; a text_id in use; no
-            options.num_pages, which tell how large caches are made when there are none.
+          ValueError: an empty prompt, an id outside the vocabulary, a text that would never fit; a text_id in use; or
+            there are no caches yet, and no options.num_pages to make them by.
           NotImplementedError: the implementation that was asked for can't run this.
         """
         self.open()
@@ -176,7 +177,7 @@ class Engine:
         """Starts the next step (a chunk of prompts if any wait, else a token of every text) and returns new tokens.
 
         Without speculation these are the tokens of the step before, so that the host works while the device does. A
-        chunk of a long prompt brings no token: a text is under way until its Tokens say `finished`.
+        chunk that does not end its prompt brings no token: a text is under way until its Tokens say `finished`.
 
         Raises:
           FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and
@@ -269,7 +270,7 @@ class Engine:
         return self._session
 
     def _open(self, plan: Plan) -> None:
-        """Empty caches and an empty state."""
+        """Makes empty caches and an empty state."""
         layout, given, mesh = plan.layout, self.options, plan.mesh
         programs = programs_for(self._mesh, plan.at_once)
         constants = Constants(
@@ -328,7 +329,7 @@ class Engine:
         session.started.append(Started("prefill_seconds", self._run(kind, prompts), whole))
 
     def _start_decode(self, session: Session, texts: Sequence[Text]) -> None:
-        """Starts a decode step of every text, with its last token and the drafts after that token."""
+        """Starts a decode step of these texts, each with its last token and the drafts after that token."""
         rows, most = self._batch_size(1 + max(text.row for text in texts)), self.options.speculative
         count, places = rows * len(session.replicas), {text.replica * rows + text.row: text for text in texts}
         drafts = steps.no_drafts(count)

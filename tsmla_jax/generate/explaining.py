@@ -41,7 +41,7 @@ class Choice:
     Attributes:
       op: the operation's name.
       implementation: the one that runs it.
-      why: "as asked for", or why each implementation that is tried before it can't run.
+      why: "as asked for", "the best there is", or why each implementation that is tried before it can't run.
     """
 
     op: str
@@ -85,10 +85,10 @@ def explain_step(
       config: the model.
       dtype, q_dtype: dtypes of the activations and of the absorbed queries.
       layout: the layout of the caches.
-      batch, max_pages: those of the decode step.
+      batch, max_pages: requests of the decode step, and the width of its block tables.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
-      context: devices that share the keys of a request (`nn.context_parallel`): of several, each new token decodes as a
-        request of its own, and the indexers of the devices compare their scores.
+      context: devices that share the keys of a request (`nn.context_parallel`). If there are several, each new token
+        decodes as a request of its own, and the indexers of the devices compare their scores.
       implementation: the one that the step asks for; None is the best that can run.
 
     Returns:
@@ -272,7 +272,7 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
     longest = min(sizes.tokens, whole) if sizes.requests == 1 else whole
     form, of_longest = form_of(longest), form_of(whole)
     if form.name != of_longest.name:
-        form = form._replace(why=f"{form.why}; {of_longest.name} behind a context of up to {whole} tokens")
+        form = form._replace(why=f"{form.why}; {of_longest.name} after a context of up to {whole} tokens")
     add_form(form)
     if form.name == "mask":
         sizes = replace(sizes, max_pages=-(-longest // page_size))
@@ -314,7 +314,7 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
 
 
 def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _Sizes, entries: int) -> None:
-    """entries: a page's compressed entries."""
+    """Adds the choices of a V4 layer. entries: how many compressed entries a page has."""
     tokens, requests = sizes.tokens, sizes.requests
     for written, state in ((cache.compressed, cache.compressor), (cache.indexer, cache.indexer_compressor)):
         if written is not None and state is not None:

@@ -42,10 +42,10 @@ def mlp(
     """The gated MLP of norm(x), or the mixture of experts of it, plus x if `residual`.
 
     Args:
-      params: as of `moe.gated_mlp`, or of `moe.mixture_of_experts`, if it has a router.
-      config: the experts'; None without a router.
+      params: {"gate_up", "down"} of `moe.gated_mlp` or, with a router, as in `moe.mixture_of_experts`.
+      config: the experts' sizes and routing; None without a router.
       x: [T, C].
-      norm: the one before the MLP; None if x is normed.
+      norm: the norm before the MLP; None if x is normed.
       valid: [T] bool, False for padding, whose rows mean nothing.
       tokens: [T] i32, ids of the tokens.
       residual: whether x is added.
@@ -66,7 +66,7 @@ def mlp(
 
 
 def _choice(config: MoEConfig, hidden: int, gate_up: few_tokens.Weight, norm: Norm | None) -> ChoiceSpec:
-    """The choice of one token's experts, and their first products."""
+    """The spec of the choice of one token's experts, and of their first products."""
     return ChoiceSpec(
         hidden,
         config.intermediate_size,

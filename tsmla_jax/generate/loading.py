@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
-Tensors are read one at a time; the host holds at most one layer beside the memory map, and on a mesh at most a
-device's experts of one layer: a process reads those that its devices hold and no others. Matrices in e4m3 with scales
-for blocks of 128 x 128 may stay so; other scaled weights, fp4 and int4 come dequantised to the dtype asked for.
+Tensors are read one at a time, so that the host holds about one layer beside the memory map. On a mesh it holds one
+device's experts of a layer at a time: a process reads those that its devices hold and no others. Matrices in e4m3 with
+scales for blocks of 128 x 128 and experts in MXFP4 may stay so; other quantised weights come dequantised to the dtype
+asked for.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ProgressBar:
     def __init__(self, total: int, label: str, *, enabled: bool = True) -> None:
         """
         Args:
-          total: steps.
-          label: name of the steps.
+          total: the number of steps.
+          label: what the steps do.
           enabled: False prints nothing at all.
         """
         self._total, self._label, self._done, self._last = total, label, 0, 0.0
@@ -85,7 +86,7 @@ class ProgressBar:
         )
 
     def step(self) -> None:
-        """One more is done."""
+        """Counts one more step as done."""
         self._done += 1
         if self._tqdm is not None:
             self._tqdm.update(1)
@@ -137,7 +138,8 @@ class _Reader:
         return value
 
     def chooser(self, name: str, shape: Sequence[int], dtype: Any = None) -> Array:
-        """A tensor of this shape on the host, by which experts or keys are chosen: its values are finite."""
+        """A tensor of this shape on the host, by which experts or keys are chosen. CheckpointError if it has NaN or
+        infinite values."""
         value = self(name, shape, dtype)
         self._checkpoint.check_finite(self._stored.get(name, name), value)
         return value
@@ -255,15 +257,16 @@ def load_model(
     Args:
       checkpoint_dir: the directory, with one safetensors file or shards and their index.
       config: the model, as `ModelConfig.from_hf(checkpoint_dir)` reads it.
-      dtype: of the parameters; None takes the config's. The router and its bias stay f32, where routing happens; so do
-        V4's norms, sinks, position biases and streams.
+      dtype: the dtype of the parameters; None takes the config's. The router and its bias are f32, in which routing is
+        computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. Experts in MXFP4,
         as DeepSeek-V4's, stay so, too (`MXFP4`). False widens all here, to two to four times the memory. None keeps
         them unless jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype, and widens the
-        weights in block_scaled_matmul's kernel; None is "exact" on Hopper, elsewhere widened as they are read or first.
+        weights in block_scaled_matmul's kernel; None is "exact" on Hopper, and elsewhere widens the weights as they are
+        read or before.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts and, if its rows divide, the output
         projection are split over them, and the other parameters are on each. Of several processes each reads its part.
       progress: show a progress bar on stderr.
@@ -313,7 +316,8 @@ def sample_checkpoint(checkpoint_dir: str | Path) -> str:
     take minutes. Checkpoints of one model that were trained apart differ there.
 
     Raises:
-      ValueError: as `Checkpoint`. OSError: a file can't be read.
+      ValueError: as `Checkpoint`.
+      OSError: a file can't be read.
     """
     digest, checkpoint = hashlib.sha256(), Checkpoint(checkpoint_dir)
     for path in sorted({checkpoint.info(name).file for name in checkpoint.names()}):
@@ -382,7 +386,7 @@ def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int, keep: bool) -
 
 
 def _read_parts(reader: Callable[..., Any], prefix: str, hidden: int, width: int) -> tuple[Any, Any]:
-    """What `_read_mlp` returns, read by `reader`, a function of a tensor's name and shape."""
+    """The weights that `_read_mlp` returns, read by `reader`, a function of a tensor's name and shape."""
     shapes = [(width, hidden), (width, hidden), (hidden, width)]
     gate, up, down = (reader(name, shape) for name, shape in zip(mlp_names(prefix), shapes, strict=True))
     return jax.tree.map(lambda *parts: np.concatenate(parts), gate, up), down

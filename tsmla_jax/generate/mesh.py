@@ -3,7 +3,8 @@
 A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a
 latent cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the
 axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
-"context". Experts and the output projection are split over all devices of a copy; all else each device holds whole.
+"context". Experts are split over all devices of a copy, and so is the output projection if its rows divide; each device
+holds everything else whole.
 It is the data parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437,
 section 3.4).
 """
@@ -50,17 +51,17 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """All devices."""
+        """The number of devices."""
         return self.data * self.expert * self.context
 
     @property
     def replicas(self) -> int:
-        """Caches that have texts of their own."""
+        """The number of replicas, which have texts and caches of their own."""
         return self.data * self.expert
 
     @property
     def expert_shards(self) -> int:
-        """Parts that the experts are split into."""
+        """The number of parts that the experts are split into."""
         return self.expert * self.context
 
 
@@ -68,7 +69,8 @@ ONE_DEVICE = MeshShape()
 
 
 def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
-    """Raises ValueError, which says what fits, if the model can't be split in this shape or devices are too few."""
+    """Raises ValueError, which says what fits, if the model can't be split in this shape, or if jax has too few devices
+    or, in several processes, another number."""
     data, expert, context, shards = shape.data, shape.expert, shape.context, shape.expert_shards
     moe = config.moe if any(map(config.is_moe_layer, range(config.num_layers))) else None
     if expert > 1 and moe is None:
@@ -171,7 +173,7 @@ def param_specs(params: Any, shards: int) -> Any:
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """The parameters of `load_model` on the mesh; what is there already, stays.
 
-    A device has the weights of its experts, and behind them those of the shared experts, which all devices have, and
+    A device has the weights of its experts, after them the weights of the shared experts, which all devices have, and
     its part of the output projection.
 
     Raises:
@@ -217,8 +219,8 @@ def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoE
 
 
 def _has_shards(weight: Any, moe: MoEConfig, shards: int) -> bool:
-    """Whether a stack is as long as one of `shards` shards, each with the shared experts behind its own, unless these
-    are apart."""
+    """Whether a stack is as long as one of `shards` shards, each with the shared experts after its own, unless these
+    have parameters of their own."""
     each = len(experts_of(moe, shards, 0)) + _num_shared(weight, moe)
     if not isinstance(weight, BlockScaled):
         return bool(weight.shape[0] == shards * each)
@@ -238,8 +240,8 @@ def experts_of(moe: MoEConfig, shards: int, shard: int) -> range:
 
 
 def _shard_of(mesh: Mesh, stacks: Any, moe: MoEConfig, shard: int) -> Any:
-    """One shard, with the shared experts behind its own, of stacks [E + S, ...] that this process has whole; of stacks
-    in MXFP4, which have no shared experts, its own."""
+    """One shard of stacks [E + S, ...] that this process has whole: its own experts and after them the shared ones,
+    which stacks in MXFP4 don't have."""
     own = experts_of(moe, mesh.shape[EXPERT] * mesh.shape[CONTEXT], shard)
 
     def one(weight: Any) -> Any:

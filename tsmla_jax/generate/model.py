@@ -81,7 +81,7 @@ class LayerResult(NamedTuple):
 
 class Scales(NamedTuple):
     """Scales of all layers' attention, f32 [] each: kv_scale for fp8 caches, q_scale for fp8 queries; each is None if
-    its values are not fp8. Only absorbed queries are ever fp8: those of decode in V2 and V3, and all in V3.2 and V4.
+    its values are not fp8. In V2 and V3 the queries of prompts, which attend in the expanded form, are never fp8.
     """
 
     kv_scale: jax.Array | None = None
@@ -226,13 +226,13 @@ def decoder_layer(
     selected: jax.Array | None = None,
     shortcut: jax.Array | None = None,
 ) -> LayerResult:
-    """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
+    """One layer: attention, then the MLP or the experts; each follows a norm and is added to the residual.
 
     Args:
       layer: the layer's parameters; those of the MLP say whether the layer has experts.
       config, options: static.
       x: [T, C]; in V4 [T, S, C], or the `LayerResult.x` of the layer before.
-      cache: this layer's (`caches.init_cache`).
+      cache: this layer's cache (`caches.init_cache`).
       batch: the step.
       scales: the scales of an fp8 cache and of fp8 queries.
       shared: V4 alone: what `shared_steps` made for this layer's kind.

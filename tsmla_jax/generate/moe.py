@@ -107,7 +107,7 @@ def route(
     Args:
       x: [T, C].
       router: [E, C].
-      correction_bias: [E], for "noaux_tc" alone: added to the scores that select, not to the weights.
+      correction_bias: [E], used only by "noaux_tc": added to the scores that select, not to the weights.
       config: the routing.
       experts: [T, K] i32, the experts if a table by token id has chosen them already; the scores then only weigh them.
 
@@ -124,7 +124,7 @@ def route(
 def _route(
     logits: jax.Array, correction_bias: jax.Array | None, config: MoEConfig, experts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`route` from the logits [T, E] f32 on."""
+    """The results of `route`, from the logits [T, E] f32."""
     scores = _score(logits, config)
     if experts is None and (config.routing == "greedy" or (config.routing != "noaux_tc" and config.n_group == 1)):
         # The scores that select are also the weights: no second kernel has to look the weights up.
@@ -141,8 +141,8 @@ def _route(
 
 
 def _bias_of(correction_bias: jax.Array | None, config: MoEConfig) -> jax.Array | None:
-    """The bias of the scores that choose, f32 [E]; None if the routing has none. ValueError if it has one that is
-    None."""
+    """The bias [E], in f32, that is added to the scores that choose; None if the routing has no bias. Raises a
+    ValueError if the routing has one and `correction_bias` is None."""
     if config.routing != "noaux_tc":
         return None
     if correction_bias is None:
@@ -392,7 +392,7 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
     rows = num_tokens * top_k
     block = _block_rows(rows, num_experts)
 
-    # Padding sorts behind every expert, where no block reaches.
+    # Padding comes after the rows of all experts, where no block begins.
     row_expert = experts.reshape(rows)
     order = jnp.argsort(row_expert, stable=True)
     # Both searches compare all pairs at once: the default method is a loop, which costs a GPU a launch for every step.

@@ -35,7 +35,9 @@ def choose_tokens(
       x: [N, C], the rows of this device's texts after the last norm; the same on all devices of the axis CONTEXT.
       requests, positions: [N] i32, as in `select_tokens`.
       sampling: how to choose.
-      config: the model. mesh: the sizes of the mesh's axes. greedy: take the most likely token.
+      config: the model.
+      mesh: the sizes of the mesh's axes.
+      greedy: whether to take the most likely token.
 
     Returns:
       [N] i32, as `select_tokens` returns them.

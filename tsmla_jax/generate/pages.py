@@ -4,15 +4,14 @@ from __future__ import annotations
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that `tokens` tokens fill."""
+    """How many pages hold `tokens` tokens; the last of them may be filled in part."""
     return -(-tokens // page_size)
 
 
 class PageAllocator:
     """Hands out the pages of one cache.
 
-    An admitted request reserves as many pages as it can need, and takes them one by one as it grows: a text that stops
-    early never touches the rest, and no request finds the cache full half way.
+    A request reserves as many pages as it can need before it takes any, so no request finds the cache full half way.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -37,7 +36,7 @@ class PageAllocator:
         return True
 
     def take(self) -> int:
-        """One page out of a reservation."""
+        """Takes one page out of a reservation, and returns it."""
         if self._reserved == 0:
             raise ValueError("take() without a reservation: reserve() first")
         self._reserved -= 1
@@ -46,7 +45,7 @@ class PageAllocator:
         return page
 
     def release(self, pages: list[int], unused: int) -> None:
-        """Gives back the pages of a finished request, and `unused` that it had reserved and never took."""
+        """Gives back the pages of a finished request, and the `unused` pages that it had reserved and did not take."""
         if unused > self._reserved:
             raise ValueError(f"unused = {unused}; legal: at most the {self._reserved} pages still reserved")
         self._reserved -= unused
@@ -72,6 +71,6 @@ class PageTable:
             self._unused -= 1
 
     def release(self) -> None:
-        """Gives everything back; the table is empty after."""
+        """Gives all pages back, the reserved ones too, and leaves the table empty."""
         self._allocator.release(self.pages, self._unused)
         self.pages, self._unused = [], 0

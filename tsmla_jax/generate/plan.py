@@ -35,7 +35,9 @@ LEAST_TEMPERATURE = 1e-30
 """Least temperature of sampling: logits over less are infinities in f32, from which nothing can be drawn."""
 
 SHORT_PROMPT = 256
-"""Prompts of that many tokens fill a prefill step; of shorter ones it may have room for more than it takes."""
+"""A prefill step takes at most one prompt for each SHORT_PROMPT tokens of its size, or 4 if that is more. Shorter
+prompts may leave room in it.
+"""
 
 Program = Literal["step", "layer"]
 
@@ -57,11 +59,11 @@ class EngineOptions:
         parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout with scales of V3.2 and V4,
         latents and indexer keys; "bfloat16" or "float16", the parameters' dtype, rounds no key.
       kv_scale: an fp8 cache holds values / kv_scale.
-      q_dtype: the dtype of absorbed queries: those of decode in V2 and V3, and all in V3.2 and V4. None takes the
-        parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in fp8, with the
-        error that docs/guides/fp8.md states.
+      q_dtype: the dtype of absorbed queries, which are decode's queries in V2 and V3, and all queries in V3.2 and V4.
+        None takes the parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in
+        fp8, with the error that docs/guides/fp8.md states.
       q_scale: an fp8 query holds values / q_scale.
-      implementation: that of the operations; None is the best that can run.
+      implementation: the implementation of the attention operations; None takes the best that can run.
       program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
         fraction of the time. None is "layer" where jax's default device is a CPU, else "step"; on a mesh it is "step".
       data_parallel: how many copies of the model the mesh has (`MeshShape`).
@@ -71,6 +73,7 @@ class EngineOptions:
 
     Raises:
       ValueError: a value is not legal.
+      TypeError: temperature or top_p is not a number.
     """
 
     page_size: int | None = None
@@ -178,7 +181,7 @@ class Plan:
 
     @property
     def prefill_rows(self) -> int:
-        """Prompts that share a prefill step."""
+        """The most prompts that a prefill step of a replica can take."""
         return min(self.batch, max(4, self.prefill_sizes[-1] // SHORT_PROMPT))
 
 
@@ -191,7 +194,7 @@ def make_plan(
       config: the model.
       options: how to generate.
       prompts: token ids.
-      max_new_tokens: for each prompt.
+      max_new_tokens: how many tokens to generate after each prompt, at most.
       dtype: the dtype of the parameters.
 
     Raises:
@@ -217,7 +220,8 @@ def make_plan(
 
 
 def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -> Plan:
-    """The plan for texts that are not known yet: options.max_batch of them, each as long as cache and model allow.
+    """The plan for texts that are not known yet: options.max_batch of them, each as long as the cache and the model
+    allow.
 
     Raises:
       ValueError: options.num_pages is None; or as `make_plan`, for the options.
@@ -242,8 +246,8 @@ def _texts_of_replica(options: EngineOptions, texts: int) -> int:
 
 
 def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
-    """The prompt's ids and the pages that the text needs; a ValueError, which begins with `name`, if the plan can't
-    serve this text.
+    """Returns the prompt's ids and how many pages the text needs. Raises a ValueError if the plan can't serve this
+    text; except for an illegal `limit`, its message begins with `name`.
     """
     ids = _check_prompt(config, name, tokens, limit)
     need = pages_for(len(ids) + limit - 1, plan.span)

@@ -53,7 +53,7 @@ class Programs:
         return [_maker(self.mesh, P(AXES), init_cache, one, layout)() for one in layers]
 
     def init_state(self, rows: int, max_pages: int) -> State:
-        """No texts; rows of each replica."""
+        """A state without texts, with `rows` rows for each replica."""
         if self.mesh is None:
             return steps.init_state(rows, max_pages)
         state: State = _maker(self.mesh, P(REPLICAS), steps.init_state, rows, max_pages)()
@@ -105,7 +105,8 @@ _layer_by_layer = Programs(steps.run_prefill, steps.run_decode, _drop_row)
 
 
 def programs_for(mesh: Mesh | None, at_once: bool) -> Programs:
-    """The programs on a mesh, or on one device: a step `at_once`, or layer by layer. All engines share them."""
+    """The programs on a mesh, or on one device: a whole step as one program if `at_once`, else layer by layer. All
+    engines share them."""
     if mesh is None:
         return _whole_steps if at_once else _layer_by_layer
     return _on_mesh(mesh)
@@ -119,7 +120,8 @@ class _Elements:
 
     Attributes:
       arrays: the arrays with elements, in order.
-      shapes: shapes and dtypes of all arrays on one device. structure: that of the pytree.
+      shapes: shapes and dtypes of all arrays on one device.
+      structure: the structure of the pytree.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -135,7 +137,7 @@ class _Elements:
         return cls(tuple(x for x in arrays if x.size), tuple(structs), structure)
 
     def whole(self) -> Any:
-        """The pytree on one device."""
+        """The whole pytree on one device, with arrays without elements made anew."""
         arrays = iter(self.arrays)
         found = [next(arrays) if struct.size else jnp.zeros(struct.shape, struct.dtype) for struct in self.shapes]
         return jax.tree.unflatten(self.structure, found)
@@ -144,7 +146,7 @@ class _Elements:
 @functools.cache
 def _on_mesh(mesh: Mesh) -> Programs:
     rows, everywhere = NamedSharding(mesh, P(REPLICAS)), NamedSharding(mesh, P())
-    # Named, so that a step returns its state and caches with the sharding that the next step takes.
+    # The shardings are given, so that a step returns its state and caches with the shardings that the next step takes.
     results = rows, NamedSharding(mesh, P(AXES)), everywhere
 
     def on_mesh(run: Callable[..., Any]) -> Callable[..., Any]:

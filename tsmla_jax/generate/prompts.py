@@ -62,8 +62,8 @@ class Tokenizer:
             self._before.insert(0, bos)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Before it come the special tokens that the model expects, unless the text begins with
-        them.
+        """Token ids of a text. The special tokens that the model expects come first, unless the text begins with the
+        first of them.
         """
         ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         return ids if ids[:1] == self._before[:1] else [*self._before, *ids]

@@ -16,7 +16,7 @@ class Text:
     """One prompt and the tokens generated after it.
 
     replica, row: the replica's index, and the text's row in that replica.
-    cached: tokens of the prompt that steps have brought, or are bringing, into the cache.
+    cached: how many tokens of the prompt the steps started so far bring into the cache.
     scheduled: how many tokens the steps started so far generate, if none of these tokens ends the text.
     """
 
@@ -44,7 +44,7 @@ class Replica:
         """
         Args:
           index: the replica's index among all replicas.
-          rows: how many texts it can have under way.
+          rows: how many unfinished texts it can have.
           num_pages: how many entries of block tables its cache has room for.
           span: how many tokens an entry stands for.
         """
@@ -57,7 +57,7 @@ class Replica:
 
     @property
     def num_texts(self) -> int:
-        """Texts under way."""
+        """How many unfinished texts there are."""
         return self._rows - len(self._free_rows)
 
     def has_room(self, need: int) -> bool:
@@ -65,7 +65,7 @@ class Replica:
         return bool(self._free_rows) and need <= self.allocator.available
 
     def admit(self, text_id: int, tokens: Sequence[int], limit: int, need: int, drafter: NgramDrafter | None) -> Text:
-        """Takes up a text that there is room for."""
+        """Takes a row and all pages for a new text, and queues its prompt; ValueError without enough free pages."""
         if not self.allocator.reserve(need):
             raise ValueError(f"need = {need}; legal: at most the {self.allocator.available} pages that are free")
         table = PageTable(self.allocator, self._span, need)
@@ -77,7 +77,7 @@ class Replica:
         return text
 
     def release(self, text: Text) -> None:
-        """Lets the row and pages of a text go."""
+        """Frees the row and the pages of a text."""
         if text in self.arrived:
             self.arrived.remove(text)
         text.table.release()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 NOT_FINITE = -2
-"""In the place of a token: the logits that it would be chosen by are NaN or infinite."""
+"""Stands in the place of a token if the largest of the logits that it would be chosen by is NaN or infinite."""
 
 
 class Sampling(NamedTuple):
@@ -31,17 +31,18 @@ def select_tokens(
 ) -> jax.Array:
     """Chooses one token a row.
 
-    A row's random bits depend on (seed, request, position) alone. So neither the other texts of a batch nor speculation
-    changes a token: a draft is accepted if it equals the token sampled in its place, which for drafts that are not
-    random themselves is exact rejection sampling (Leviathan et al., arXiv:2211.17192, with q a point mass).
+    A row's random bits depend only on (seed, request, position). So for the same logits, neither the other texts of a
+    batch nor speculation changes a token: a draft is accepted if it equals the token sampled in its place, which for
+    drafts that are not random themselves is exact rejection sampling (Leviathan et al., arXiv:2211.17192, with q a
+    point mass).
 
     Args:
       logits: [N, V].
-      requests, positions: [N] i32, the request of each row and the position the chosen token will have.
+      requests, positions: [N] i32, the request of each row, and the position that the chosen token will have.
       seed: u32 scalar.
       temperature: f32 scalar, above 0; unused when greedy.
       top_p: f32 scalar in (0, 1]; the smallest set of most likely tokens whose probability reaches it is kept.
-      greedy: take the most likely token; the lowest id among equals.
+      greedy: whether to take the most likely token, or of several the one with the lowest id.
 
     Returns:
       [N] i32; NOT_FINITE in a row whose largest logit is not finite, where NaN counts as the largest.

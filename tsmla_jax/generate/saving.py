@@ -1,7 +1,7 @@
 """The parameters of `tsmla_jax.generate.model`, turned into a Hugging Face checkpoint directory: `load_model` inverted.
 
-Each expert has its own tensors, as in DeepSeek's checkpoints; jax keeps the host's copy of a
-stack of experts as long as the parameter lives, so the host needs room for all of them.
+Each expert has its own tensors, as in DeepSeek's checkpoints. jax keeps the host's copy of a stack of experts as long
+as the parameter lives, so the host needs room for the stacks of all layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def save_model(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """All parameters of a model as safetensors under the Hugging Face names; `load_model` reads the same ones again.
+    """Writes all parameters of a model as safetensors under the Hugging Face names; `load_model` can read them.
 
     Args:
       checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.
@@ -52,8 +52,8 @@ def save_model(
       dtype: float32, bfloat16 or float16, for the parameters that the `dtype` of `load_model` applies to; None keeps
         each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened to bfloat16,
         and a table of experts is int64.
-      max_shard_bytes: tensors that are larger in all go to several files with an index; a file holds at least one
-        tensor.
+      max_shard_bytes: if the tensors take more bytes than this in all, they go to several files with an index. A file
+        holds at least one tensor, however large.
 
     Raises:
       ValueError: params do not fit config, dtype is none of the three, or max_shard_bytes is below 1; the folder holds
@@ -181,7 +181,7 @@ def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
     if shards < 1 or moe.num_experts % shards or length != moe.num_experts + shards * moe.num_shared:
         raise ValueError(
             f"params: {prefix} has {length} experts; legal: {moe.num_experts} routed ones, and {moe.num_shared} shared "
-            f"ones behind each device's"
+            f"ones after each device's"
         )
 
     def apart(array: Any) -> Any:

@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
 
 class ContextPasses(NamedTuple):
-    """How a step passes over cached tokens: `context_chunk` and `context_passes` of `StepOptions`."""
+    """How a step passes over cached tokens: the `context_chunk` and `context_passes` of `StepOptions`."""
 
     chunk: int
     number: int

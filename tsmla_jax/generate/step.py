@@ -1,7 +1,7 @@
-"""The two kinds of step: one takes a chunk of prompts, one makes the next token (or checks drafts) of every text under
-way.
+"""The two kinds of step: one takes a chunk of prompts; the other makes the next token of every unfinished text, and
+checks drafts.
 
-The state of the texts under way stays on the device: a step reads it and returns the next state, and the host need not
+The state of the unfinished texts stays on the device: a step reads it and returns the next state, and the host need not
 see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted parts.
 Under `jax.jit` a step is one program, which is best on a GPU: one launch runs it, as CUDA graphs. Called without
 `jax.jit`, they launch one program a layer; layers of one kind share a program, which compiles in a fraction of the
@@ -33,7 +33,7 @@ NO_TOKEN = -1
 
 
 class State(NamedTuple):
-    """The texts under way, one a row, on the device. A text's row is also its slot of V4's compressor states.
+    """The unfinished texts, one a row, on the device. A text's row is also its slot of V4's compressor states.
 
     tokens        [R] i32, the last token of each text, which the next step brings into the cache
     cached        [R] i32, how many of its tokens are in the cache
@@ -105,7 +105,7 @@ class StepConfig:
 
 
 def init_state(rows: int, max_pages: int) -> State:
-    """No texts: R rows, tables of M pages."""
+    """A state without texts: R = `rows`, M = `max_pages`."""
     # Each field needs its own array: a step is donated the state's buffers, and a buffer can be donated only once.
     return State(
         tokens=jnp.zeros(rows, jnp.int32),
@@ -174,10 +174,10 @@ def run_decode(
 ) -> tuple[State, list[Any], jax.Array]:
     """The next token of the texts in the first config.rows rows of the state, and the drafts that it confirms.
 
-    A draft is accepted if it equals the token chosen in its place and all drafts of the text before it were accepted.
+    A draft is accepted if it equals the token chosen in its place, and all earlier drafts of its text are accepted.
 
     Args:
-      drafts: the drafts of the same rows; K may be 0. A text may have fewer drafts than it has tokens remaining.
+      drafts: the drafts of the same rows; K may be 0. A text's drafts must be fewer than its remaining tokens.
       config: static.
 
     Returns:
@@ -194,8 +194,8 @@ _embed = jax.jit(model.embed, static_argnames="config")
 
 
 def _head(params: Params) -> Params:
-    """The parameters without the layers'. Programs that need no layer take these: to flatten all parameters would cost
-    more than the call.
+    """The parameters without those of the layers. Programs that need no layer take these: flattening all parameters
+    would cost more than the call.
     """
     return {name: value for name, value in params.items() if name != "layers"}
 

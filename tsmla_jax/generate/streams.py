@@ -56,7 +56,8 @@ def read_streams(
 
 
 def mix_streams(params: Params, given: jax.Array | Unwritten, norm: Norm, config: StreamsConfig) -> Mixed:
-    """`read_streams`, of streams to which a block's result is written first if they are `Unwritten`."""
+    """The results of `read_streams`, with the streams that it read. If `given` is `Unwritten`, a block's result is
+    written to the streams first."""
     streams = given.streams if isinstance(given, Unwritten) else given
     if not few_token_streams.why_not(streams):
         rounds, eps = config.sinkhorn_iterations, config.eps
