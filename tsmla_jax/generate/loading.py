@@ -2,8 +2,7 @@
 
 Tensors are read one at a time, so that the host holds about one layer beside the memory map. On a mesh it holds one
 device's experts of a layer at a time: a process reads those that its devices hold and no others. Matrices in e4m3 with
-scales for blocks of 128 x 128 and experts in MXFP4 may stay so; other quantised weights come dequantised to the dtype
-asked for.
+scales for blocks of 128 x 128 and experts in MXFP4 may stay so; other quantised weights are widened.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ class _Reader:
         return value
 
     def chooser(self, name: str, shape: Sequence[int], dtype: Any = None) -> Array:
-        """A tensor of this shape on the host, by which experts or keys are chosen. CheckpointError if it has NaN or
-        infinite values."""
+        """A tensor of this shape, by which experts or keys are chosen. CheckpointError if a value is not finite."""
         value = self(name, shape, dtype)
         self._checkpoint.check_finite(self._stored.get(name, name), value)
         return value
@@ -265,8 +263,7 @@ def load_model(
         them unless jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype, and widens the
-        weights in block_scaled_matmul's kernel; None is "exact" on Hopper, and elsewhere widens the weights as they are
-        read or before.
+        weights in block_scaled_matmul's kernel; None is "exact" on Hopper; elsewhere other products widen the weights.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts and, if its rows divide, the output
         projection are split over them, and the other parameters are on each. Of several processes each reads its part.
       progress: show a progress bar on stderr.
@@ -316,8 +313,7 @@ def sample_checkpoint(checkpoint_dir: str | Path) -> str:
     take minutes. Checkpoints of one model that were trained apart differ there.
 
     Raises:
-      ValueError: as `Checkpoint`.
-      OSError: a file can't be read.
+      ValueError, OSError: a file can't be read, or is not as `Checkpoint` needs it.
     """
     digest, checkpoint = hashlib.sha256(), Checkpoint(checkpoint_dir)
     for path in sorted({checkpoint.info(name).file for name in checkpoint.names()}):
