@@ -53,8 +53,9 @@ class Case:
       common: fields of all rows.
       peers: the names of the peers that may run, and the library of `benchmarks.peers` that each needs.
       read: if points are names, the function that reads one; ValueError if there is no such point.
-      point: the point of this object. iterations: replays of each function. patience: seconds without a word after
-        which the process of the points is ended.
+      point: the point of this object.
+      iterations: replays of each function.
+      patience: seconds without a word after which the process of the points is ended.
     """
 
     points: ClassVar[tuple[Any, ...]] = ()
@@ -100,11 +101,11 @@ class Case:
         raise NotImplementedError
 
     def of_peer(self, name: str) -> Run:
-        """A peer's function; any exception leaves it out."""
+        """A peer's function. An exception leaves the peer out, but an error of CUDA ends the process."""
         raise NotImplementedError
 
     def floor_us(self, name: str) -> float:
-        """The least time that the point's bytes or products can take; 0 if the record has rates."""
+        """The least time that the point's bytes or products can take; 0 if the record has rates in place of it."""
         return 0.0
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
@@ -198,7 +199,8 @@ def ints(values: Any) -> Any:
 
 
 def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
-    """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each.
+    """Median microseconds of each function: CUDA-graph replays, interleaved in rotating order, with the L2 cache
+    flushed before each replay.
 
     The order rotates because at the power limit it matters what ran before. The flush reads: a flush that writes leaves
     the cache full of lines that have yet to go to memory, which adds 8 to 10 us to a function that reads 150 MB.
@@ -231,8 +233,9 @@ def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
 
 
 def share_scales(stream: int) -> None:
-    """Let the scales that our calls on a stream have written serve the capture that is under way on it, as one layer's
-    serve the others in the graph of a model: a graph of one call would write them at every replay, and be timed so."""
+    """Let the scales that our calls on a stream have written serve the capture on that stream, as the scales of one
+    layer serve the others in the graph of a model. Otherwise a graph of one call would write them at every replay, and
+    its time would include that."""
     from tsmla_bridge.runtime import devices, scales
 
     index, capture = torch.cuda.current_device(), devices.capture_id(stream)
@@ -345,7 +348,7 @@ class Record:
 
 
 def command(argv: list[str]) -> str:
-    """The command of a run, to be given in a clone: no path of this machine is in it."""
+    """The command of a run, to be given in a clone: words stand in the place of paths on this machine."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     said = " ".join(argv[1:])
     for name, place in PLACES.items():

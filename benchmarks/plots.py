@@ -26,8 +26,8 @@ class Mark(NamedTuple):
 def drawn(
     path: Path, size: tuple[float, float], panels: int, *, columns: int | None = None, widths: Sequence[float] = ()
 ) -> Iterator[Sequence[Any]]:
-    """The axes of panels with one y axis, to draw on; written to `path` at the end. They stand side by side, or in rows
-    of `columns`."""
+    """The axes of panels that share a y axis, to draw on; the figure is written to `path` at the end. The panels stand
+    side by side, or in rows of `columns`."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -50,9 +50,23 @@ def drawn(
 
 
 class Style(NamedTuple):
-    """How marks are drawn: as dots, bars or lines; `spread` sets lines of dots apart; x_name names a place on the axis,
-    one on a logarithmic scale if `log`; width, columns and angle: of the plot, its panels and the names; one: a line
-    at 1; in_order: places stand as they come; log_y: marks of a logarithmic y axis; broken: where broken lines are."""
+    """How marks are drawn.
+
+    y, x: the names of the axes.
+    dots, bars: whether marks are dots or bars; if neither, they are joined by lines.
+    spread: how far the dots of different lines stand apart.
+    x_name: the text of a place on the x axis.
+    log: whether the x axis is logarithmic.
+    width: the plot's width in inches is width[0], and width[1] more for each panel in a row.
+    columns: panels in a row; None puts all in one row.
+    angle: by how many degrees the texts of places are turned.
+    one: whether to draw a line at 1.
+    colours: colours of lines by name; the others get matplotlib's.
+    dashed: whether the line of a name is dashed.
+    in_order: whether places stand in the order of the marks; else they are sorted.
+    log_y: the ticks of a logarithmic y axis; empty for a linear one.
+    broken: the heights of broken horizontal lines.
+    """
 
     y: str
     x: str = ""

@@ -75,14 +75,18 @@ class Record:
     """How a file of `benchmarks/results` is shown.
 
     Attributes:
-      name: the file's stem, and the name of the record's part of a README. folder: the file's folder.
+      name: the file's stem, and the name of the record's part of a README.
+      folder: the file's folder.
       title: the title of the full page; empty if there is no such page.
       key: the fields that tell points apart; none of them if each row is a point.
       caption: the paragraph that both pages begin with.
       full, short: the blocks of the full page, and those between caption and plots on the README.
-      panels: the plots. unit: what stands before the caption on the full page.
-      peer: the name of a row's peer. order: a key by which points are sorted, instead of the file's order.
-      readme: the README that has the part. part: the part's name, if it is not the record's.
+      panels: the plots.
+      unit: the text before the caption on the full page.
+      peer: a function of a row that gives the name of its peer.
+      order: a key by which points are sorted, instead of the file's order.
+      readme: the README that has the part.
+      part: the part's name, if it is not the record's.
       rows_of: the rows to show, if not all.
       full_caption: the caption of the full page, if it is another one; the README's caption then has the link itself.
     """
@@ -109,7 +113,7 @@ class Record:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what a row lacks into a ValueError that names the record."""
+    """Turns errors over a row that lacks something into a ValueError that names the record's file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
@@ -117,10 +121,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, record: Record) -> Loaded:
-    """Read a record into its points. A point measured again replaces the older one.
+    """Read a record into its points. Of several rows of a point and a peer, the newest counts.
 
     Raises:
-      ValueError: the file is no list of rows, has none, or a time is not positive; KeyError: a row lacks a field.
+      ValueError: the file is no list of rows, has none, or a time is not positive.
+      KeyError: a row lacks a field.
     """
     rows = json.loads(path.read_text())
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How ours is called: the dtypes of queries and cache, and whether P may be rounded to fp8."""
+    """How ours is called: the dtypes of queries and cache, and whether probabilities may be rounded to fp8."""
 
     q: str
     kv: str
@@ -78,7 +78,7 @@ class DecodeBf16(Case):
 
     @classmethod
     def modes(cls, point: Point) -> dict[str, Mode]:
-        """The modes of a point: with few rows the kernel does not round P."""
+        """The modes of a point: with few rows the kernel does not round probabilities."""
         many = point.s * point.h > FEW_ROWS
         return {name: mode for name, mode in cls.all_modes.items() if many or not mode.fp8_probabilities}
 

@@ -7,9 +7,9 @@ and 6), 2816 x 2048 of V2-Lite (64 and 6).
 experts they are two products, and what is between: the first one reads tokens by their index, or a copy of their rows
 that is timed, too, where the layers of `nn` make one (COPIED_PAIRS), and makes silu(gate) * up, quantised by "tsmla".
 "deep_gemm" is its two products alone, of rows that have been copied and padded, without what is between: masked below
-MANY_TOKENS, contiguous from there on. "cublas" multiplies bf16 with weights that were widened before. Tokens choose
-experts at random, the same for all. Some rows are checked against float64 over activations as they are: rel_err of
-exact products, own_err of quantised ones (norm of the difference over norm).
+MANY_TOKENS, contiguous from there on. "cublas", for "linear" only, multiplies bf16 with weights that were widened
+before. Tokens choose experts at random, and all functions get the same choices. Some rows are checked against float64
+over activations as they are: rel_err of exact products, own_err of quantised ones (norm of the difference over norm).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXPERTS = {(4096, 7168): (256, 8), (4096, 4096): (256, 6), (2816, 2048): (64, 6)
 """How many experts there are, and how many of them each token has, by the size of the gate and up projections."""
 FORMS = {"tsmla": "float8_e4m3fn", "tsmla_exact": "bfloat16"}
 PRODUCTS = {"tsmla": "quantized", "tsmla_exact": "exact"}
-"""By the names of our rows, dtypes of the activations, and what `nn` calls the products."""
+"""What `nn` calls the products of each of our rows; FORMS has the dtypes of their activations."""
 
 
 class Point(NamedTuple):
@@ -55,12 +55,12 @@ def copies_rows(point: Point, name: str) -> bool:
 
 
 def rows_of(x: Any, rows: Any) -> Any:
-    """The rows of x. e4m3 is indexed as bytes, since torch releases differ in where they index float8."""
+    """The rows of x. e4m3 is indexed as bytes, since not every release of torch can index float8."""
     return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[rows]
 
 
 def weight(*shape: int) -> tuple[Any, Any]:
-    """Random e4m3 below 1 [..., N, K], and scales [..., N / 128, K / 128]."""
+    """Random e4m3 of magnitudes below 1 [..., N, K], and scales [..., N / 128, K / 128]."""
     bits = torch.empty(shape, dtype=torch.uint8, device=device())
     for part in bits.view(-1, shape[-1]).split(1 << 16):
         part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device()) & 0xB7)

@@ -1,6 +1,7 @@
-"""The gradient of sparse_mla: the operator of the backward pass alone, over one plain bf16 cache, 2048 slots a token of
-4096 tokens. Mode random: random slots of a context of 8192, ascending; shared80: neighbouring tokens share 80 % of
-them. "tsmla_deterministic" is the one whose gradients repeat bit by bit. Functions hold their operators' operands.
+"""The gradient of sparse_mla: the operator of the backward pass alone, over one plain bf16 cache, for 4096 tokens that
+select 2048 slots each. Mode random: random slots of a context of 8192, ascending; shared80: neighbouring tokens share
+80 % of them. "tsmla_deterministic" is the one whose gradients repeat bit by bit. Functions hold their operators'
+operands.
 
 Errors are relative (Frobenius) and against float64; they are measured on CHECKED tokens of 16 heads, and every row of a
 width and a function repeats them.

@@ -26,10 +26,10 @@ from benchmarks.peers import sparse
 
 CONTEXT, COMPRESSED = 32768, 8192  # slots of a request to select from: V3.2's, and V4's compressed ones
 WINDOW_PAGES = 4
-LONG = 1 << 17  # the same of shared80
+LONG = 1 << 17  # slots of a request to select from in shared80
 UNION = "tsmla union"
 MODES = {"v32": 2048, "shared80": 2048, "v4-512": 512, "v4-1024": 1024}
-"""The slots of each mode, the window's apart."""
+"""How many slots a token selects in each mode, without the window's."""
 
 
 class Point(NamedTuple):

@@ -49,7 +49,7 @@ SELECTIONS = {TOPK: "topk", TOPK_BITS: "topk bits"}
 FORMS = {**EXPANDED, **SELECTIONS, UNION: "union", "widen": "widen"}
 """The form of each function; all others are direct."""
 SELECTED = {"random": 2048, "shared80": 2048, "shared95": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
-"""The slots of each mode, the window's apart."""
+"""The most slots that a token selects in each mode, without the window's."""
 CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
 SHARED = {"shared80": 0.8, "shared95": 0.95, "prompt80": 0.8}
 """The part of a token's slots that the token before has, by mode; none in the others."""
@@ -64,8 +64,8 @@ class Point(NamedTuple):
 
 
 def draw(mode: str, tokens: int, count: int, within: int) -> Any:
-    """Different slots below `within` for each token, int32 [tokens, count], ascending; in prompts -1 behind a token
-    that has fewer."""
+    """For each token `count` different slots below `within`, int32 [tokens, count], ascending; in prompts fewer, with
+    -1 after them, for tokens that see fewer."""
     if mode in PROMPTS:
         return draw_prompt(tokens, count, SHARED.get(mode, 0.0))
     rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED.get(mode, 0.0))
@@ -79,8 +79,8 @@ def draw(mode: str, tokens: int, count: int, within: int) -> Any:
 
 
 def draw_prompt(tokens: int, count: int, shared: float) -> Any:
-    """Different positions for each token, up to its own: int32 [tokens, count], ascending, -1 behind them. The part
-    `shared` of them is the token's before, too."""
+    """For each token different positions, up to its own: int32 [tokens, count], ascending, then -1. Of these, at least
+    the part `shared` are positions of the token before, too."""
     columns, kept = torch.arange(count, device=device()), round(count * shared)
     chosen = [columns] * min(count, tokens)
     for at in range(count, tokens):

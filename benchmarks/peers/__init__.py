@@ -93,7 +93,7 @@ def _is_installed(module: str) -> bool:
 
 @functools.cache
 def load(name: str) -> None:
-    """Load a library that is here: its operators are torch.ops' then, its package can be imported.
+    """Load a library that is here: then its operators are in torch.ops, or its package can be imported.
 
     Raises:
       OSError, ImportError: it does not load, for example because of another version of torch.

@@ -71,7 +71,7 @@ def fa4(q: Any, cache: Any, table: Any, lens: Any, scale: float) -> Run:
     return lambda: _flash_attn_fwd(rope, pages[..., LATENT:], pages[..., :LATENT], qv=latent, **options)[:2]
 
 
-# ---- prompts: q and k [T, H, 192], v [T, H, 128]; cu_q and cu_kv [B + 1] int32
+# ---- prompts: q and k [T, H, 192], v [T, H, 128], or all with 256 columns; cu: cu_q and cu_kv, [B + 1] int32
 
 
 def fa3_prefill(q: Any, k: Any, v: Any, cu: tuple[Any, Any], longest: tuple[int, int], scale: float) -> Run:

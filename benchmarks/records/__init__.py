@@ -59,7 +59,8 @@ WIDTH = 108
 
 
 def write_headline(results: Path, readme: Path) -> str:
-    """Write the README's sentence of results between its comments, if it has them and all records are here."""
+    """Write the README's sentence of results between its comments, if it has them. An OSError if a record of the
+    sentence is missing."""
     if "<!-- headline -->" not in (text := readme.read_text()):
         return "no headline"
     known = {record.name: record for record in RECORDS if record.folder == results.name}

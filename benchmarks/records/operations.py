@@ -79,7 +79,7 @@ def topk() -> tb.Record:
 
 
 def peers_sum(point: tb.Point) -> float | None:
-    """DeepGEMM's time and the fastest top-k's, each alone."""
+    """The sum of DeepGEMM's time and the fastest top-k's, each timed alone; None if either is missing."""
     score, best = point.us("deep_gemm"), point.best(*TOPK)
     return score + best if score is not None and best is not None else None
 
@@ -240,7 +240,7 @@ def errors_of(row: tb.Row) -> Iterator[float]:
 
 def write_errors(results: Path, figures: Path) -> str:
     """Draw the relative errors that the records of a folder hold, and write a page with their caption, if there are
-    any; return it.
+    any. Return the caption, or "none recorded".
 
     Raises:
       ValueError: a record can't be read.

@@ -260,7 +260,7 @@ def equal_tokens(loaded: tb.Loaded, name: tb.Column) -> list[str]:
         return []
     sentence = (
         "The share of each request's first greedy tokens that is equal with two backends. Tokens of random weights are "
-        "near ties, and one that differs changes those behind it: what two of vLLM's own backends share is the measure."
+        "near ties, and one that differs changes those after it: what two of vLLM's own backends share is the measure."
     )
     columns = [(" = ".join(map(title_of, pair)), lambda point, pair=pair: cell(point, pair)) for pair in pairs]
     return ["## Equal tokens", sentence, tb.table(points, [name, *columns])]
