@@ -411,9 +411,12 @@ class Difference(NamedTuple):
 
 
 def difference(a: jax.Array, b: jax.Array) -> Difference:
-    """The Difference of two arrays of the same shape and floating dtype; NaN is no number to compare."""
+    """The Difference of two arrays of the same shape and floating dtype. ValueError if a number is NaN, or infinite in
+    both: a model that makes NaN twice would pass for one whose bits agree."""
     assert a.shape == b.shape and a.dtype == b.dtype
     count, bits, greatest = map(float, _difference(a, b))
+    if np.isnan(greatest):
+        raise ValueError("got NaN or infinite numbers; legal: finite numbers, as other ones can't be compared")
     return Difference(count / a.size, bits / max(count, 1), greatest)
 
 
@@ -583,6 +586,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args(arguments)
+    for name, least in (("layers", 1), ("texts", 1), ("prompt", 0), ("new", 2)):
+        if (found := getattr(options, name)) < least:
+            parser.error(f"--{name}: got {found}; legal: at least {least}")
     on_gpu = jax.default_backend() == "gpu"
     dtype = jnp.dtype("bfloat16") if on_gpu else jnp.dtype("float32")
     model, texts = models(options.layers)[options.model], Texts(options.texts, options.prompt, options.new)

@@ -235,6 +235,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, size in Shape()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args(arguments)
+    for name, least in ({name: 1 for name in vars(options)} | {"max_len": PATTERN + 1}).items():
+        if (found := getattr(options, name)) < least:
+            parser.error(f"--{name}: got {found}; legal: at least {least}")
     shape = Shape(**{name: getattr(options, name) for name in Shape._fields})
     if shape.rows % options.fsdp or shape.tokens % options.context:
         raise SystemExit(f"--rows must be a multiple of --fsdp, --tokens one of --context: got {options}")

@@ -50,6 +50,24 @@ def test_train_mesh(capsys: pytest.CaptureFixture[str], fsdp: int, context: int)
     assert f"a device holds {1 / fsdp:.2f} of the parameters" in said and "from one device's" in said
 
 
+@pytest.mark.parametrize(
+    ("example", "name", "value", "least"),
+    [
+        ("train_mesh", "steps", 0, 1), ("train_mesh", "fsdp", 0, 1), ("train_mesh", "max_len", 2, 3),
+        ("rollout_and_training", "texts", 0, 1), ("rollout_and_training", "new", 1, 2),
+        ("rollout_and_training", "prompt", -1, 0),
+    ],
+)  # fmt: skip
+def test_sizes_that_examples_refuse(
+    capsys: pytest.CaptureFixture[str], example: str, name: str, value: int, least: int
+) -> None:
+    if example == "train_mesh":
+        pytest.importorskip("optax", reason="needs optax: pip install 'tsmla-jax[flax]'")
+    with pytest.raises(SystemExit):
+        load(example).main([f"--{name}={value}"])
+    assert f"--{name}: got {value}; legal: at least {least}" in capsys.readouterr().err
+
+
 def test_a_trainer_by_rows_has_the_rollouts_bits() -> None:
     """And one of whole texts has not: what the example counts."""
     example = load("rollout_and_training")
@@ -64,6 +82,8 @@ def test_a_trainer_by_rows_has_the_rollouts_bits() -> None:
     assert 0 < example.difference(rollout.log_probs, whole).greatest < 1e-5
     one, two = jnp.asarray([1.0, -1.0, 0.0]), jnp.asarray([jnp.nextafter(1, 2), -1.0, -0.0])
     assert example.difference(one, two)[:2] == (pytest.approx(1 / 3), 1.0)  # -0 is 0
+    with pytest.raises(ValueError, match="got NaN"):
+        example.difference(one * jnp.nan, one * jnp.nan)
 
 
 def test_a_trainer_has_the_rollouts_bits_at_once() -> None:
