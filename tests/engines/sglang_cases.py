@@ -22,6 +22,7 @@ from tests.engines.sglang_model import (
     VERIFY,
     AttentionType,
     Model,
+    Ranks,
     get_spec,
     settings,
 )
@@ -32,6 +33,7 @@ from tsmla_bridge.ops import mla_decode
 from tsmla_kernels.sm90.decode.config import decode_config
 
 BF16 = 2**-7
+IS_0_5_17 = backend.sglang.__version__ == "0.5.17"
 FP8 = torch.float8_e4m3fn
 
 
@@ -153,6 +155,16 @@ def test_refusals() -> None:
     refused(NotImplementedError, "kv_cache.dtype is float8_e5m2", kv_cache_dtype=torch.float8_e5m2)
 
 
+@pytest.mark.skipif(not IS_0_5_17, reason="later versions share a request's keys: sglang_ranks_cases.py")
+def test_ranks_of_context_parallelism_are_refused() -> None:
+    runner = Model().runner
+    with (
+        settings(0, Ranks(2, comm="")),
+        pytest.raises(NotImplementedError, match=r"--dcp-size: got 2; .* SGLang 0\.5\.17"),
+    ):
+        plugin.create_backend(runner)
+
+
 def with_config(**changed: Any) -> Any:
     """A runner whose model's configuration has these too."""
     runner = Model().runner
@@ -167,6 +179,8 @@ def with_config(**changed: Any) -> Any:
 )  # fmt: skip
 def test_models_with_an_indexer_are_refused_by_name(architecture: str, where: str) -> None:
     """SGLang would run them without it, over all keys."""
+    if architecture == "HYV4ForCausalLM" and IS_0_5_17:
+        pytest.skip("SGLang 0.5.17 has no such model")
     config = SimpleNamespace(architectures=[architecture], index_topk=2048)
     said = r"got a model with DeepSeek's sparse attention .* --attention-backend dsa"
     with pytest.raises(ValueError, match=said), settings(0):
@@ -276,13 +290,13 @@ def test_every_kernel_that_is_asked_for_is_compiled_before_the_first_request(
 
 def test_registration_by_sglangs_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     import sglang.srt.plugins as loader
-    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     point = importlib.metadata.EntryPoint("tsmla", "tsmla_bridge.engines.sglang:register", loader.GENERAL_PLUGINS_GROUP)
     monkeypatch.setattr(loader, "entry_points", lambda group: [point] if group == loader.GENERAL_PLUGINS_GROUP else [])
     monkeypatch.setattr(loader, "_plugins_loaded", False)
+    choices = plugin._choices()
     ATTENTION_BACKENDS.pop(plugin.NAME, None)
     loader.load_plugins()
     plugin.register()  # again

@@ -6,8 +6,13 @@ replaces on a GPU are stood in for: writing to the pool, and merging partial res
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
-from types import SimpleNamespace
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,16 +25,28 @@ import torch
 for name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+
+class NoKernels(ModuleType):
+    """sgl-kernel, whose names SGLang 0.5.17 imports on a CPU too. Nothing calls them."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+if importlib.util.find_spec("sgl_kernel") is None:
+    for name in ("sgl_kernel", "sgl_kernel.flash_mla", "sgl_kernel.flash_attn"):
+        sys.modules[name] = NoKernels(name)
+
 import sglang.srt.layers.attention.merge_state as merge_state  # noqa: E402
 import sglang.srt.mem_cache.memory_pool as memory_pool  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType as AttentionType  # noqa: E402
 from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
-from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha import (  # noqa: E402
-    DeepseekMHAForwardMixin,
-)
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha  # noqa: E402
 from sglang.srt.models.deepseek_common.utils import (  # noqa: E402
     FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as FORWARD_ABSORB_CORE_ATTENTION_BACKENDS,
 )
@@ -46,7 +63,9 @@ SCALE = (NOPE + ROPE) ** -0.5
 SPARE = 4  # rows of the request pool in use before the batch's
 
 
-get_context().set_server_args(ServerArgs(model_path="/nowhere", device="cpu"))
+with tempfile.TemporaryDirectory() as folder:  # SGLang 0.5.17 reads the model's configuration at once
+    Path(folder, "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    get_context().set_server_args(ServerArgs(model_path=folder, device="cpu"))
 
 
 class Batch(NamedTuple):
@@ -61,7 +80,7 @@ class Batch(NamedTuple):
 class Ranks(NamedTuple):
     """The ranks over which the keys of a request are dealt out, and which of them this is.
 
-    group: what SGLang calls for their collectives; comm: the --dcp-comm-backend."""
+    group: what SGLang calls for their collectives; comm: the --dcp-comm-backend, which 0.5.17 has none of."""
 
     world: int = 1
     rank: int = 0
@@ -94,10 +113,7 @@ class Model:
         self.runner = SimpleNamespace(
             page_size=page_size, device="cpu", kv_cache_dtype=kv_dtype, dtype=torch.bfloat16, use_mla_backend=True,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, size=8), token_to_kv_pool=pool,
-            kv_index_translator=KVIndexTranslator(
-                req_to_token=self.req_to_token, token_to_kv_pool_allocator=None, token_to_kv_pool=pool,
-                page_size=page_size, device="cpu",
-            ),
+            **self.translator(pool, page_size),
             model_config=SimpleNamespace(
                 context_len=CONTEXT, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE,
                 v_head_dim=V_DIM, num_attention_heads=HEADS * ranks.world,
@@ -108,6 +124,18 @@ class Model:
         self.mqa = RadixAttention(HEADS, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
         self.mha = RadixAttention(HEADS, NOPE + ROPE, SCALE, num_kv_heads=HEADS, layer_id=0, v_head_dim=V_DIM)
         self.weight = torch.randn(HEADS, NOPE + V_DIM, LATENT, dtype=torch.bfloat16) * LATENT**-0.5
+
+    def translator(self, pool: Any, page_size: int) -> dict[str, Any]:
+        """The runner's translator of indices, which SGLang 0.5.17 has none of."""
+        if importlib.util.find_spec("sglang.srt.mem_cache.kv_index_translator") is None:
+            return {}
+        from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+        made = KVIndexTranslator(
+            req_to_token=self.req_to_token, token_to_kv_pool_allocator=None, token_to_kv_pool=pool,
+            page_size=page_size, device="cpu",
+        )  # fmt: skip
+        return {"kv_index_translator": made}
 
     def batch(self, mode: Any, new: list[int], lens: list[int], counted: list[int]) -> Batch:
         """A batch of this mode; seq_lens are `counted`."""
@@ -164,7 +192,7 @@ class Model:
             qk_rope_head_dim=ROPE, qk_head_dim=NOPE + ROPE, o_proj=lambda x: (x, None),
             kv_b_proj=lambda x: (self.expanded(x).flatten(1), None),
         )  # fmt: skip
-        for name, method in vars(DeepseekMHAForwardMixin).items():
+        for name, method in vars(forward_mha.DeepseekMHAForwardMixin).items():
             if callable(method):
                 setattr(attention, name, method.__get__(attention))
         latent, rope = self.fresh(batch)
@@ -203,10 +231,13 @@ class settings:
 
     def __init__(self, drafts: int, ranks: Ranks = ALONE, topk: int = 1) -> None:
         world, rank, group, comm = ranks
-        self.parallel = get_parallel().override(
-            tp_size=world, attn_tp_size=world, moe_tp_size=world, dcp_size=world, attn_dcp_size=world, dcp_rank=rank,
-            attn_dcp_rank=rank, dcp_enabled=world > 1, dcp_group=group, dcp_comm_backend=comm,
-        )  # fmt: skip
+        fields: dict[str, Any] = {
+            "tp_size": world, "attn_tp_size": world, "moe_tp_size": world, "dcp_size": world, "attn_dcp_size": world,
+            "dcp_rank": rank, "attn_dcp_rank": rank, "dcp_enabled": world > 1, "dcp_group": group,
+        }  # fmt: skip
+        if world > 1 and comm:
+            fields["dcp_comm_backend"] = comm
+        self.parallel = get_parallel().override(**fields)
         self.spec = get_spec().override(speculative_num_draft_tokens=drafts or None, speculative_eagle_topk=topk)
 
     def __enter__(self) -> None:
@@ -255,8 +286,9 @@ def _dense(x: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tens
     return x.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
-memory_pool.set_mla_kv_buffer_dcp_sharded_triton = _write
-merge_state.merge_state_triton = _merge
+sharded = hasattr(memory_pool, "set_mla_kv_buffer_dcp_sharded_triton")
+setattr(memory_pool, "set_mla_kv_buffer_dcp_sharded_triton" if sharded else "set_mla_kv_buffer_triton", _write)
+merge_state.merge_state_triton = forward_mha.merge_state_v2 = _merge
 kernel_inputs.demand()
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 DRAFT_EXTEND = ForwardMode.DRAFT_EXTEND_V2

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-SGLANG = ("0.5.23",)
+SGLANG = ("0.5.17", "0.5.23")
 SGLANG_JAX = "cddbf6f1cc33cbdd453bd8f36ff7051cf46ca176"  # 2026-08-21
 SKYRL_TX = ("0.3.0",)
 MODULES = {"vllm": "vllm", "sglang": "sglang", "skyrl-tx": "tx"}
@@ -37,6 +37,10 @@ ALONE = {
     "packages": ("xgrammar",),
     "packages-sglang": (
         "triton", "torchvision==0.28.0", "dill", "sentencepiece", "compressed-tensors", "loguru", "gguf"
+    ),
+    # SGLang 0.5.17 takes no other transformers, which takes no newer packages of these.
+    "packages-sglang-0.5.17": (
+        "transformers==5.12.1", "tokenizers==0.22.2", "huggingface_hub==1.33.0", "httpx", "httpcore"
     ),
     "packages-sglang-jax": ("pathwaysutils", "httpx", "httpcore"),
     "packages-skyrl-tx": ("cloudpathlib", "peft", "accelerate"),
@@ -68,7 +72,8 @@ def why_no_sglang_jax() -> str | None:
 
 def run_cases(engine: str, version: str, cases: str) -> None:
     """Run pytest on a file of cases in a process that imports this version of the engine."""
-    run_with(f"{engine} {version}", [f"{engine}-{version}", "packages", f"packages-{engine}"], cases)
+    name = f"{engine}-{version}"
+    run_with(f"{engine} {version}", [name, f"packages-{name}", "packages", f"packages-{engine}"], cases)
 
 
 def run_with(name: str, folders: Sequence[str], cases: str, *, timeout: int = 900) -> None:

@@ -48,6 +48,16 @@ def test_sglangs_variable_that_is_not_understood(
     assert "TSMLA_SGLANG: got 'flashmla', which is taken as if it were not set; legal: '', 'flash_mla'" in caplog.text
 
 
+def test_sglang_that_imports_flash_mla_from_another_package(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TSMLA_SGLANG", "flash_mla")
+    monkeypatch.setattr(sglang, "version_of", lambda name: {"sglang": "0.5.17"}[name])
+    sglang.register()
+    said = "TSMLA_SGLANG=flash_mla: SGLang 0.5.17 imports sgl_kernel.flash_mla, not flash_mla"
+    assert said in caplog.text and "flash_mla" not in sys.modules
+
+
 SGLANG_IMPORTS = """
 import logging, sys
 logging.basicConfig(level=logging.INFO)
@@ -104,8 +114,8 @@ def test_registering_imports_neither_torch_nor_jax(plugin: ModuleType, child_env
         (versions.VLLM, "0.34.0", "untested; tested: 0.26.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0"),
         (versions.VLLM, "0.22.1", "untested; tested: 0.26.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0"),
         (versions.SGLANG, "0.5.23", "tested"),
-        (versions.SGLANG, "0.5.24", "untested; tested: 0.5.23"),
-        (versions.SGLANG, "dev", "untested; tested: 0.5.23"),
+        (versions.SGLANG, "0.5.24", "untested; tested: 0.5.17, 0.5.23"),
+        (versions.SGLANG, "dev", "untested; tested: 0.5.17, 0.5.23"),
     ],
 )
 def test_versions(engine: versions.Engine, version: str, said: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,12 +4,13 @@ import pytest
 
 from tests.engines import sources
 
+CASES = ("sglang_cases.py", "sglang_flash_mla_cases.py", "sglang_joining_cases.py", "sglang_ranks_cases.py")
+# 0.5.17 imports FlashMLA from sgl-kernel, and its ranks of context parallelism are not served.
+SERVED = [(version, cases) for version in sources.SGLANG for cases in CASES[: 1 if version == "0.5.17" else None]]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", ["sglang_cases.py", "sglang_flash_mla_cases.py", "sglang_joining_cases.py", "sglang_ranks_cases.py"]
-)
-@pytest.mark.parametrize("version", sources.SGLANG)
+@pytest.mark.parametrize(("version", "cases"), SERVED)
 def test_cases(version: str, cases: str) -> None:
     if reason := sources.why_not("sglang", version):
         pytest.skip(reason)

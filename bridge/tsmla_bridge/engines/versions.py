@@ -43,7 +43,7 @@ VLLM = Engine(
 )
 SGLANG = Engine(
     "sglang",
-    ("0.5.23",),
+    ("0.5.17", "0.5.23"),
     3,
     "--attention-backend tsmla --page-size 64",
     "TSMLA_SGLANG=flash_mla in the environment, and --dsa-prefill-backend flashmla_sparse --dsa-decode-backend"

@@ -7,7 +7,8 @@ chooses the backend.
 Variables of the environment:
 
   TSMLA_SGLANG=flash_mla: `import flash_mla` gives these kernels, so SGLang's own backends of FlashMLA run on them:
-    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch.
+    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch. It needs SGLang
+    0.5.23: earlier versions import FlashMLA from sgl-kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import os
 from typing import Any
 
 from tsmla_bridge.engines import versions
+from tsmla_kernels.cli.packages import version_of
 
 NAME = "tsmla"
+IMPORTS_FLASH_MLA = (0, 5, 23)
+"""The first version of SGLang whose backends import FlashMLA from its own package, not from sgl-kernel."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,11 @@ def _install(value: str) -> bool:
         said = "%s: got %r, which is taken as if it were not set; legal: '', 'flash_mla'"
         logger.warning(said, "TSMLA_SGLANG", value)
     if value != "flash_mla":
+        return False
+    version = version_of(versions.SGLANG.distribution) or ""
+    if () < versions.numbers(version) < IMPORTS_FLASH_MLA:
+        said = "SGLang %s imports sgl_kernel.flash_mla, not flash_mla; its FlashMLA backends run on their own kernels"
+        logger.error(f"TSMLA_SGLANG=flash_mla: {said}", version)
         return False
     try:
         importlib.import_module("tsmla_bridge.engines.install").install_as_flash_mla()

@@ -229,6 +229,10 @@ class TsmlaBackend(AttentionBackend):
 
     def _check_context_parallel(self, runner: Any) -> None:
         """NotImplementedError for what SGLang's own code for MLA does not do right in decode context parallelism."""
+        version = sglang.__version__
+        if not hasattr(KVWriteLoc, "for_batch"):
+            said = f"legal with {NAME} in SGLang {version}: 1; later versions' ranks are served"
+            raise NotImplementedError(f"--dcp-size: got {self.deal.world}; {said}")
         for is_so, said in (
             # forward_absorb_prepare gathers the queries of decode and target verify alone.
             (getattr(runner, "is_draft_worker", False), "a draft model, whose queries are not gathered over the ranks"),
@@ -241,7 +245,7 @@ class TsmlaBackend(AttentionBackend):
             (self.rope_dim == 0, "a model without rope columns, whose keys are not dealt out to the ranks"),
         ):
             if is_so:
-                said = f"{said} by SGLang {sglang.__version__}"
+                said = f"{said} by SGLang {version}"
                 raise NotImplementedError(f"--dcp-size: got {self.deal.world}; legal with {NAME}: 1 for {said}")
 
     def _take_rope_apart(self, config: Any) -> None:
