@@ -47,6 +47,7 @@ KV = flags.DEFINE_string("kv", "auto", "SGLang's --kv-cache-dtype: auto or fp8_e
 RUNS = flags.DEFINE_integer("runs", 3, "pairs of runs of a point")
 STEPS = flags.DEFINE_integer("steps", 48, "tokens of a run", lower_bound=KEPT_TOKENS)
 MAX_LEN = flags.DEFINE_integer("max_len", 16640, "longest request")
+MEMORY = flags.DEFINE_float("memory", 0.8, "SGLang's --mem-fraction-static: the share of memory for weights and cache")
 PROFILE = flags.DEFINE_string("profile", None, "folder for the GPU's time of each kernel in a step")
 
 ALL_POINTS = ((1, 4096), (16, 4096), (64, 4096), (1, 16000))
@@ -94,7 +95,7 @@ class Engine:
         self.engine = sglang.Engine(
             model_path=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", random_seed=0,
             attention_backend=BACKEND.value, kv_cache_dtype=KV.value, page_size=64, context_length=MAX_LEN.value,
-            mem_fraction_static=0.8, chunked_prefill_size=8192, max_running_requests=max(64, *batches),
+            mem_fraction_static=MEMORY.value, chunked_prefill_size=8192, max_running_requests=max(64, *batches),
             cuda_graph_bs_decode=sorted({1, 2, 4, 8, *batches}), sampling_backend="pytorch", mm_feature_transport="cpu",
             disable_flashinfer_autotune=True, log_level="warning",
         )  # fmt: skip
