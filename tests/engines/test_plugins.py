@@ -48,14 +48,34 @@ def test_sglangs_variable_that_is_not_understood(
     assert "TSMLA_SGLANG: got 'flashmla', which is taken as if it were not set; legal: '', 'flash_mla'" in caplog.text
 
 
-def test_sglang_that_imports_flash_mla_from_another_package(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TSMLA_SGLANG", "flash_mla")
-    monkeypatch.setattr(sglang, "version_of", lambda name: {"sglang": "0.5.17"}[name])
-    sglang.register()
-    said = "TSMLA_SGLANG=flash_mla: SGLang 0.5.17 imports sgl_kernel.flash_mla, not flash_mla"
-    assert said in caplog.text and "flash_mla" not in sys.modules
+OLDER_IMPORTS = """
+import importlib.metadata, logging, sys, types
+logging.basicConfig(level=logging.INFO)
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.5.17" if name == "sglang" else version(name)
+sys.modules["sgl_kernel"] = types.ModuleType("sgl_kernel")
+import tsmla_bridge.engines.sglang as plugin
+assert plugin.version_of("sglang") == "0.5.17"
+plugin.register()
+plugin.register()
+from sgl_kernel.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+print(flash_mla_with_kvcache.__module__, get_mla_metadata())
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import types; sys.modules['sgl_kernel.flash_mla'] = types.ModuleType('x')"])
+def test_older_sglangs_variable_gives_sgl_kernels_flash_mla(before: str, child_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {before}\n{OLDER_IMPORTS}"],
+        env=child_environment | {"TSMLA_SGLANG": "flash_mla"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if before:
+        assert done.returncode and "SGLang's FlashMLA backends run on their own kernels" in done.stderr
+    else:
+        assert done.stdout.startswith("tsmla_bridge.engines.sglang.sgl_kernel_flash_mla (FlashMLASchedMeta"), (
+            done.stderr
+        )
 
 
 SGLANG_IMPORTS = """

@@ -4,9 +4,12 @@ import pytest
 
 from tests.engines import sources
 
-CASES = ("sglang_cases.py", "sglang_flash_mla_cases.py", "sglang_joining_cases.py", "sglang_ranks_cases.py")
-# 0.5.17 imports FlashMLA from sgl-kernel, and its ranks of context parallelism are not served.
-SERVED = [(version, cases) for version in sources.SGLANG for cases in CASES[: 1 if version == "0.5.17" else None]]
+CASES = {
+    # It imports FlashMLA from sgl-kernel, and its ranks of context parallelism are not served.
+    "0.5.17": ("sglang_cases.py", "sglang_sgl_kernel_cases.py"),
+    "0.5.23": ("sglang_cases.py", "sglang_flash_mla_cases.py", "sglang_joining_cases.py", "sglang_ranks_cases.py"),
+}
+SERVED = [(version, cases) for version in sources.SGLANG for cases in CASES[version]]
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ chooses the backend.
 Variables of the environment:
 
   TSMLA_SGLANG=flash_mla: `import flash_mla` gives these kernels, so SGLang's own backends of FlashMLA run on them:
-    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch. It needs SGLang
-    0.5.23: earlier versions import FlashMLA from sgl-kernel.
+    flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch. Before SGLang 0.5.23
+    it is `import sgl_kernel.flash_mla`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,9 @@ def _install(value: str) -> bool:
         logger.warning(said, "TSMLA_SGLANG", value)
     if value != "flash_mla":
         return False
-    version = version_of(versions.SGLANG.distribution) or ""
-    if () < versions.numbers(version) < IMPORTS_FLASH_MLA:
-        said = "SGLang %s imports sgl_kernel.flash_mla, not flash_mla; its FlashMLA backends run on their own kernels"
-        logger.error(f"TSMLA_SGLANG=flash_mla: {said}", version)
-        return False
     try:
+        if () < versions.numbers(version_of(versions.SGLANG.distribution) or "") < IMPORTS_FLASH_MLA:
+            importlib.import_module(f"{__name__}.sgl_kernel_flash_mla").install()
         importlib.import_module("tsmla_bridge.engines.install").install_as_flash_mla()
         # SGLang reads no lse of calls with indices.
         importlib.import_module("tsmla_bridge.engines.flash_mla.selected").read_no_lse()

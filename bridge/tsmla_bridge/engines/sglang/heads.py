@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -100,7 +101,10 @@ def _prompt(
 ) -> torch.Tensor:
     """dsa's sparse attention of prompts. As in dsa's own method, topk_length is left out if it has other rows than
     the queries."""
-    package = importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
+    name = "sglang.kernels.ops.attention.flash_mla_interface"
+    if importlib.util.find_spec(name) is None:
+        name = "sgl_kernel.flash_mla"  # before SGLang 0.5.23
+    package = importlib.import_module(name)
     has_lengths = topk_length is not None and len(topk_length) == len(q_all)
     out: torch.Tensor = package.flash_mla_sparse_fwd(
         q=q_all, kv=kv_cache, indices=page_table_1.unsqueeze(1), sm_scale=sm_scale, d_v=v_head_dim,
