@@ -17,7 +17,8 @@ share of tokens that is equal in that file's row of the same step, batch and con
 step take there, and attention_us what those of attention take.
 
 The environment has to name this project's plug-in, as an installed wheel does; the script adds one that draws the
-weights.
+weights. flash_mla in a row is "tsmla" if TSMLA_SGLANG=flash_mla was set, so that SGLang's backends of FlashMLA ran on
+these kernels.
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ def main(arguments: list[str]) -> None:
     record = Record(
         peer="sglang, drawn weights", backend=BACKEND.value, kv=KV.value, sglang=engine.version,
         layers=LAYERS.value or MODELS[model()]["num_hidden_layers"],
+        **({"flash_mla": "tsmla"} if os.environ.get("TSMLA_SGLANG") == "flash_mla" else {}),
     )  # fmt: skip
     rates: dict[int, float] = {}
     for batch, context in within_budget(points or ALL_POINTS):
