@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import tsmla_jax
-from tsmla_jax.nn.segments import Segments, attend_within, segments_of
+from tsmla_jax.nn.segments import Segments, attend_within, check_static_length, joined, segments_of
 from tsmla_jax.ops.inputs import Scale, describe, describe_as, describe_scale
 from tsmla_jax.ops.operation import Preference
 from tsmla_kernels.contract.rules import FLOATS, VALUES, check_scale, static_bool
@@ -184,7 +184,7 @@ def dot_product_attention(
     if sinks is not None:
         describe_as("sinks", sinks, "N", FLOATS, (call.query.shape[2], "N, query's heads"))
     is_causal = static_bool("is_causal", is_causal)
-    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in call.arrays)
+    q, k, v = (joined(name, x) for name, x in zip(("query", "key", "value"), call.arrays, strict=True))
     attend = cast(
         Attend,
         partial(
@@ -296,7 +296,11 @@ class _Call(NamedTuple):
                 )
         if found["value"].shape[-1] == 0:
             raise ValueError(f"value: got shape {found['value'].shape}; legal: V of at least 1")
+        if not isinstance(width, int):
+            raise ValueError(f"query: got shape {found['query'].shape}; legal: a static H, not {width}")
         query, key, value = (x[None] if rank == 3 else x for x in map(jnp.asarray, (query, key, value)))
+        for name, x in (("query", query), ("key", key)):
+            check_static_length(name, x.shape)
         return cls(query, key, value, None if mask is None else _bits(mask, query.shape[:2], key.shape[1]))
 
 

@@ -83,7 +83,7 @@ class Segments:
         cuts = jnp.arange(0, self.row_len, piece, dtype=jnp.int32)
         padding = ~(self.valid[:, ::piece] | self.overflow[:, None])
         starts = jnp.append(self.starts, jnp.where(padding, cuts, self.row_len), axis=1).sort(axis=1)
-        return jnp.append(self._bounds(starts), jnp.int32(self.valid.size))
+        return jnp.append(self._bounds(starts), jnp.asarray(self.valid.size, jnp.int32))
 
     @property
     def offsets(self) -> Offsets:
@@ -94,16 +94,18 @@ class Segments:
         """
         ends = jnp.append(self.starts[:, 1:], jnp.full_like(self.starts[:, :1], self.row_len), axis=1)
         sees = jnp.take_along_axis(self.valid | self.overflow[:, None], self.starts, axis=1, mode="clip")
-        last = jnp.int32(self.valid.size)
-        queries, keys = (
-            jnp.append(self._bounds(jnp.stack([self.starts, behind], axis=2).reshape(len(ends), -1)), last)
-            for behind in (ends, jnp.where(sees, ends, self.starts))
-        )
+        last = jnp.asarray(self.valid.size, jnp.int32)
+
+        def requests(behind: jax.Array) -> jax.Array:
+            pairs = jnp.stack([self.starts, behind], axis=2)
+            return jnp.append(self._bounds(pairs.reshape(pairs.shape[0], 2 * pairs.shape[1])), last)
+
+        queries, keys = requests(ends), requests(jnp.where(sees, ends, self.starts))
         return Offsets(queries, keys)
 
     def _bounds(self, tokens: jax.Array) -> jax.Array:
         """Places in rows [B, N] as places in the B S tokens [B N]."""
-        return (tokens + self.row_len * jnp.arange(len(tokens), dtype=jnp.int32)[:, None]).reshape(-1)
+        return (tokens + self.row_len * jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]).reshape(-1)
 
 
 def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
@@ -116,6 +118,7 @@ def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
         raise TypeError(f"{name}: got dtype {ids.dtype}; legal: integers or booleans")
     if ids.ndim != 2:
         raise ValueError(f"{name}: got shape {ids.shape}; legal: [B, S]")
+    check_static_length(name, ids.shape)
     max_segments = static_int("max_segments", max_segments, minimum=1)
     # Ids are compared at full width: cut to 32 bits, two 64-bit ids could become equal, or become padding.
     ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
@@ -305,7 +308,23 @@ def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
             raise ValueError(
                 f"kv: got shape {kv}; legal: {_AXES['kv']} with V of at least 1 beside N = {columns - rope[2]}"
             )
-    return [x.reshape(rows[0] * rows[1], *x.shape[2:]) for x in arrays.values()]
+    return [joined(name, x) for name, x in arrays.items()]
+
+
+def joined(name: str, x: jax.Array) -> jax.Array:
+    """x [B, S, ...] as [B S, ...]; ValueError if an explicit mesh splits S, so that no device has a whole row."""
+    x = jnp.asarray(x)
+    parts = jax.typeof(x).sharding.spec
+    if len(parts) > 1 and parts[1] is not None:
+        got = f"{x.shape} with {x.shape[1]} tokens split over {parts[1]!r}"
+        raise ValueError(f"{name}: got shape {got}; legal: a mesh that splits rows and heads alone")
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def check_static_length(name: str, shape: tuple[Any, ...]) -> None:
+    """ValueError if the tokens of rows [B, S, ...] are symbolic, as in jax.export: they bound a request."""
+    if not isinstance(shape[1], int):
+        raise ValueError(f"{name}: got shape {shape}; legal: a static number of tokens in a row, not {shape[1]}")
 
 
 def _results(found: tuple[jax.Array, ...]) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -319,7 +338,7 @@ def attend_within(segments: Segments, q: jax.Array, attend: Callable[..., Any]) 
     """
     (rows, row_len), offsets = segments.valid.shape, segments.offsets
     # A NaN in a query reaches the query's results alone. Where an operation makes the queries, it also writes the NaN.
-    crowded = jnp.repeat(segments.overflow, row_len, total_repeat_length=len(q))
+    crowded = jnp.broadcast_to(segments.overflow[:, None], segments.valid.shape)
     q = jnp.where(crowded.reshape(-1, *(1,) * (q.ndim - 1)), jnp.asarray(jnp.nan, q.dtype), q)
     found = attend(q, cu_seqlens_q=offsets.queries, cu_seqlens_kv=offsets.keys, max_q_len=row_len, max_kv_len=row_len)
     return tuple(x.reshape(rows, row_len, *x.shape[1:]) for x in (found if isinstance(found, tuple) else (found,)))

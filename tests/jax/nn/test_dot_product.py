@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tsmla_jax.nn import Segments, dot_product_attention
@@ -217,3 +219,39 @@ def test_names_are_tried_in_order_with_every_reason() -> None:
     said = str(caught.value)
     assert said.startswith("mla_prefill: implementation=('cute', 'cute') can't run this call: cute: ")
     assert all(said.count(reason) == 2 for reason in reasons)
+
+
+def test_an_explicit_mesh_splits_rows_and_heads_but_no_row() -> None:
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    arrays, attend = operands(12, 12), jitted(dot_product_attention, is_causal=True)
+    want = attend(*arrays)
+    with jax.set_mesh(mesh):
+        spec = P("rows", None, "heads", None)
+        got = attend(*jax.device_put(arrays, NamedSharding(mesh, spec)))
+        assert jax.typeof(got).sharding.spec == spec
+        np.testing.assert_array_equal(jax.device_get(got), jax.device_get(want))
+        split = jax.device_put(arrays, NamedSharding(mesh, P(None, "rows")))
+        with pytest.raises(
+            ValueError, match=r"query: got shape \(2, 12, 4, 32\) with 12 tokens split over 'rows'; legal"
+        ):
+            attend(*split)
+
+
+def test_symbolic_rows() -> None:
+    """jax.export can leave the number of rows open, and the number of heads, but no row's length."""
+    rows, length = jax.export.symbolic_shape("b, t")
+    ids = jnp.asarray([[1] * 5 + [2] * 7] * 3, jnp.int32)
+
+    def attend(x: jax.Array, ids: jax.Array) -> jax.Array:
+        return dot_product_attention(x, x, x, is_causal=True, segment_ids=ids, max_segments=2)
+
+    x = jnp.concatenate(operands(12, 12))[:3]
+    shapes = jax.ShapeDtypeStruct((rows, 12, N, H), x.dtype), jax.ShapeDtypeStruct((rows, 12), ids.dtype)
+    np.testing.assert_allclose(jax.export.export(jax.jit(attend))(*shapes).call(x, ids), attend(x, ids), atol=2e-6)
+    longer = jax.ShapeDtypeStruct((rows, length, N, H), x.dtype)
+    with pytest.raises(
+        ValueError, match=r"query: got shape \(b, t, 4, 32\); legal: a static number of tokens in a row"
+    ):
+        jax.eval_shape(lambda x: dot_product_attention(x, x, x), longer)
+    with pytest.raises(ValueError, match=r"ids: got shape \(b, t\); legal: a static number of tokens in a row, not t"):
+        jax.eval_shape(partial(Segments.from_ids, max_segments=2), jax.ShapeDtypeStruct((rows, length), ids.dtype))
