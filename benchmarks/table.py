@@ -60,7 +60,10 @@ Blocks = Callable[[Loaded], Sequence[str]]
 
 class Panel(NamedTuple):
     """A plot: its file, its text, and what draws it, if there is anything to draw; on the short page too if `shown`,
-    below a `section`'s heading if one is named. full_text: its text on the full page, if that is another one."""
+    below a `section`'s heading if one is named.
+
+    full_text: its text on the full page, if that is another one.
+    """
 
     file: str
     text: str

@@ -275,7 +275,9 @@ def loss_backward(
     attention: Attention,
     where: Where,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of the indexer's q, weights and cache. saved: the cotangent of the loss, and the two other results
-    of `loss`."""
+    """The gradients of the indexer's q, weights and cache.
+
+    saved: the cotangent of the loss, and the two other results of `loss`.
+    """
     d_loss, mass, choice_lse = saved
     return _gradient_by_blocks(d_loss, mass, choice_lse, _Loss(spec, index, attention, where)).result()

@@ -1,4 +1,4 @@
-"""Common parts of the operators of torch.library, as which torch.compile, torch.export and dispatch modes see the
+"""Common parts of the operators of torch.library, by which torch.compile, torch.export and dispatch modes know the
 operations.
 
 Each module of ops/ registers its own operators beside its eager function. An eager call on plain tensors goes past
@@ -212,8 +212,11 @@ def call_attention(
     max_logits: bool | None = None,
 ) -> Any:
     """Call an operator that `register_attention` made, the one that writes to memory if any is given. The query is the
-    first of the arguments, and out has `width` columns. max_logits: whether the call returns greatest logits, the
-    operator's third result; None if the operator has no third result."""
+    first of the arguments, and out has `width` columns.
+
+    max_logits: whether the call returns greatest logits, the operator's third result; None if the operator has no third
+      result.
+    """
     refuse_tangents(name, arguments)
     tensors.check_lse_asked_for(return_lse, lse)
     buffers = [None if memory is None else memory.buffer for memory in workspace]

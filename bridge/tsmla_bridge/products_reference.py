@@ -36,7 +36,10 @@ def block_scaled_matmul(
 def _product(
     x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor | None, weight_scales: torch.Tensor | None
 ) -> torch.Tensor:
-    """The product itself, [T, N] float32. weight_scales: None if the weight has 16 bits."""
+    """The product itself, [T, N] float32.
+
+    weight_scales: None if the weight has 16 bits.
+    """
     if weight_scales is None:
         columns = weight.float()
     elif weight.dtype == torch.uint8:

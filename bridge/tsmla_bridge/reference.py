@@ -227,7 +227,7 @@ def put_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor
     num_pages, page_size, _ = cache.shape
     target, source, any_legal = targets(slot_mapping, num_pages * page_size)
     page, offset = target.div(page_size, rounding_mode="floor"), target % page_size
-    # As integers: torch releases differ in where they index float8.
+    # As integers: not every release of torch indexes float8.
     bits = _BITS[rows.element_size()]
     cache, rows = cache.view(bits), rows.view(bits)[source]
     cache[page, offset] = torch.where(any_legal, rows, cache[0, 0])
@@ -359,7 +359,7 @@ def _indexer_keys(
     """The keys [M * Z, Di] of one row of the block table in float32, and their scales [M * Z], 1.0 in a plain cache."""
     pages = table.long().clamp(0, spec.cache.num_pages - 1)
     if not spec.cache.packed:
-        # As integers: torch releases differ in where they index float8.
+        # As integers: not every release of torch indexes float8.
         bits = _BITS[k_cache.element_size()]
         return k_cache.view(bits)[pages].view(k_cache.dtype).float().reshape(-1, spec.head_dim), 1.0
     raw = k_cache.reshape(spec.cache.num_pages, -1)[pages]

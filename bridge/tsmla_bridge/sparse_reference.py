@@ -332,7 +332,7 @@ def rows_at(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.
     """The rows [..., D] of these slots, in float32 where they are packed; without the scale of a plain cache."""
     page, offset = slots.div(spec.span, rounding_mode="floor"), slots % spec.span
     if spec.layout == "plain":
-        if cache.element_size() == 1:  # torch releases differ in where they index float8
+        if cache.element_size() == 1:  # not every release of torch indexes float8
             return cache.view(torch.uint8)[page, offset].view(cache.dtype)
         return cache[page, offset]
     if spec.layout == "v32":

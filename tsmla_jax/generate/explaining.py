@@ -314,7 +314,10 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
 
 
 def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _Sizes, entries: int) -> None:
-    """Adds the choices of a V4 layer. entries: how many compressed entries a page has."""
+    """Adds the choices of a V4 layer.
+
+    entries: how many compressed entries a page has.
+    """
     tokens, requests = sizes.tokens, sizes.requests
     for written, state in ((cache.compressed, cache.compressor), (cache.indexer, cache.indexer_compressor)):
         if written is not None and state is not None:

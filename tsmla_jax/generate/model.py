@@ -181,7 +181,9 @@ def shared_steps(
 ) -> dict[str, V4Step]:
     """The step of V4's layers of each kind ("sliding", "csa" or "hca"); empty for other models.
 
-    All layers of a kind share it, so it is made once a step. ropes: the result of `rope_tables`.
+    All layers of a kind share it, so it is made once a step.
+
+    ropes: the result of `rope_tables`.
     """
     if not isinstance(config.attention, tuple):
         return {}

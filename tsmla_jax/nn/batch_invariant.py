@@ -344,7 +344,10 @@ def _rows(x: jax.Array, offsets: jax.Array | None, eps: float) -> jax.Array:
 
 
 def _sum_kernel(columns: int, eps: float, x_ref: Any, *others: Any) -> None:
-    """Compute the results of some rows. others: the offsets, if there are any, and the results."""
+    """Compute the results of some rows.
+
+    others: the offsets, if there are any, and the results.
+    """
     *offsets_ref, out_ref = others
     count, width = x_ref.shape
     rows = pl.program_id(0) * _SUM_ROWS + jnp.arange(_SUM_ROWS, dtype=jnp.int32)

@@ -329,7 +329,10 @@ def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
 def _segments(
     segment_ids: jax.Array | Segments, max_segments: int | None, call: _Call, one_row: bool
 ) -> Segments:  # fmt: skip
-    """The segments of a call, made from ids if they are no `Segments` yet. one_row: whether ids are [T]."""
+    """The segments of a call, made from ids if they are no `Segments` yet.
+
+    one_row: whether ids are [T].
+    """
     rows = call.query.shape[:2]
     if call.key.shape[1] != rows[1]:
         raise ValueError(f"key: got {call.key.shape[1]} tokens; legal: query's {rows[1]}, as segment_ids are of both")
@@ -352,7 +355,10 @@ def _segments(
 
 
 class _Lengths(NamedTuple):
-    """How many queries and keys of each row count, [B] each; None if all do. same: both are the same array."""
+    """How many queries and keys of each row count, [B] each; None if all do.
+
+    same: both are the same array.
+    """
 
     queries: jax.Array | None
     keys: jax.Array | None

@@ -304,7 +304,10 @@ def _queries_spec(x: Any, w_uk: Any, rope: Rope, norm: Norm, kv_cache: Any, quan
 
 
 def why_not_queries(x: Any, w_uk: Any, rope: Rope, norm: Norm, kv_cache: Any, *, quantises: bool = False) -> list[str]:
-    """Why `queries` of these arguments can't be one kernel; empty if it can. quantises: whether there is a q_scale."""
+    """Why `queries` of these arguments can't be one kernel; empty if it can.
+
+    quantises: whether there is a q_scale.
+    """
     if reasons := why_not_dtypes(x, w_uk, norm=norm):
         return reasons
     return record.FEW_TOKEN_QUERIES.reasons(_queries_spec(x, w_uk, rope, norm, kv_cache, quantises))

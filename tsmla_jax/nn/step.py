@@ -196,7 +196,10 @@ class Step:
         return dense_positions(self.seq_lens, shape[1])
 
     def _check_tokens(self, argument: str, *shape: int) -> None:
-        """Raises a ValueError unless the step's new tokens have x's shape. argument: that of `dense` or `ragged`."""
+        """Raises a ValueError unless the step's new tokens have x's shape.
+
+        argument: the argument of `dense` or `ragged` that an error names.
+        """
         if (made := tuple(self.slot_mapping.shape)) != shape:
             raise ValueError(
                 f"step: got one made for new tokens {list(made)}, but x has {list(shape)}; legal: a step made with"
@@ -205,7 +208,10 @@ class Step:
 
 
 def check_step(step: object, kind: type, made_by: str) -> None:
-    """Raises a ValueError unless `step` is a `kind`. made_by: the functions that make one, for the message."""
+    """Raises a ValueError unless `step` is a `kind`.
+
+    made_by: the functions that make one, for the message.
+    """
     if not isinstance(step, kind):
         got = "None" if step is None else f"a {type(step).__name__}"
         raise ValueError(f"step: got {got}; legal: a {kind.__name__}, which {made_by} makes")
@@ -219,7 +225,9 @@ def check_axis(context_axis: str | None, made_with: str | None) -> None:
 
 def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: str) -> None:
     """Raises a ValueError unless a cache ([P, Z, width], or [P, bytes of a page] with V4's packed rows) has pages of
-    page_size tokens, as the step's slots assume. size_name: the argument by which the step was given page_size.
+    page_size tokens, as the step's slots assume.
+
+    size_name: the argument by which the step was given page_size.
     """
     if page_size is None or cache.ndim not in (2, 3):
         return

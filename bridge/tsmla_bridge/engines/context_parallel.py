@@ -8,8 +8,10 @@ import torch
 
 
 class Deal(NamedTuple):
-    """How keys are dealt out: `world` ranks take turns of `interleave` keys. rank: the index
-    of this rank."""
+    """How keys are dealt out: `world` ranks take turns of `interleave` keys.
+
+    rank: the index of this rank.
+    """
 
     world: int
     rank: int

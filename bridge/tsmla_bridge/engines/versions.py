@@ -21,10 +21,11 @@ logger = logging.getLogger(__name__)
 class Engine(NamedTuple):
     """An engine with a plug-in.
 
-    distribution: its name on the package index. tested: the versions whose own code the tests run, oldest first.
-    significant: how many leading numbers of a version must equal a tested one's. flags: the command line that chooses
-    the backends. sparse_flags: the settings for models with DeepSeek-V3.2's sparse attention, None if there is no
-    backend for them.
+    distribution: its name on the package index.
+    tested: the versions whose own code the tests run, oldest first.
+    significant: how many leading numbers of a version must equal a tested one's.
+    flags: the command line that chooses the backends.
+    sparse_flags: the settings for models with DeepSeek-V3.2's sparse attention, None if there is no backend for them.
     """
 
     distribution: str
@@ -54,8 +55,12 @@ ENGINES = (VLLM, SGLANG)
 
 @dataclass(frozen=True)
 class Found:
-    """An engine, for `tsmla doctor`. version: None where it isn't installed. status: whether that version was
-    tested, in words. flags, sparse_flags: the Engine's."""
+    """An engine, for `tsmla doctor`.
+
+    version: None where it isn't installed.
+    status: whether that version was tested, in words.
+    flags, sparse_flags: the Engine's.
+    """
 
     engine: str
     version: str | None

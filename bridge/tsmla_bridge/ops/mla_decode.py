@@ -212,8 +212,11 @@ def _check_scales(softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale |
 
 
 def warm(spec: DecodeSpec, index: int, *, split_q: bool = False, heads_first: bool = False) -> None:
-    """Load the kernel that serves `spec` on device `index`; split_q: for queries in two tensors; heads_first: with the
-    latent one as [H, ..., L]."""
+    """Load the kernel that serves `spec` on device `index`.
+
+    split_q: whether queries come in two tensors.
+    heads_first: whether the latent one is [H, ..., L].
+    """
     config = sm90_decode.decode_config(spec, split_q=split_q, heads_first=heads_first)
     loaded_kernels.launcher(MLA_DECODE, config, index)
 

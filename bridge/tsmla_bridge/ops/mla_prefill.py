@@ -243,8 +243,11 @@ def run(
     *,
     wide_v: bool = False,
 ) -> Results:
-    """out and lse of a checked call, in the caller's memory where it is given. max_logits: where these go, if the spec
-    has them. wide_v: v may be columns of a wider tensor."""
+    """out and lse of a checked call, in the caller's memory where it is given.
+
+    max_logits: where these go, if the spec has them.
+    wide_v: whether v may be columns of a wider tensor.
+    """
     device, read = inputs.q.device, inputs._asdict()
     layout = prefill_launch.result_layout(spec, inputs.q)
     by_definition = loaded_kernels.is_by_definition(implementation, device)
@@ -282,7 +285,7 @@ def why_not(spec: PrefillSpec, device: torch.device) -> list[str]:
 
 
 def warm(spec: PrefillSpec, index: int, *, wide_v: bool = False) -> None:
-    """Load the kernel that serves `spec` on device `index`; wide_v: for a v in a wider tensor."""
+    """Load the kernel that serves `spec` on device `index`, with wide_v for a v in a wider tensor."""
     loaded_kernels.launcher(MLA_PREFILL, sm90_prefill.prefill_config(spec, wide_v=wide_v), index)
 
 

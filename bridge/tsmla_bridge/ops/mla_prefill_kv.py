@@ -196,7 +196,7 @@ def _expanded(inputs: KvInputs) -> PrefillInputs:
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, *selected = inputs
     nope = q.shape[-1] - k_rope.shape[-1]
     rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
-    # Dense, as the kernels take them.
+    # k and v are made dense, because the kernels take no others.
     k, v = torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous()
     return PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, *selected)
 

@@ -84,8 +84,10 @@ OPTIONS_SCHEMA = (
 
 
 class Saved(NamedTuple):
-    """The results of a call and their cotangents, in the order of the backward kernel's operands. dlse: None if nothing
-    depends on lse."""
+    """The results of a call and their cotangents, in the order of the backward kernel's operands.
+
+    dlse: None if nothing depends on lse.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -182,8 +184,12 @@ def launch(
     max_logits: torch.Tensor | None = None,
     wide_v: bool = False,
 ) -> None:
-    """Write the results of a call. rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill. max_logits:
-    given if the spec has them. wide_v: whether v is columns of a wider tensor."""
+    """Write the results of a call.
+
+    rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill.
+    max_logits: given if the spec has them.
+    wide_v: whether v is columns of a wider tensor.
+    """
     rows = tuple(inputs.q.shape[:2])
     workspaces = sm90_prefill.prefill_workspaces(spec.batch, devices.num_sms(inputs.q.get_device()))
     greatest = {} if max_logits is None else {"max_logits": max_logits}
@@ -194,7 +200,10 @@ def launch(
 
 
 def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int = 0) -> Gradients:
-    """The gradients of a call. rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill."""
+    """The gradients of a call.
+
+    rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill.
+    """
     gradients = new_gradients(inputs)
     config, num_sms = sm90_backward.backward_config(spec, rope_dim), devices.num_sms(inputs.q.get_device())
     workspaces = sm90_backward.backward_workspaces(

@@ -31,11 +31,15 @@ class Asked(NamedTuple):
 class Form(NamedTuple):
     """One of the two operations.
 
-    name: the operation's name. inputs: the class of its tensors. spec: makes the spec from (inputs, options, scales by
-    name). run: makes the results of a checked call from (spec, inputs, pair, implementation, return_lse, out, lse,
-    max_logits). gradients: makes the gradients from (inputs, pair, options, saved). value_width: finds out's last axis
-    from the first three inputs. run_eagerly: `run` for calls past the operators, which may take views that the
-    operators don't; None is `run` itself.
+    name: the operation's name.
+    inputs: the class of its tensors.
+    spec: makes the spec from (inputs, options, scales by name).
+    run: makes the results of a checked call from (spec, inputs, pair, implementation, return_lse, out, lse,
+      max_logits).
+    gradients: makes the gradients from (inputs, pair, options, saved).
+    value_width: finds out's last axis from the first three inputs.
+    run_eagerly: `run` for calls past the operators, which may take views that the operators don't; None is `run`
+      itself.
     """
 
     name: str

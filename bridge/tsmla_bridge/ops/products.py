@@ -228,7 +228,10 @@ def _outputs(
     device: torch.device,
     read: dict[str, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The caller's tensors for the results, after their checks. read: the call's tensors, by argument."""
+    """The caller's tensors for the results, after their checks.
+
+    read: the call's tensors, by argument.
+    """
     given = list(out) if isinstance(out, tuple) else [out]
     if len(given) != len(kinds):
         legal = "a tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"

@@ -244,7 +244,7 @@ def sparse_mla(
     inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
     compiling = torch.compiler.is_compiling()
     check_workspace(workspace)
-    # True is 1 and 8.0 is 8: a plan is looked up only by options of the legal types.
+    # True equals 1 and 8.0 equals 8, so a plan is looked up only by options of the legal types.
     bools = {type(batch_invariant), type(deterministic), type(return_max_logits)}
     usual = not compiling and type(latent_dim) is int and bools == {bool}
     plan = None
@@ -301,7 +301,10 @@ its number of tokens."""
 
 
 def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
-    """Load the kernel that serves `spec` on device `index`; lengths, sinks: for calls with these arguments."""
+    """Load the kernel that serves `spec` on device `index`.
+
+    lengths, sinks: whether calls have these arguments.
+    """
     loaded_kernels.launcher(*serving(spec, lengths=lengths, sinks=sinks), index)
 
 

@@ -103,8 +103,10 @@ class Plan(plans.Plan[SparseMLASpec]):
         workspace: Workspace | None,
         max_logits: torch.Tensor | None = None,
     ) -> Results:
-        """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same. max_logits: where
-        these go, if the spec has them."""
+        """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same.
+
+        max_logits: where these go, if the spec has them.
+        """
         result, result_lse, *greatest = self.attend(SparseInputs(*inputs), factors)  # type: ignore[arg-type]
         if max_logits is not None:
             max_logits.copy_(greatest[0])

@@ -17,4 +17,4 @@ def library_of(device: torch.device) -> Library:
 def _take(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() > 1:
         return tensor[indices]
-    return tensor.view(torch.uint8)[indices].view(tensor.dtype)  # torch releases differ in where they index float8
+    return tensor.view(torch.uint8)[indices].view(tensor.dtype)  # not every release of torch indexes float8

@@ -43,8 +43,10 @@ class ResultLayout:
     def take(
         self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, read: Mapping[str, Any]
     ) -> Results:
-        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result. read: the
-        call's tensors, by argument."""
+        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result.
+
+        read: the call's tensors, by argument.
+        """
         tensors.check_lse_asked_for(return_lse, lse)
         given = [tensor for tensor in (out, lse) if tensor is not None]
         if out is None:
@@ -70,7 +72,10 @@ class ResultLayout:
         read: Mapping[str, Any],
     ) -> Results:
         """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are,
-        so they keep their derivatives. read: as in `take`."""
+        so they keep their derivatives.
+
+        read: as in `take`.
+        """
         if out is None and lse is None:
             return computed[0], computed[1] if contract.static_bool("return_lse", return_lse) else None
         out, lse = self.take(return_lse, out, lse, read)

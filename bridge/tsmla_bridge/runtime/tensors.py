@@ -273,7 +273,10 @@ def check_written(name: str, tensor: torch.Tensor) -> None:
 
 def check_apart(name: str, written: torch.Tensor, read: Mapping[str, Any]) -> None:
     """ValueError if a tensor that a kernel writes lies in memory that the same launch reads: whether a value is read
-    before it is overwritten depends on the order of the CTAs. read: the call's tensors, and None, by argument."""
+    before it is overwritten depends on the order of the CTAs.
+
+    read: the call's tensors, and None, by argument.
+    """
     first = written.data_ptr()
     last = first + written.nbytes
     for argument, tensor in read.items():

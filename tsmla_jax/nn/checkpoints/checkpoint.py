@@ -167,8 +167,10 @@ class Checkpoint:
         return value
 
     def unlike(self, name: str, wanted: str) -> CheckpointError:
-        """The error for a tensor that is stored as integers and read as floats, or the reverse. wanted: the dtype that
-        it is read as."""
+        """The error for a tensor that is stored as integers and read as floats, or the reverse.
+
+        wanted: the dtype that it is read as.
+        """
         info, scale_name = self.info(name), self.scale_name(name)
         scales, legal = "", ""
         if scale_name is not None:

@@ -224,7 +224,10 @@ _SCALED_KEYS = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rota
 
 
 def _query_scale(rope: RopeFields, where: str, rotated: float) -> QueryScale | None:
-    """The query_scale of a config whose model may have one. rotated: the share of a head's columns that is rotated."""
+    """The query_scale of a config whose model may have one.
+
+    rotated: the share of a head's columns that is rotated.
+    """
     check_values(rope.keys, where, {"partial_rotary_factor": (1, rotated)})
     beta = hf_field(rope.keys, "llama_4_scaling_beta", float, where, default=0.0)
     if beta == 0:

@@ -88,8 +88,10 @@ def choose(
 
 
 def _choose(form: Choice, has_bias: bool, has_padding: bool, logits_ref: Any, *others: Any) -> None:
-    """Choose one token's experts. others: the bias if there is one, whether each token is valid if some are not, and
-    the two results."""
+    """Choose one token's experts.
+
+    others: the bias if there is one, whether each token is valid if some are not, and the two results.
+    """
     *inputs, experts_ref, weights_ref = others
     token, num_experts = pl.program_id(0), logits_ref.shape[2]
     lanes = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)

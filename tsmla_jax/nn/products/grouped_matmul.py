@@ -173,8 +173,10 @@ class _Kind:
 
 
 def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: Any) -> None:
-    """Compute one tile. others: the scales of x with tile.half, the weight, its scales if it is narrow, and the
-    results."""
+    """Compute one tile.
+
+    others: the scales of x with tile.half, the weight, its scales if it is narrow, and the results.
+    """
     tile, block, narrow = kind.tile, kind.block, kind.narrow
     row_scales, others = others[: int(tile.half)], others[int(tile.half) :]
     weight_ref, scales, results = others[0], others[1 : 1 + int(narrow)], others[1 + int(narrow) :]

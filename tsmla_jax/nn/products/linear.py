@@ -89,7 +89,10 @@ def by_scaled_products(rows: int, weight: BlockScaled, dtype: Any) -> bool:
 def scaled_product(
     values: jax.Array, scales: jax.Array | None, weight: BlockScaled, **form: Any
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """block_scaled_matmul of values [T, K], and their scales if they have any, with a weight. form: its options."""
+    """block_scaled_matmul of values [T, K], and their scales if they have any, with a weight.
+
+    form: its options.
+    """
     return block_scaled_matmul(values, weight.values, scales, weight.scales, **form)
 
 

@@ -141,7 +141,10 @@ def norm_rope_by_kernel(
 
 
 def _kernel(kind: _Kind, x_ref: Any, *others: Any) -> None:
-    """Compute some rows of a token. others: the norm's weight (if any), cos and sin (if any), and the result."""
+    """Compute some rows of a token.
+
+    others: the norm's weight (if any), cos and sin (if any), and the result.
+    """
     *inputs, out_ref = others
     token, (start, heads, width) = pl.program_id(0), kind.columns
     head = (pl.program_id(1) * kind.rows + jnp.arange(kind.rows, dtype=jnp.int32))[:, None]

@@ -92,8 +92,9 @@ class _Kind:
 
 
 def _kernel(kind: _Kind, x_ref: Any, router_ref: Any, logits_ref: Any, *rows_refs: Any) -> None:
-    """Compute sums over some columns of x, for the logits of some tokens and some experts. rows_refs: values and scales
-    of `ScaledRows`, or nothing.
+    """Compute sums over some columns of x, for the logits of some tokens and some experts.
+
+    rows_refs: values and scales of `ScaledRows`, or nothing.
     """
     (num_tokens, _), num_experts = x_ref.shape, router_ref.shape[0]
     tokens = pl.program_id(0) * kind.block + jnp.arange(kind.block, dtype=jnp.int32)

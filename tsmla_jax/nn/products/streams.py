@@ -41,8 +41,9 @@ def read_by_kernel(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`tsmla_jax.generate.streams.read_streams` by the kernels; the numbers of its config are arguments.
 
-    rounds: the number of Sinkhorn's rounds. eps: added to the divisors of these rounds. norm_eps: the epsilon of the
-    streams' norm before the projection.
+    rounds: the number of Sinkhorn's rounds.
+    eps: added to the divisors of these rounds.
+    norm_eps: the epsilon of the streams' norm before the projection.
     """
     num_tokens, count, width = streams.shape
     sums = _project(params["fn"], streams)
@@ -114,7 +115,9 @@ def _read(
     rounds: int, eps: float, norm_eps: float, input_eps: float, sums_ref: Any, streams_ref: Any, *others: Any
 ) -> None:
     """Compute half of one token's mix: the token's first program reads the streams, its second makes the weights of the
-    writing and of the mixing. others: the mix's base and scale, the norm's weight, and the results.
+    writing and of the mixing.
+
+    others: the mix's base and scale, the norm's weight, and the results.
     """
     base_ref, scale_ref, norm_ref, read_ref, write_ref, mix_ref = others
     token, (_, count, width) = pl.program_id(0), streams_ref.shape

@@ -67,9 +67,12 @@ class Tile:
 def fitting_stages(tile: Tile, block: int, itemsize: int, *, gated: bool, most: int) -> int:
     """The stages of a tile, fewer where loads in flight would take more than `most` bytes of shared memory.
 
-    block: rows of x. itemsize: bytes of a weight. gated: whether two tiles of weights are loaded."""
+    block: rows of x.
+    itemsize: bytes of a weight.
+    gated: whether two tiles of weights are loaded.
+    """
     loads = tile.depth * (2 * block + itemsize * tile.columns * (2 if gated else 1))
-    # One of the loads is in registers. Their exchange between threads takes _EXCHANGED bytes of shared memory.
+    # One of the loads is in registers. Exchanges between threads take _EXCHANGED bytes of shared memory.
     return max(1, min(tile.stages, 1 + (most - _EXCHANGED) // loads))
 
 
@@ -98,7 +101,10 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
     tile. From some hundred on it is that of multiplying. Block-scaled weights are widened to f16: to bf16 it takes five
     times the instructions.
-    hidden, width: C and I. narrow: whether the weights are block-scaled."""
+
+    hidden, width: C and I.
+    narrow: whether the weights are block-scaled.
+    """
     if narrow:
         block, up, down = _narrow_expert_tiles(pairs, num_experts)
         return block, replace(up, half=True), replace(down, half=True)

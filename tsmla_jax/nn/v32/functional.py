@@ -232,8 +232,10 @@ def attend_projected(
     options: Options,
     project: Callable[[Params, V32Config, jax.Array, Angles, bool | None], Projected],
 ) -> Attended:
-    """`attend`, given the products of `project`. keep: whether the caller wants positions, also where attention itself
-    needs slots alone."""
+    """`attend`, given the products of `project`.
+
+    keep: whether the caller wants positions, even where attention itself needs only slots.
+    """
     kv_scale, q_scale, context_axis, form, implementation = options
     check_config(config, V32Config)
     functional.check_layer(params, config.mla)
@@ -326,8 +328,10 @@ def _choose_own(
     keep: bool,
     options: Options,
 ) -> _Own:
-    """This device's part of the selected keys. If none are given, the indexers of all devices choose them. index: the
-    indexer's queries and head weights. keep: as in `attend_projected`.
+    """This device's part of the selected keys. If none are given, the indexers of all devices choose them.
+
+    index: the indexer's queries and head weights.
+    keep: as in `attend_projected`.
     """
     assert options.context_axis is not None
     axis, page_size = options.context_axis, cache.kv.shape[1]

@@ -30,8 +30,11 @@ def step_sizes(config: V32Config, *, tokens: int, requests: int, longest: int) -
 
 
 def mask_refusals(*, quantised: bool, shared_keys: bool) -> list[str]:
-    """Why the mask can't serve a step; empty if it can. quantised: whether absorbed queries are quantised. shared_keys:
-    whether the devices of a mesh axis share the keys."""
+    """Why the mask can't serve a step; empty if it can.
+
+    quantised: whether absorbed queries are quantised.
+    shared_keys: whether the devices of a mesh axis share the keys.
+    """
     refused = ["q_scale quantises absorbed queries, and the mask has none"] if quantised else []
     return refused + ["the keys are shared by the devices of a mesh axis"] * shared_keys
 

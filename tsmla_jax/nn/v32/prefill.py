@@ -191,7 +191,10 @@ def _check_choice(
 
 
 def _check_sharing(given: bool, index_loss: bool) -> None:
-    """Raises a ValueError for what a layer without an indexer can't do. given: whether its keys are given."""
+    """Raises a ValueError for what a layer without an indexer can't do.
+
+    given: whether its keys are given.
+    """
     if not given:
         raise ValueError("selected: got None; legal: [T, K] positions, as the layer has no indexer")
     if index_loss:

@@ -56,8 +56,9 @@ class Projected(NamedTuple):
 
 
 def project(params: Params, config: V32Config, x: jax.Array, angles: Angles, quantise: bool | None) -> Projected:
-    """The products of tokens x. quantise: whether the indexer's queries are quantised; None if the indexer does not
-    choose.
+    """The products of tokens x.
+
+    quantise: whether the indexer's queries are quantised; None if the indexer does not choose.
     """
     mla = config.mla
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)

@@ -88,7 +88,10 @@ def _outputs_spec(o_a_proj: Any, heads: Any, rope_dim: int) -> OutputsSpec:
 
 
 def why_not_outputs(o_a_proj: Any, heads: Any, rope_dim: int) -> list[str]:
-    """Why `outputs_by_kernel` can't run; empty if it can. rope_dim: R."""
+    """Why `outputs_by_kernel` can't run; empty if it can.
+
+    rope_dim: R.
+    """
     kernel = record.FEW_TOKEN_OUTPUTS
     return _why_not_arrays(kernel, o_a_proj, heads) or kernel.reasons(_outputs_spec(o_a_proj, heads, rope_dim))
 
@@ -124,7 +127,10 @@ def _window_spec(joint: Any, low_norm: Norm, norm: Norm, page_size: int) -> Wind
 def why_not_window(
     joint: Any, kv_cache: Any, low_norm: Norm, norm: Norm, *, rope_dim: int, page_size: int
 ) -> list[str]:
-    """Why `write_window_by_kernel` can't run; empty if it can. rope_dim: R."""
+    """Why `write_window_by_kernel` can't run; empty if it can.
+
+    rope_dim: R.
+    """
     if reasons := device.why_not(record.FEW_TOKEN_WINDOW) + device.why_not_by_default():
         return reasons
     if joint.dtype != jnp.bfloat16 or kv_cache.dtype != jnp.uint8:

@@ -312,7 +312,9 @@ def _compress(
     **options: Any,
 ) -> tuple[jax.Array, CompressorState]:
     """The cache of one compressor with the entries written that the new tokens complete, and the compressor's new
-    state. pooled: the result of `compressor_rows` for each compressor.
+    state.
+
+    pooled: the result of `compressor_rows` for each compressor.
     """
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(

@@ -56,8 +56,12 @@ class V4Prefill(NamedTuple):
 
 
 class _Texts(NamedTuple):
-    """Packed texts. cu_seqlens: [B + 1]. request, positions: [T], the text and the position of each token. max_len:
-    static bound of a text's length. cos_sin: the rope's table.
+    """Packed texts.
+
+    cu_seqlens: [B + 1].
+    request, positions: [T], the text and the position of each token.
+    max_len: static bound of a text's length.
+    cos_sin: the rope's table.
     """
 
     cu_seqlens: jax.Array
@@ -73,9 +77,14 @@ class _Texts(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Compressed entries of packed texts. rows: [N, C]. lens: [B], how many entries each text has. first: [B], the
-    index of each text's first entry. owners: the text and the position of each entry. seen: [T], how many entries each
-    token sees. most: static bound of a text's entries.
+    """Compressed entries of packed texts.
+
+    rows: [N, C].
+    lens: [B], how many entries each text has.
+    first: [B], the index of each text's first entry.
+    owners: the text and the position of each entry.
+    seen: [T], how many entries each token sees.
+    most: static bound of a text's entries.
     """
 
     rows: jax.Array

@@ -34,7 +34,10 @@ def sparse_mla(
     batch_invariant: bool = False,
     **pages: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the operation sparse_mla. pages: its window, and the sizes and spans of its caches' pages."""
+    """out and lse of the operation sparse_mla.
+
+    pages: its window, and the sizes and spans of its caches' pages.
+    """
     results: Any = op.sparse_mla(  # type: ignore[call-overload]
         q,
         kv_cache,

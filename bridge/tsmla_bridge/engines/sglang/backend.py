@@ -388,9 +388,11 @@ class TsmlaBackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
         **others: Any,
     ) -> Results:
-        """Absorbed attention. q: [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]. In
-        decode context parallelism decode and verify have the heads of all ranks, and also return lse [T, H] of the keys
-        here, in the base of SGLang's merge."""
+        """Absorbed attention of q [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R].
+
+        Returns out [T, H * L]. In decode context parallelism decode and verify have the heads of all ranks, and also
+        return lse [T, H] of the keys here, in the base of SGLang's merge.
+        """
         self._check_call(layer, others)
         if k is not None and save_kv_cache:
             self._save(layer, forward_batch, k, v, k_rope)
@@ -442,7 +444,7 @@ class TsmlaBackend(AttentionBackend):
             lens = [int(a) + int(b) for a, b in zip(new, cached, strict=True)]
             metadata.gathered = _in_pages(context.dcp_kv_indptr, context.dcp_kv_indices, lens, self.page_size)
         buffer = context.dcp_kv_buffer.flatten(1)
-        # As integers: torch releases differ in where they index fp8.
+        # As integers: not every release of torch indexes fp8.
         return buffer.view(torch.int32)[metadata.gathered.rows].view(buffer.dtype), metadata.gathered.block_tables
 
     def forward_extend(

@@ -65,7 +65,7 @@ def register() -> None:
 
 
 def _register(entry: Entry, *, is_custom: bool) -> None:
-    """Add the entry to its registry; is_custom: under CUSTOM too."""
+    """Add the entry to its registry, and with is_custom under the name CUSTOM, too."""
     module_name, enum_name, function_name = entry.registry
     module = importlib.import_module(module_name)
     backends, add = getattr(module, enum_name), getattr(module, function_name)

@@ -125,9 +125,13 @@ class TsmlaMLABackend(HopperBackend):
 
 @dataclass(kw_only=True)
 class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
-    """A step's decode part. q_len: query tokens of every request, or None where the requests have different numbers.
-    max_q_len: a bound on them. interleave: keys that a rank of the context takes at a time. scales: the factors of the
-    layers with an fp8 cache."""
+    """A step's decode part.
+
+    q_len: query tokens of every request, or None where the requests have different numbers.
+    max_q_len: a bound on them.
+    interleave: keys that a rank of the context takes at a time.
+    scales: the factors of the layers with an fp8 cache.
+    """
 
     query_start_loc: torch.Tensor
     q_len: int | None

@@ -148,7 +148,10 @@ if hasattr(vllm_sparse, "SparseMLACommonMetadata"):
 
     @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(vllm_sparse.SparseMLACommonMetadata):
-        """A step's metadata, which vLLM's builder fills. scales: the factors of the layers with a plain fp8 cache."""
+        """A step's metadata, which vLLM's builder fills.
+
+        scales: the factors of the layers with a plain fp8 cache.
+        """
 
         scales: LayerScales | None = None
         step: OncePerStep = field(default_factory=OncePerStep)
@@ -157,7 +160,10 @@ else:  # vLLM 0.27 and earlier, where every backend declares what the builder fi
 
     @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(AttentionMetadata):  # type: ignore[no-redef]
-        """A step's metadata, which vLLM's builder fills. scales: the factors of the layers with a plain fp8 cache."""
+        """A step's metadata, which vLLM's builder fills.
+
+        scales: the factors of the layers with a plain fp8 cache.
+        """
 
         num_reqs: int
         max_query_len: int
