@@ -35,7 +35,7 @@ class CacheLayout:
 
     Attributes:
       num_pages, page_size: pages in all, tokens a page.
-      state_slots: texts under way at once.
+      state_slots: the most unfinished texts at once.
       window_rows: latents of a text's last tokens that V4 keeps, a multiple of WINDOW_PAGE; 0 for other models.
       spare: tokens of a text that may be taken back: rejected drafts.
       dtype: a numpy name, or PACKED.

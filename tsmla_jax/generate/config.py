@@ -137,8 +137,10 @@ class StreamsConfig:
 class LayerConfig:
     """The config of one decoder layer's program; layers of equal configs and parameter shapes share a program.
 
-    Attributes: as in `ModelConfig`; attention is this layer's own. shared_behind: whether the next layer attends to the
-        keys that this one chose or was given.
+    Attributes:
+        attention: the config of this layer's own attention.
+        shared_behind: whether the next layer attends to the keys that this one chose or was given.
+        The others are as in `ModelConfig`.
     """
 
     attention: LayerAttention

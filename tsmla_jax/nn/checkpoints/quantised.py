@@ -86,7 +86,7 @@ def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
             check_values(weights, f"{one}.weights", _INT4)
     except ValueError as error:
         raise CheckpointError(
-            f"{error}; of compressed-tensors int4 weights with a scale for 32 values are read"
+            f"{error}; of compressed-tensors' formats, only int4 weights with a scale for 32 values are read"
         ) from None
 
 
