@@ -44,7 +44,7 @@ class Point(NamedTuple):
 
 
 def experts_of(point: Point) -> tuple[int, int]:
-    """How many experts there are, and how many of them each token has; two for sizes that no model has."""
+    """How many experts there are, and how many of them each token has; 2 and 2 for sizes that are not in EXPERTS."""
     return EXPERTS.get((point.n, point.k), (2, 2))
 
 

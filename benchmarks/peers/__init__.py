@@ -27,7 +27,9 @@ PEERS = flags.DEFINE_string("peers", None, "folder of the peers' libraries, as `
 
 
 class Library(NamedTuple):
-    """A file of operators of torch, or a folder of a package, in a wheel; or an importable module, without a wheel.
+    """A peer's library: a file of torch operators or a package's folder, in a wheel; or an importable module, without a
+    wheel.
+
     title: with the version that was run."""
 
     title: str

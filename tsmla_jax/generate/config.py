@@ -56,7 +56,7 @@ class MoEConfig:
         or "noaux_tc" (score + correction bias selects, groups by their best two).
       n_group: number of expert groups.
       topk_group: how many of them a token may use.
-      norm_topk_prob: the chosen weights are divided by their sum.
+      norm_topk_prob: whether the chosen weights are divided by their sum.
       routed_scaling_factor: multiplies the chosen weights, after the division.
       scoring: from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's own, sigmoid for
         noaux_tc and softmax for the others.
@@ -171,7 +171,7 @@ class ModelConfig:
       num_layers: decoder layers, without those of multi-token prediction; LongCat-Flash's, which have two attentions
         and two MLPs, count twice.
       rms_norm_eps: the epsilon of the layers' norms and of the final norm (`attention` has that of its own norms).
-      tie_word_embeddings: the output projection is the embedding.
+      tie_word_embeddings: whether the output projection is the embedding.
       max_position_embeddings: the longest text the model was made for, in tokens.
       eos_token_ids: tokens that end a text; may be empty.
       dtype: the checkpoint's own compute dtype, a numpy name ("bfloat16", "float16" or "float32").

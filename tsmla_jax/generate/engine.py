@@ -234,8 +234,8 @@ class Engine:
         """Compiles every prefill step and the decode steps of these batch sizes, before texts wait for them.
 
         Args:
-          batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds options.max_batch, which is compiled in any
-          case.
+          batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds options.max_batch. That one is compiled in
+            any case.
           prefill: whether prefill steps are compiled.
 
         Raises:

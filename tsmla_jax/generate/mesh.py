@@ -5,7 +5,7 @@ latent cache has one head, so devices that split heads would all hold the whole 
 axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
 "context". Experts are split over all devices of a copy, and so is the output projection if its rows divide; each device
 holds everything else whole.
-It is the data parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437,
+This is the data parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437,
 section 3.4).
 """
 
@@ -105,7 +105,8 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
 
 
 def put(mesh: Mesh | None, spec: P, tree: Any) -> Any:
-    """Arrays that this process has whole, of the host or of a device, on the mesh; on the default device without one.
+    """Puts arrays that this process has whole, on the host or on a device, on the mesh, or if there is none on the
+    default device.
 
     Arrays that are on the mesh already, and descriptions of such, stay as they are."""
 
@@ -171,7 +172,7 @@ def param_specs(params: Any, shards: int) -> Any:
 
 
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
-    """The parameters of `load_model` on the mesh; what is there already, stays.
+    """The parameters of `load_model`, put on the mesh. Arrays that are there already stay as they are.
 
     A device has the weights of its experts, after them the weights of the shared experts, which all devices have, and
     its part of the output projection.

@@ -97,7 +97,7 @@ class StepOptions:
         "fresh" no text has tokens in the cache, so the step has no kernels for cached tokens.
       context_chunk, context_passes: "prefill" of V2 and V3 alone: cached tokens of each request that one pass expands,
         and the number of passes; None counts them on the device.
-      implementation: that of the operations; None is the best that can run.
+      implementation: the implementation of the attention operations; None takes the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
       mesh: sizes of the mesh's axes. More than one device is legal only inside `jax.shard_map` over these axes.
       most_cached: "prefill" of V3.2 alone: the most cached tokens of a text; None is what the block tables hold.

@@ -206,8 +206,8 @@ def mix_experts(
     Args:
       x: [T, C].
       experts, weights: [T, K], as `choose_experts` returns them; the index one past the last expert adds nothing.
-      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights after those of the last expert. Both may be
-        in MXFP4.
+      gate_up: [E, 2 I, C]; may have unused weights after those of the last expert.
+      down: [E, C, I]; the same. Both may be in MXFP4.
       limit: as in `gated_mlp`.
       load: how many of the T K choices are expected to be of an expert that is here; None is all.
       rows: x as `scaled_rows` makes it, if the caller has it already.

@@ -2,8 +2,8 @@
 
 `tsmla_jax.nn.functional` is MLA's (DeepSeek-V2, V3, Kimi-K2); `tsmla_jax.nn.v32` and `tsmla_jax.nn.v4` hold the sparse
 layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices; `tsmla_jax.nn.batch_invariant` computes
-a row's products in one order for any number of rows. Flax is imported only when a layer
-(`MLAttention`, `V32Attention`, `V4Attention`) is first used, safetensors only when a checkpoint is opened or written.
+a row's products in one order for any number of rows. Flax is imported only when a layer (`MLAttention`, `V32Attention`,
+`V4Attention`) is first used, safetensors only when a checkpoint is opened or written.
 """
 
 import importlib

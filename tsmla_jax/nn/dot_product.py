@@ -357,7 +357,7 @@ def _segments(
 class _Lengths(NamedTuple):
     """How many queries and keys of each row count, [B] each; None if all do.
 
-    same: both are the same array.
+    same: whether both are the same array.
     """
 
     queries: jax.Array | None

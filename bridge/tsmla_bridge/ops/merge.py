@@ -30,7 +30,8 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact merge of attention over disjoint sets of keys: weights exp(lse_i - logsumexp(lse)).
 
-    As merge_attn_states in vLLM and FlashInfer's cascade; used for chunked context, split keys and context parallelism.
+    The counterpart of merge_attn_states in vLLM and FlashInfer's cascade, for chunked context, split keys and context
+    parallelism.
 
     Args:
       outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.

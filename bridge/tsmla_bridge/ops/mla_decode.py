@@ -101,8 +101,9 @@ def mla_decode(
       q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
         pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
         one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. The latent one may also be dense as
-        [H, ..., L], if H is a power of 2. Hopper's kernels copy nothing, but such a latent part where a batch_invariant
-        call takes several launches. float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
+        [H, ..., L], if H is a power of 2. Hopper's kernels copy nothing, except such a latent part where a
+        batch_invariant call takes several launches. float16, bfloat16 or float8_e4m3fn; in torch operations also
+        float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider

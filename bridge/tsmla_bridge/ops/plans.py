@@ -62,8 +62,8 @@ def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key:
     options).
 
     Args:
-      inputs: a NamedTuple of the call's tensors, None for those that it lacks. options: a NamedTuple of its other
-        arguments.
+      inputs: a NamedTuple of the call's tensors, None for those that it lacks.
+      options: a NamedTuple of its other arguments.
       latest_key: what the latest plan is kept under; the options by default.
     """
     try:

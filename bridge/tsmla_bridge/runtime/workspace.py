@@ -26,7 +26,11 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 class Layout:
-    """Named arrays one after the other. offsets: bytes from the start, by name; size: bytes in all."""
+    """Named arrays one after the other.
+
+    offsets: how many bytes from the start each array begins, by name.
+    size: bytes in all.
+    """
 
     def __init__(self, shapes: Shapes) -> None:
         self.offsets: dict[str, int] = {}
@@ -43,10 +47,10 @@ class Workspace:
     """Memory for the kernels' intermediate results, for calls on one stream, one after the other.
 
     With it, and with out= (and lse= if it is asked for), a call of attention allocates no memory for results, final or
-    intermediate. Calls on different streams may run
-    at the same time and would write over each other, so each stream needs its own: a workspace belongs to the stream of
-    its first call, and a call on another raises until `release` is called. Calls that are captured into a CUDA graph
-    are not checked: graphs that are replayed at the same time need workspaces of their own.
+    intermediate. Calls on different streams may run at the same time and would write over each other, so each stream
+    needs its own: a workspace belongs to the stream of its first call, and a call on another raises until `release` is
+    called. Calls that are captured into a CUDA graph are not checked: graphs that are replayed at the same time need
+    workspaces of their own.
 
     Args:
       size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
@@ -123,8 +127,7 @@ def _default_device() -> str:
 
 def _num_sms(device: torch.device | str | int | None) -> int:
     """Multiprocessors of the CUDA device that an argument names, or of the current one for None; 0 for a CPU.
-    ValueError
-    if torch can't use the device, or if it is of another kind."""
+    ValueError if torch can't use the device, or if it is of another kind."""
     try:
         named = torch.device(_default_device() if device is None else device)
         if named.type == "cpu":

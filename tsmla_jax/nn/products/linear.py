@@ -54,9 +54,8 @@ def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> ja
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
 
     A block-scaled weight whose `products` is "quantized" is not widened. Any other block-scaled weight is widened to
-    x's
-    dtype: by the kernel that reads it, or by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets a
-    small matrix, or if no kernel can run.
+    x's dtype: by the kernel that reads it, or by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row
+    meets a small matrix, or if no kernel can run.
     """
     if isinstance(weight, BatchInvariant):
         return batch_invariant.linear(x, weight.values)

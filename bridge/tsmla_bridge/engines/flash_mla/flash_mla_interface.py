@@ -92,9 +92,9 @@ def flash_mla_with_kvcache(
       is_fp8_kvcache: whether k_cache is fp8; None for what k_cache and indices say.
       indices: [B, S, K] int32, the slots of k_cache that each query token sees, page * Z + offset, -1 for none; then
         k_cache is [P, Z, 1, 656], DeepSeek-V3.2's packed rows, or [P, Z, 1, 584], V4's packed pages, each padded to a
-        multiple of 576 bytes; causal is False, and block_table, cache_seqlens are ignored. topk_length: [B] int32, how
-        many of a request's K columns count. attn_sink: [H] float32, a logit a head that takes weight and has no value;
-        lse is without it.
+        multiple of 576 bytes; causal is False, and block_table, cache_seqlens are ignored.
+      topk_length: with indices, [B] int32, how many of a request's K columns count.
+      attn_sink: with indices, [H] float32, a logit for each head that takes weight and has no value; lse is without it.
       extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of V4's pages, with pages of a size of
         their own, that is attended to as well.
       enable_batch_invariant: a request's rows are bitwise the same whatever else is in the batch.

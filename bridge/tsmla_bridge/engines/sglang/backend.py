@@ -305,7 +305,7 @@ class TsmlaBackend(AttentionBackend):
         elif mode.is_target_verify():
             self.forward_metadata = self._metadata(forward_batch, lens + self.num_draft_tokens, self.num_draft_tokens)
         elif mode.is_draft_extend_v2():
-            # Every request has num_draft_tokens rows, the last ones padding behind its new tokens.
+            # Every request has num_draft_tokens rows, the last ones padding after its new tokens.
             lens = lens - forward_batch.extend_seq_lens + self.num_draft_tokens
             self.forward_metadata = self._metadata(forward_batch, lens, self.num_draft_tokens)
         else:

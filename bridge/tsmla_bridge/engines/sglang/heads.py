@@ -2,7 +2,7 @@
 queries to them; the kernels here take any number, and need not compute the rest.
 
 SGLang's modules are changed when it makes such a backend, not when the plug-in is loaded: they import much, and ask the
-GPU, in processes too that have none.
+GPU, even in processes that have none.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         starts: list[int] = query_start_loc_cpu.tolist()
         q_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         most = max(1, *q_lens)
-        # Padding of a CUDA graph: requests without tokens, behind the others. Rows of them may be there, or not.
+        # Padding of a CUDA graph: requests without tokens, after the others. Rows of them may be there, or not.
         last = max((i for i, count in enumerate(q_lens) if count), default=-1)
         rows, rest = divmod(num_decode_tokens, most)
         uniform = (
