@@ -83,7 +83,7 @@ class Case:
         try:
             point = [type(each)(value) for each, value in zip(like, values, strict=True)]
         except ValueError as error:
-            raise ValueError(f"--points: got {text!r}; legal: as {cls.text(like)}") from error
+            raise ValueError(f"--points: got {text!r}; legal: like {cls.text(like)}") from error
         return like._make(point) if hasattr(like, "_make") else tuple(point)
 
     @staticmethod

@@ -48,7 +48,7 @@ def lengths_of(name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         rng = random.Random(seed)
         lens = tuple(rng.randint(*bounds) for _ in range(int(found[1])))
         return lens, lens, int(found[2])
-    raise ValueError(f"--points: got {name!r}; legal: as 4x4096h128, 4096h16-256, ragged32h16, 512on65536h128")
+    raise ValueError(f"--points: got {name!r}; legal: like 4x4096h128, 4096h16-256, ragged32h16, 512on65536h128")
 
 
 class Prefill(Case):

@@ -246,7 +246,7 @@ class Checkpoint:
                 wanted = "float32, bfloat16 or float16" if kind is None else "int32"
                 raise CheckpointError(
                     f"{info.file}: tensor {part!r} must have shape {legal} and be {wanted}, got {info.shape} and"
-                    f" {info.dtype.name}; of int4 weights those with a scale for every {INT4_GROUP} values are read"
+                    f" {info.dtype.name}; only int4 weights with a scale for every {INT4_GROUP} values are read"
                 )
         scales = self._raw(scale).astype(np.float32)
         if not np.isfinite(scales).all():

@@ -1,8 +1,9 @@
 """The names of a DeepSeek-V4 checkpoint's tensors, which have three spellings.
 
-DeepSeek's own checkpoints say `layers.0.attn.wq_a.weight`, transformers' modules `model.layers.0.self_attn.q_a_proj
-.weight`, and a model saved by transformers is between the two: `model.layers.0.attn.wq_a.weight`, with `attn.norm`
-for DeepSeek's `attn.kv_norm`. This project names a tensor as transformers' modules do.
+DeepSeek's own checkpoints say `layers.0.attn.wq_a.weight`. transformers' modules say
+`model.layers.0.self_attn.q_a_proj.weight`. A model saved by transformers is between the two:
+`model.layers.0.attn.wq_a.weight`, with `attn.norm` for DeepSeek's `attn.kv_norm`. This project names a tensor as
+transformers' modules do.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def tokenspeed_mla_decode(
     if kv_lora_rank < qk_rope_head_dim:
         raise ValueError(
             f"kv_lora_rank: got {kv_lora_rank} with qk_rope_head_dim = {qk_rope_head_dim}; legal: at least as many"
-            " latent columns as rope ones, which come behind them"
+            " latent columns as rope ones, which come after them"
         )
     _check_sizes(query, kv_cache, workspace_buffer, kv_lora_rank + qk_rope_head_dim, max_seq_len, min_split_kv)
     _check_mask(query, window_left, causal_seqs, ranks, local_visible_lens)
