@@ -19,13 +19,14 @@ def join(
         tl.extra.cuda.gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
-    first = window
-    if HAS_NEAR:
-        first = tl.minimum(window, tl.load(near_lengths + token // per_request))
     behind = columns - window
-    a = tl.load(near + token * near_stride + columns, mask=columns < first, other=-1)
+    # All loads are issued before any is used, so that no column waits for its row's length.
+    a = tl.load(near + token * near_stride + columns, mask=columns < window, other=-1)
     b = tl.load(far + token * far_stride + behind, mask=(behind >= 0) & (behind < count), other=-1)
-    tl.store(out + token * width + columns, tl.where(columns < window, a, b), mask=columns < width)
     if HAS_FAR:
         length = tl.load(far_lengths + token // per_request) + window
+    if HAS_NEAR:
+        a = tl.where(columns < tl.load(near_lengths + token // per_request), a, -1)
+    tl.store(out + token * width + columns, tl.where(columns < window, a, b), mask=columns < width)
+    if HAS_FAR:
         tl.store(out_lengths + token, length, mask=part == 0)
