@@ -173,10 +173,7 @@ class SparseMla:
         if const_expr(self.config.skips):
             # The next kernel's CTAs do not fit beside these, so they start as these end.
             cute.arch.griddepcontrol_launch_dependents()
-        # Before this wait the kernel before may still write the operands, and the last call's `combine` may still read
-        # the workspaces.
-        cute.arch.griddepcontrol_wait()
-        if const_expr(self.config.skips):
+            cute.arch.griddepcontrol_wait()
             if self.works(arrays.lengths):
                 self.run(q, caches, q_map, arrays, score_mma, value_mma, ctas)
             else:
@@ -201,20 +198,25 @@ class SparseMla:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         atom, tma = q_map
-        early = self.early_numbers(cta, arrays.lengths)
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
         query = Query(atom, tma, q, storage.q.data_ptr(), storage.q_full.data_ptr())
         if warp_idx == 4:
             cpasync.prefetch_descriptor(atom)
-        if warp_idx > GATHER_WARP:
-            self.prefetch_operands(q, arrays.indices, warp_idx - GATHER_WARP - 1)
         if warp_idx == 0:
             self.ring.init_barriers(shared)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(query.full, 1)
             cute.arch.mbarrier_init_fence()
-            if const_expr(self.config.whole):
+        if const_expr(not self.config.skips):
+            # Before this wait the kernel before may still write the operands, and the last call's `combine` may still
+            # read the workspaces.
+            cute.arch.griddepcontrol_wait()
+        early = self.early_numbers(cta, arrays.lengths)
+        if warp_idx > GATHER_WARP:
+            self.prefetch_operands(q, arrays.indices, warp_idx - GATHER_WARP - 1)
+        if const_expr(self.config.whole):
+            if warp_idx == 0:
                 # Q's rows follow from the CTA's index, so Q need not wait for the token's length.
                 self.scores.query.request(self.walk.first_row(cta), query)
 
