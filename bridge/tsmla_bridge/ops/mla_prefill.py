@@ -175,7 +175,7 @@ def mla_prefill(
       q_scale, k_scale, v_scale: the tensors hold values / scale; None is 1. Float or float32 scalar tensor.
       return_lse, implementation, out, lse: as in mla_decode.
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
-        asks for everywhere. With it the backward kernel takes 1 to 8 % longer on an H200, and 31 to 64 % longer with K
+        asks for everywhere. With it the backward kernel takes 1 to 8 % longer on an H200, and 40 to 43 % longer with K
         and V of 256.
       selection: [R, W] int32, words of bits that say which keys a query token selects, see selection_bits: bit j of
         word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. A token
