@@ -12,7 +12,7 @@ from tsmla_kernels.contract.compress import CompressSpec
 
 
 class Entries(NamedTuple):
-    """The entries that a call completes, with padding behind them: each entry's last token, that token's request and
+    """The entries that a call completes, with padding after them: each entry's last token, that token's request and
     position (-1 for padding), and the number of entries."""
 
     token: jax.Array

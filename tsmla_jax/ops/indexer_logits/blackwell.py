@@ -1,7 +1,7 @@
 """indexer_logits on Blackwell: the operands of FlashInfer's kernel for a call on one device, made safe for any input.
 
 The kernel takes a row of the block table for each query token and the plan of the work, and writes whole splits of 256
-keys. So a request's row is repeated for each of its tokens, entries behind a token's last page become page 0, and the
+keys. So a request's row is repeated for each of its tokens, entries after a token's last page become page 0, and the
 columns that a token does not see get -inf afterwards.
 """
 

@@ -13,7 +13,7 @@ from tsmla_jax.ops.select_topk import reference as topk_reference
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 Results = jax.Array | tuple[jax.Array, ...]
-"""Positions, or slots and counts; behind them scores where they are asked for; or the words of the selection. One array
+"""Positions, or slots and counts; then scores where they are asked for; or the words of the selection. One array
 alone is no tuple."""
 
 

@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 HEADED = 7
-"""How many operands, from the first on, vmap may batch, beside the sinks behind them; its calls have the others in
+"""How many operands, from the first on, vmap may batch, beside the sinks after them; its calls have the others in
 common."""
 
 

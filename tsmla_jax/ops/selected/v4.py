@@ -237,7 +237,7 @@ def build_mixed_sparse_indices(
     compressed slots.
 
     Args:
-      window_slots: [T, W] int32, -1 behind each row's last.
+      window_slots: [T, W] int32, -1 after each row's last.
       compressed_slots: [T, E] int32, or None; the first compressed_lens[t] of a row are used.
       compressed_lens: [T] int32; None counts the slots that aren't -1, which must then come first.
       window_page, compressed_page: (page size, span) of a cache whose pages are strided wider than their rows: its
