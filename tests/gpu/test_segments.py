@@ -56,6 +56,7 @@ def test_values_and_gradients(function: Callable[..., jax.Array]) -> None:
 
     ((_, got), gradients), ((_, expected), exact) = run("cute", jnp.bfloat16), run("xla", jnp.float32)
     assert np.isnan(np.float32(got)[4]).all() and not np.float32(got)[:4][ids()[:4] == 0].any()
-    for mine, theirs in zip((got[:4], *gradients), (expected[:4], *exact), strict=True):
-        difference = np.linalg.norm(np.float32(mine) - np.float32(theirs))
-        assert difference <= 1e-2 * np.linalg.norm(np.float32(theirs))
+    # A row of too many segments holds NaN in its queries, so its keys' and values' gradients are NaN, too.
+    for mine, theirs in zip((got, *gradients), (expected, *exact), strict=True):
+        a, b = np.float32(mine)[:4], np.float32(theirs)[:4]
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
