@@ -126,8 +126,8 @@ def put(mesh: Mesh | None, spec: P, tree: Any) -> Any:
 def put_shards(mesh: Mesh, read: Callable[[int], Any]) -> Any:
     """Trees of arrays that are split over EXPERT_SHARDS along their first axis.
 
-    read: the tree of one shard, on the host; called for the shards that this process's devices hold, one after the
-      other, so that the host never holds more than one.
+    read: makes the tree of one shard on the host; called for the shards that this process's devices hold, one after the
+      other, so that the host needs room for one at a time.
     """
     sharding = NamedSharding(mesh, P(EXPERT_SHARDS))
     count = mesh.shape[EXPERT] * mesh.shape[CONTEXT]

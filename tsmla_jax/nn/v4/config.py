@@ -52,7 +52,7 @@ class V4Config:
         o_lora_rank: rank of one group of the output projection.
         index_n_heads: Hi, heads of a csa layer's indexer.
         index_head_dim: Di, width of an indexer's head.
-        index_topk: how many entries a token attends to at most.
+        index_topk: how many entries the indexer of a csa layer chooses for a token, at most.
         rope_theta: base of this layer's rotary angles: the plain one in sliding layers, the compressor's in others.
         yarn: context extension of this layer's rope, or None.
         rms_norm_eps: epsilon of every norm.

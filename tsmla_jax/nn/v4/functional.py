@@ -46,7 +46,7 @@ class V4Cache(NamedTuple):
     """One layer's caches and compressor states; those that a layer of its kind lacks are None.
 
     Attributes:
-        window: [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: every token's latent.
+        window: [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: the tokens' latents.
         compressed: the compressed entries, in the same layouts.
         indexer: [P, Z, Di] floats, or uint8 [P, Z, Di + 4]: the indexer's compressed keys.
         compressor: the state of the entries' compressor.

@@ -119,7 +119,7 @@ def _attend_one(
     """out [S, H, L] and lse [S, H] of one request: q [S, H, D], table [M] and ends [S]."""
     dtype = accumulation_dtype(spec.q_dtype)
     wide = {spec.q_dtype, spec.kv_dtype} & {"float32", "float64"}
-    # 16-bit inputs are exact in tf32 and in bf16 products, so the fast product of a GPU or TPU loses nothing on them.
+    # 16-bit inputs are exact in tf32, so the fast product of a GPU loses nothing of them; nor does a TPU's of bf16.
     precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
     page_size, latent_dim = spec.page_size, spec.latent_dim
     block_keys = pages_per_block * page_size

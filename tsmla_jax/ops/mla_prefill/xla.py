@@ -250,7 +250,7 @@ def _block(
 
 
 def _dot(equation: str, a: jax.Array, b: jax.Array, spec: PrefillSpec) -> jax.Array:
-    # 16-bit inputs are exact in tf32 and in bf16 products, so the fast product of a GPU or TPU loses nothing on them.
+    # 16-bit inputs are exact in tf32, so the fast product of a GPU loses nothing of them; nor does a TPU's of bf16.
     wide = spec.q_dtype in ("float32", "float64")
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT)
 
