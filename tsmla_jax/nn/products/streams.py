@@ -129,7 +129,7 @@ def _read(
     factor = lax.rsqrt(squares / (count * width) + norm_eps)
 
     def weights(rows: jax.Array, valid: jax.Array, scale: int) -> jax.Array:
-        """The projected streams at these rows of `fn`, scaled."""
+        """The projected streams at these rows of `fn`, scaled, plus their base."""
         index = parts.reshape(-1, *[1] * rows.ndim)
         mask = (index < sums_ref.shape[0]) & valid[None]
         sums = plgpu.load(sums_ref.at[index, token, rows[None]], mask=mask, other=0.0).sum(axis=0)
