@@ -64,14 +64,12 @@ class Programs:
         return constants if self.mesh is None else put(self.mesh, P(), constants)
 
     def put_work(self, work: Prompts | Drafts) -> Prompts | Drafts:
-        """The prompts or drafts of a step, put on the mesh. Without a mesh they stay on the host: the call of the
-        program moves them.
+        """The prompts or drafts of a step, put on the mesh. Without a mesh they stay on the host, where the call of the
+        program takes them from, unless there are no drafts.
         """
-        if self.mesh is None:
-            return work
         if isinstance(work, Drafts) and not work.tokens.size:
             return _no_drafts(self.mesh, work.lens.size)
-        return put(self.mesh, P(REPLICAS), work)
+        return work if self.mesh is None else put(self.mesh, P(REPLICAS), work)
 
 
 @functools.cache
@@ -89,9 +87,11 @@ def _maker(mesh: Mesh, spec: P, make: Callable[..., Any], *arguments: Any) -> Ca
 
 
 @functools.cache
-def _no_drafts(mesh: Mesh, rows: int) -> Drafts:
-    """Drafts without tokens, put on the mesh once, since most decode steps have none."""
-    drafts: Drafts = put(mesh, P(REPLICAS), steps.no_drafts(rows))
+def _no_drafts(mesh: Mesh | None, rows: int) -> Drafts:
+    """Drafts without tokens, put on the mesh or the device once, since most decode steps have none: a copy in front of
+    every step would keep the device waiting."""
+    none = steps.no_drafts(rows)
+    drafts: Drafts = jax.device_put(none) if mesh is None else put(mesh, P(REPLICAS), none)
     return drafts
 
 

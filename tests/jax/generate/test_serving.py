@@ -85,6 +85,17 @@ def test_the_host_reads_one_step_behind(tiny_model: Model) -> None:
     assert engine.figures.decode_steps == 2 and engine.step() == []
 
 
+def test_a_decode_step_brings_nothing_to_the_device(tiny_model: Model) -> None:
+    """The device would wait for the copy between two steps."""
+    config, params = tiny_model
+    engine = Engine(params, config, replace(OPTIONS, program="step"))
+    assert engine.admit(0, PROMPTS[0], NEW)
+    for _ in range(2):
+        engine.step()
+    with jax.transfer_guard_host_to_device("disallow"):
+        drain(engine, {0: []})
+
+
 def test_an_end_token_stops_a_text_on_the_device(tiny_model: Model, alone: list[list[int]]) -> None:
     config, params = tiny_model
     end = alone[0][2]
