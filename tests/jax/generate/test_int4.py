@@ -97,7 +97,7 @@ def test_a_model_of_int4_experts_is_the_widened_one(text_model: bool, tmp_path: 
     [
         (
             {"num_bits": 8},
-            r"config_groups.group_0.weights: num_bits: got 8; legal: 4, None; of compressed-tensors int4",
+            r"config_groups.group_0.weights: num_bits: got 8; legal: 4, None; of compressed-tensors' formats, only",
         ),
         ({"symmetric": False}, "symmetric: got False; legal: True"),
         ({"group_size": 128}, "group_size: got 128; legal: 32"),

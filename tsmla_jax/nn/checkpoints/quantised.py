@@ -19,7 +19,10 @@ from tsmla_jax.nn.checkpoints.known_fields import Legal, check_values
 # Fields of config.json that describe a quantisation, and fields in them that name a format beside quant_method.
 _GROUPS = ("quantization_config", "compression_config", "quantization")
 _METHODS = ("quant_algo", "quant_type", "format", "config_groups", "bits", "load_in_4bit", "load_in_8bit")
-_READ = "'fp8' with scales for blocks or whole matrices, or weights that are not quantised"
+_READ = (
+    "'fp8' with scales for blocks or whole matrices, compressed-tensors' pack-quantized int4, or weights that are not"
+    " quantised"
+)
 # What compressed-tensors says of the int4 weights that are read.
 _INT4: Legal = {
     "num_bits": (4,),
