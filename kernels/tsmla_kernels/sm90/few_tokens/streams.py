@@ -24,7 +24,7 @@ from tsmla_kernels.sm90.few_tokens.streams_config import (
     WriteStreamsConfig,
     mix_rows,
 )
-from tsmla_kernels.sm90.few_tokens.tile import THREADS, block_sum, power, row_of, sigmoid, start, warp_sum
+from tsmla_kernels.sm90.few_tokens.tile import LINE, THREADS, block_sum, power, row_of, sigmoid, start, warp_sum
 
 VECTOR = 8
 """Columns that a thread of few_token_read_streams loads at a time."""
@@ -180,13 +180,38 @@ class FewTokenReadStreams:
         shared = storage.sums.get_tensor(cute.make_layout((WARPS, SUMS), stride=(SUMS, 1)))
         squares = storage.squares.get_tensor(cute.make_layout(WARPS))
         cute.arch.griddepcontrol_launch_dependents()
+        self.prefetch(arrays)
         cute.arch.griddepcontrol_wait()
         if half == 0:
             self.read(arrays, shared, squares, token)
         else:
+            terms = self.terms(arrays)
             sums = self.sums(arrays, shared, token)
             if thread < 32:
-                self.weigh(arrays, sums, token, thread)
+                self.weigh(arrays, self.logit(arrays, sums, terms), token, thread)
+
+    @cute.jit
+    def prefetch(self, arrays: ReadArrays) -> None:
+        """Bring the parameters to L2. This is safe while the kernel before this one still writes them, because its
+        stores go through L2."""
+        thread = cute.arch.thread_idx()[0]
+        for line in cutlass.range(thread, Int32(arrays.norm.shape[0]) * 4 // LINE, THREADS, unroll=1):
+            address = arrays.norm.iterator.toint() + line * LINE
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+        for array in (arrays.base, arrays.scale):
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[array.iterator.toint()])
+
+    @cute.jit
+    def terms(self, arrays: ReadArrays):
+        """The base and the scale of this lane's row of fn; of the last row past it."""
+        index = cutlass.min(cute.arch.lane_idx(), self.rows - 1)
+        return arrays.base[index], arrays.scale[cutlass.min(index // self.config.count, 2)]
+
+    @cute.jit
+    def logit(self, arrays: ReadArrays, sums: Float32, terms: tuple[Float32, Float32]):
+        """The logit of this lane's row of fn. sums: as `sums` returns it; terms: as `terms` does."""
+        base, scale = terms
+        return sums * self.factor(arrays, sums) * scale + base
 
     @cute.jit
     def sums(self, arrays: ReadArrays, shared: cute.Tensor, token: Int32):
@@ -233,13 +258,20 @@ class FewTokenReadStreams:
                     values = load(BFloat16, row + (stream * columns + chunk * VECTOR) * 2, VECTOR)
                     for j in cutlass.range_constexpr(VECTOR):
                         loaded[i, stream, j] = values[j]
-        sums = self.sums(arrays, shared, token)
-        factor = self.factor(arrays, sums)
+        weights = cute.make_rmem_tensor((config.loads, VECTOR), Float32)
+        weights.fill(0.0)
+        for i in cutlass.range_constexpr(config.loads):
+            chunk = thread + i * THREADS
+            if chunk < chunks:
+                values = load(Float32, arrays.norm.iterator.toint() + chunk * (4 * VECTOR), VECTOR)
+                for j in cutlass.range_constexpr(VECTOR):
+                    weights[i, j] = values[j]
+        terms = self.terms(arrays)
+        logit = self.logit(arrays, self.sums(arrays, shared, token), terms)
         x = cute.make_rmem_tensor((config.loads, VECTOR), Float32)
         x.fill(0.0)
         for stream in cutlass.range_constexpr(config.count):
-            logit = cute.arch.shuffle_sync(sums, stream) * factor * arrays.scale[0] + arrays.base[stream]
-            share = sigmoid(logit) + Float32(config.eps)
+            share = sigmoid(cute.arch.shuffle_sync(logit, stream)) + Float32(config.eps)
             for i in cutlass.range_constexpr(config.loads):
                 for j in cutlass.range_constexpr(VECTOR):
                     x[i, j] = x[i, j] + share * loaded[i, stream, j].to(Float32)
@@ -253,25 +285,22 @@ class FewTokenReadStreams:
         for i in cutlass.range_constexpr(config.loads):
             chunk = thread + i * THREADS
             if chunk < chunks:
-                weight = load(Float32, arrays.norm.iterator.toint() + chunk * (4 * VECTOR), VECTOR)
                 values = cute.make_rmem_tensor((VECTOR,), Float32)
                 for j in cutlass.range_constexpr(VECTOR):
-                    values[j] = x[i, j] * norm * weight[j]
+                    values[j] = x[i, j] * norm * weights[i, j]
                 store(BFloat16, row_of(arrays.read, token) + chunk * (2 * VECTOR), values)
 
     @cute.jit
-    def weigh(self, arrays: ReadArrays, sums: Float32, token: Int32, lane: Int32) -> None:
-        """Make the weights of the writing and the mixing, by a warp, each of whose lanes has all of them."""
+    def weigh(self, arrays: ReadArrays, logit: Float32, token: Int32, lane: Int32) -> None:
+        """Make the weights of the writing and the mixing, by a warp, each of whose lanes has all of them. logit: as
+        `logit` returns it."""
         config, count = self.config, self.config.count
-        factor = self.factor(arrays, sums)
         mix = cute.make_rmem_tensor((count, count), Float32)
         for row in cutlass.range_constexpr(count):
             most = Float32(-float("inf"))
             for column in cutlass.range_constexpr(count):
-                index = (2 + row) * count + column
-                logit = cute.arch.shuffle_sync(sums, index) * factor * arrays.scale[2] + arrays.base[index]
-                mix[row, column] = logit
-                most = cute.arch.fmax(most, logit)
+                mix[row, column] = cute.arch.shuffle_sync(logit, (2 + row) * count + column)
+                most = cute.arch.fmax(most, mix[row, column])
             total = Float32(0.0)
             for column in cutlass.range_constexpr(count):
                 mix[row, column] = power(mix[row, column] - most)
@@ -283,10 +312,9 @@ class FewTokenReadStreams:
             self.divide(mix, rows=True)
             self.divide(mix, rows=False)
         for stream in cutlass.range_constexpr(count):
-            index = count + stream
-            logit = cute.arch.shuffle_sync(sums, index) * factor * arrays.scale[1] + arrays.base[index]
+            own = cute.arch.shuffle_sync(logit, count + stream)
             if lane == stream:
-                arrays.write[token, stream] = sigmoid(logit) * 2.0
+                arrays.write[token, stream] = sigmoid(own) * 2.0
         for row in cutlass.range_constexpr(count):
             for column in cutlass.range_constexpr(count):
                 if lane == row * count + column:
