@@ -16,7 +16,7 @@ from tsmla_jax.generate import moe, streams
 from tsmla_jax.generate.config import MoEConfig, StreamsConfig
 from tsmla_jax.nn import MLAConfig, Step, few_token_streams, few_tokens, functional, init_params
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
-from tsmla_jax.nn.norms import Norm, rms_norm
+from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.v4 import V4Config
@@ -214,3 +214,8 @@ def test_a_mix_of_streams() -> None:
         close(found.read, read)
         close(found.write, write, 1e-4)
         close(found.mix, mix, 1e-4)
+    params = {"fn": params["fn"][:4], "base": params["base"][:4], "scale": params["scale"][:1]}
+    given = few_token_streams.Unwritten(out, second.write, second.mix, second.streams)
+    closed = jax.jit(lambda: streams.close_normed(params, given, norm, config))()
+    want = streams.close_streams(params, streams.write_streams(*given), config)
+    close(closed, rms_norm_fixed_order(want, *norm))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,11 @@ from tsmla_jax.generate.expert_parallel import mixture_of_split_experts
 from tsmla_jax.generate.mesh import CONTEXT, ONE_DEVICE, MeshShape
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
-from tsmla_jax.generate.streams import after_layer, close_streams, mix_streams, open_streams, written
+from tsmla_jax.generate.streams import after_layer, close_normed, mix_streams, open_streams
 from tsmla_jax.nn import MLAConfig, functional, v4, v32
 from tsmla_jax.nn.few_token_streams import Unwritten
 from tsmla_jax.nn.mla import few_tokens as mla_few_tokens
-from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
+from tsmla_jax.nn.norms import Norm, rms_norm
 from tsmla_jax.nn.step import Step, needed_when_ragged
 from tsmla_jax.nn.v4 import V4Config, V4Step
 from tsmla_jax.nn.v32 import V32Config
@@ -405,15 +405,16 @@ def _attend_fresh(
     return y, tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
 
 
-def last_norm(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows [N, C] that the output projection takes: x[rows] after the last norm. x is [T, C] (V4: [T, S, C]), and
-    rows is [N] i32.
+def last_norm(params: Params, config: ModelConfig, x: jax.Array | Unwritten, rows: jax.Array) -> jax.Array:
+    """The rows [N, C] that the output projection takes: x[rows] after the last norm. x is [T, C], or what `run_layers`
+    returns of V4's streams, and rows is [N] i32.
     """
-    x = x[rows]
-    if config.streams is not None:
-        x = close_streams(params["streams"], x, config.streams)
-    norm = rms_norm if config.streams is None else rms_norm_fixed_order
-    return norm(x, params["norm"], config.rms_norm_eps)
+    norm = Norm(params["norm"], config.rms_norm_eps)
+    if config.streams is None:
+        return rms_norm(cast(jax.Array, x)[rows], *norm)
+    if isinstance(x, Unwritten):  # of one token
+        return jnp.repeat(close_normed(params["streams"], x, norm, config.streams), rows.shape[0], axis=0)
+    return close_normed(params["streams"], x[rows], norm, config.streams)
 
 
 def output_projection(params: Params, config: ModelConfig) -> jax.Array:
@@ -431,7 +432,7 @@ def run_layers(
     scales: Scales,
     options: StepOptions,
     shared: Mapping[str, V4Step],
-) -> tuple[jax.Array, list[Any]]:
+) -> tuple[Any, list[Any]]:
     """All layers, one after the other.
 
     Args:
@@ -441,7 +442,7 @@ def run_layers(
       others: as in `decoder_layer`.
 
     Returns:
-      x and the caches, with the new tokens written.
+      x, in V4 the `LayerResult.x` of the last layer, and the caches, with the new tokens written.
     """
     caches_after: list[Any] = []
     selected: jax.Array | None = None
@@ -452,7 +453,7 @@ def run_layers(
         found = decoder_layer(layer, own, x, cache, batch, scales, options, step, selected, shortcut)
         x, cache, selected, shortcut = found
         caches_after.append(cache)
-    return written(x), caches_after
+    return x, caches_after
 
 
 def forward(

@@ -202,7 +202,7 @@ def _head(params: Params) -> Params:
 
 def _run_layers(
     params: Params, caches: list[Any], batch: Batch, constants: Constants, config: StepConfig
-) -> tuple[jax.Array, list[Any]]:
+) -> tuple[Any, list[Any]]:
     shared = _shared_steps(config.model, batch, constants.ropes, config.options) if constants.ropes else {}
     x = _embed(_head(params), config.model, batch.tokens)
     return model.run_layers(params, config.model, x, caches, batch, constants.scales, config.options, shared)
@@ -255,7 +255,7 @@ def _pack_prompts(prompts: Prompts, config: StepConfig) -> Batch:
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def _start_texts(
-    head: Params, state: State, constants: Constants, prompts: Prompts, x: jax.Array, config: StepConfig
+    head: Params, state: State, constants: Constants, prompts: Prompts, x: Any, config: StepConfig
 ) -> tuple[State, jax.Array]:
     last = jnp.maximum(prompts.cu_seqlens[1:] - 1, 0)
     tokens = _choose(head, x, last, prompts.requests, prompts.seq_lens, constants.sampling, config)
@@ -331,7 +331,7 @@ def _pack_texts(state: State, drafts: Drafts, config: StepConfig) -> Batch:
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def _continue_texts(
-    head: Params, state: State, constants: Constants, drafts: Drafts, x: jax.Array, config: StepConfig
+    head: Params, state: State, constants: Constants, drafts: Drafts, x: Any, config: StepConfig
 ) -> tuple[State, jax.Array]:
     texts, most = _first_rows(state, config.rows), drafts.tokens.shape[1] + 1
     active, places = texts.remaining > 0, _places(texts, drafts, config)
@@ -362,7 +362,7 @@ def _continue_texts(
 
 def _choose(
     head: Params,
-    x: jax.Array,
+    x: Any,
     rows: jax.Array,
     requests: jax.Array,
     positions: jax.Array,

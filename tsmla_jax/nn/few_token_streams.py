@@ -82,19 +82,49 @@ def mix_by_kernel(
       eps: added to the divisors of these rounds.
       norm_eps: the epsilon of the streams' norm before the projection.
     """
-    streams = given.streams if isinstance(given, Unwritten) else given
-    tokens, count, columns = streams.shape
-    flat, wide = streams.reshape(tokens, -1), jnp.float32
-    spec: Any = WriteStreamsSpec(tokens, count, columns, written=isinstance(given, Unwritten))
-    inputs: tuple[Any, ...] = (flat, params["fn"].astype(wide))
-    shapes: tuple[tuple[int, ...], ...] = ((columns // COLUMNS, tokens, SUMS),)
-    if isinstance(given, Unwritten):
-        inputs += (given.out.astype(flat.dtype), given.write, given.mix.reshape(tokens, -1))
-        shapes += (flat.shape,)
-    sums, *new = run(record.FEW_TOKEN_WRITE_STREAMS, spec, inputs, *shapes)
-    flat = new[0] if new else flat
+    tokens, count, columns = _streams_of(given).shape
     spec = ReadStreamsSpec(tokens, count, columns, rounds, eps, norm_eps, norm.eps)
+    flat, (read, write, mix) = _read(params, given, norm, spec, (tokens, count), (tokens, count * count))
+    return Mixed(read, write, mix.reshape(tokens, count, count), flat.reshape(tokens, count, columns))
+
+
+def close_by_kernel(
+    params: Mapping[str, jax.Array], given: jax.Array | Unwritten, norm: Norm, *, eps: float, norm_eps: float
+) -> jax.Array:
+    """The norm of the last layer's streams as one vector [T, C], as of `tsmla_jax.generate.streams.close_streams`; the
+    last block's result is written first if they are `Unwritten`.
+
+    Args:
+      params: as of `close_streams`.
+      given, eps, norm_eps: as of `mix_by_kernel`.
+      norm: the norm of the vector.
+    """
+    tokens, count, columns = _streams_of(given).shape
+    spec = ReadStreamsSpec(tokens, count, columns, 1, eps, norm_eps, norm.eps, mixes=False)
+    return _read(params, given, norm, spec)[1][0]
+
+
+def _streams_of(given: jax.Array | Unwritten) -> jax.Array:
+    return given.streams if isinstance(given, Unwritten) else given
+
+
+def _read(
+    params: Mapping[str, jax.Array],
+    given: jax.Array | Unwritten,
+    norm: Norm,
+    spec: ReadStreamsSpec,
+    *shapes: tuple[int, ...],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The streams [T, N C], written, and the results of `spec`: the input [T, C], then arrays of these shapes."""
+    flat, wide = _streams_of(given).reshape(spec.tokens, -1), jnp.float32
+    written = isinstance(given, Unwritten)
+    writing = WriteStreamsSpec(spec.tokens, spec.count, spec.columns, written, spec.mixes)
+    inputs: tuple[Any, ...] = (flat, params["fn"].astype(wide))
+    results: tuple[tuple[int, ...], ...] = ((spec.columns // COLUMNS, spec.tokens, SUMS),)
+    if isinstance(given, Unwritten):
+        inputs += (given.out.astype(flat.dtype), given.write, given.mix.reshape(spec.tokens, -1))
+        results += (flat.shape,)
+    sums, *new = run(record.FEW_TOKEN_WRITE_STREAMS, writing, inputs, *results)
+    flat = new[0] if new else flat
     inputs = (sums, flat, *(array.astype(wide) for array in (params["base"], params["scale"], norm.weight)))
-    shapes = ((tokens, columns), (tokens, count), (tokens, count * count))
-    read, write, mix = run(record.FEW_TOKEN_READ_STREAMS, spec, inputs, *shapes)
-    return Mixed(read, write, mix.reshape(tokens, count, count), flat.reshape(streams.shape))
+    return flat, run(record.FEW_TOKEN_READ_STREAMS, spec, inputs, (spec.tokens, spec.columns), *shapes)

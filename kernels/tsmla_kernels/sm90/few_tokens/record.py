@@ -298,7 +298,7 @@ def write_streams_operands(config: WriteStreamsConfig) -> tuple[Operand, ...]:
     )
     return (
         Operand("streams", BF16, (None, None)),
-        Operand("fn", "float32", (mix_rows(count), None)),
+        Operand("fn", "float32", (mix_rows(count, config.mixes), None)),
         *((Operand("out", BF16, (None, None)), *weights) if config.written else ()),
         Operand("sums", "float32", (None, None, SUMS), output=True),
         *((Operand("new_streams", BF16, (None, None), output=True),) if config.written else ()),
@@ -321,15 +321,18 @@ FEW_TOKEN_WRITE_STREAMS = Kernel(
 def read_streams_operands(config: ReadStreamsConfig) -> tuple[Operand, ...]:
     """The operands. The numbers of tokens, of columns and of partial sums are read at the launch."""
     count = config.count
+    weights = (
+        Operand("write", "float32", (None, count), output=True, align=4),
+        Operand("mix", "float32", (None, count * count), output=True, align=4),
+    )
     return (
         Operand("sums", "float32", (None, None, SUMS)),
         Operand("streams", BF16, (None, None)),
-        Operand("base", "float32", (mix_rows(count),), align=4),
-        Operand("scale", "float32", (3,), align=4),
+        Operand("base", "float32", (mix_rows(count, config.mixes),), align=4),
+        Operand("scale", "float32", (3 if config.mixes else 1,), align=4),
         Operand("norm_weight", "float32", (None,)),
         Operand("read", BF16, (None, None), output=True),
-        Operand("write", "float32", (None, count), output=True, align=4),
-        Operand("mix", "float32", (None, count * count), output=True, align=4),
+        *(weights if config.mixes else ()),
     )
 
 

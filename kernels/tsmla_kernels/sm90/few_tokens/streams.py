@@ -37,7 +37,7 @@ class WriteArrays(NamedTuple):
     """The arrays of a launch of few_token_write_streams, for T tokens with N streams of C columns.
 
     Attributes:
-      streams: [T, N C] bf16. fn: [(2 + N) N, N C] f32.
+      streams: [T, N C] bf16. fn: [(2 + N) N, N C] f32, or [N, N C] if nothing is mixed.
       sums: [C / COLUMNS, T, SUMS] f32: the partial products of the streams with fn, then the partial sum of the
         streams' squares. Other words are not written.
       out, write, mix: the block's result [T, C] bf16, and the weights [T, N] and [T, N N] f32 of the writing and the
@@ -59,7 +59,7 @@ class FewTokenWriteStreams:
 
     def __init__(self, config: WriteStreamsConfig) -> None:
         self.config = config
-        self.rows = mix_rows(config.count)
+        self.rows = mix_rows(config.count, config.mixes)
         self.each = -(-self.rows // WARPS)
 
     @cute.jit
@@ -137,8 +137,8 @@ class ReadArrays(NamedTuple):
 
     Attributes:
       sums: [S, T, SUMS] f32, of few_token_write_streams. streams: [T, N C] bf16, as it has written them.
-      base, scale: [(2 + N) N] and [3] f32. norm: the weight of the input's norm, [C] f32.
-      read: the block's input, [T, C] bf16. write, mix: [T, N] and [T, N N] f32.
+      base, scale: [(2 + N) N] and [3] f32, or [N] and [1]. norm: the weight of the input's norm, [C] f32.
+      read: the block's input, [T, C] bf16. write, mix: [T, N] and [T, N N] f32, or None.
     """
 
     sums: cute.Tensor
@@ -147,8 +147,8 @@ class ReadArrays(NamedTuple):
     scale: cute.Tensor
     norm: cute.Tensor
     read: cute.Tensor
-    write: cute.Tensor
-    mix: cute.Tensor
+    write: cute.Tensor | None = None
+    mix: cute.Tensor | None = None
 
 
 class FewTokenReadStreams:
@@ -157,7 +157,7 @@ class FewTokenReadStreams:
 
     def __init__(self, config: ReadStreamsConfig) -> None:
         self.config = config
-        self.rows = mix_rows(config.count)
+        self.rows = mix_rows(config.count, config.mixes)
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
@@ -169,7 +169,7 @@ class FewTokenReadStreams:
             squares: cute.struct.MemRange[Float32, WARPS]
 
         self.storage = Storage
-        start(self.mix(arrays), stream, arrays.read.shape[0], Int32(2))
+        start(self.mix(arrays), stream, arrays.read.shape[0], Int32(2 if self.config.mixes else 1))
 
     @cute.kernel
     def mix(self, arrays: ReadArrays):
@@ -184,7 +184,7 @@ class FewTokenReadStreams:
         cute.arch.griddepcontrol_wait()
         if half == 0:
             self.read(arrays, shared, squares, token)
-        else:
+        elif const_expr(self.config.mixes):
             terms = self.terms(arrays)
             sums = self.sums(arrays, shared, token)
             if thread < 32:

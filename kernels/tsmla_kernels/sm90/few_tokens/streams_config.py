@@ -17,20 +17,21 @@ SUMS = 32
 """Words of a token's sums of a CTA: those of the products, that of the squares, and unused ones."""
 
 
-def mix_rows(count: int) -> int:
-    """The weights of a mix of `count` streams: of the reading, the writing and the mixing."""
-    return (2 + count) * count
+def mix_rows(count: int, mixes: bool = True) -> int:
+    """The weights of a mix of `count` streams: of the reading and, if `mixes`, of the writing and the mixing."""
+    return (2 + count) * count if mixes else count
 
 
 @dataclass(frozen=True)
 class WriteStreamsSpec:
-    """A call of few_token_write_streams: `tokens` tokens with `count` streams of `columns` each; written as in
+    """A call of few_token_write_streams: `tokens` tokens with `count` streams of `columns` each; written, mixes: as in
     WriteStreamsConfig."""
 
     tokens: int
     count: int
     columns: int
     written: bool = True
+    mixes: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class WriteStreamsConfig:
     Attributes:
       count: the streams of a token.
       written: whether a block's result is written to the streams first.
+      mixes: whether a block follows; behind the last layer streams are only read.
     """
 
     count: int = 4
     written: bool = True
+    mixes: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class ReadStreamsSpec:
     eps: float = 1e-6
     norm_eps: float = 1e-6
     input_eps: float = 1e-6
+    mixes: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class ReadStreamsConfig:
       rounds, eps: Sinkhorn's rounds, and what is added to their divisors and to the weights of the reading.
       norm_eps: of the norm of all streams as one vector, before they are projected.
       input_eps: of the norm of the mix that is read.
+      mixes: as in WriteStreamsConfig.
     """
 
     count: int = 4
@@ -78,6 +83,7 @@ class ReadStreamsConfig:
     eps: float = 1e-6
     norm_eps: float = 1e-6
     input_eps: float = 1e-6
+    mixes: bool = True
 
 
 def _reasons(tokens: int, count: int, columns: int) -> list[str]:
@@ -98,7 +104,7 @@ def write_streams_reasons(spec: WriteStreamsSpec) -> list[str]:
 
 def write_streams_config(spec: WriteStreamsSpec) -> WriteStreamsConfig:
     """The configuration that serves `spec`."""
-    return WriteStreamsConfig(spec.count, spec.written)
+    return WriteStreamsConfig(spec.count, spec.written, spec.mixes)
 
 
 def read_streams_reasons(spec: ReadStreamsSpec) -> list[str]:

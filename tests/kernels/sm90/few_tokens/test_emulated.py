@@ -527,3 +527,26 @@ def test_streams(tokens: int, count: int, columns: int, written: bool) -> None:
     np.testing.assert_allclose(arrays["mix"][real], mix.reshape(tokens, -1)[real], rtol=1e-4, atol=1e-6)
     if tokens > 1:
         assert all(np.isnan(arrays[name][1].astype(np.float64)).all() for name in ("read", "write", "mix"))
+
+
+def test_streams_behind_the_last_layer() -> None:
+    """The two launches that read streams without a mix, beside float64."""
+    draw, count, columns = Draw(), 4, 288
+    streams, out = draw.bf16(1, count, columns), draw.bf16(1, columns)
+    write = draw.rng.uniform(0, 2, size=(1, count)).astype(np.float32)
+    mix = draw.rng.uniform(size=(1, count, count)).astype(np.float32) / count
+    fn = (draw.rng.normal(size=(count, count * columns)) / np.sqrt(count * columns)).astype(np.float32)
+    arrays = {"streams": streams.reshape(1, -1), "fn": fn, "out": out, "write": write, "mix": mix.reshape(1, -1)}
+    arrays |= {"new_streams": np.empty((1, count * columns), BF16)}
+    arrays["sums"] = np.empty((columns // 32, 1, SUMS), np.float32)
+    run("few_token_write_streams", WriteStreamsSpec(1, count, columns, mixes=False), arrays, "sums")
+    new = mixed(out, write, mix, streams).astype(np.float64)
+    base, scale = (draw.rng.normal(size=size).astype(np.float32) for size in (count, 1))
+    weight, spec = draw.rng.normal(size=columns).astype(np.float32), ReadStreamsSpec(1, count, columns, mixes=False)
+    arrays |= {"streams": arrays["new_streams"], "base": base, "scale": scale, "norm_weight": weight}
+    arrays |= {"read": np.empty((1, columns), BF16)}
+    arrays["sums"] = np.where(np.arange(SUMS) > count, np.float32(np.nan), arrays["sums"])
+    run("few_token_read_streams", spec, arrays, "read")
+    logits = fn.astype(np.float64) @ new.reshape(-1) / np.sqrt((new**2).mean() + spec.norm_eps) * scale + base
+    x = ((1 / (1 + np.exp(-logits)) + spec.eps) @ new[0]).astype(BF16).astype(np.float64)
+    close(arrays["read"][0], x / np.sqrt((x * x).mean() + spec.input_eps) * weight, 6e-3)

@@ -103,6 +103,7 @@ CALLS: dict[str, tuple[str, Spec]] = {
     "write streams": ("few_token_write_streams", WRITE_STREAMS),
     "project streams": ("few_token_write_streams", dataclasses.replace(WRITE_STREAMS, written=False)),
     "read streams": ("few_token_read_streams", READ_STREAMS),
+    "close streams": ("few_token_read_streams", dataclasses.replace(READ_STREAMS, tokens=1, mixes=False)),
     "router": ("few_token_router", ROUTER),
     "router 1 token": ("few_token_router", dataclasses.replace(ROUTER, tokens=1)),
 }
