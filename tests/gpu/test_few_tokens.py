@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,6 +42,11 @@ def weight(seed: int, narrow: bool, *shape: int) -> jax.Array | BlockScaled:
     return BlockScaled(random(seed, *shape, dtype=jnp.float8_e4m3fn), jnp.full(blocks, 0.05, jnp.float32))
 
 
+def run(function: Callable[..., Any], *arrays: Any) -> Any:
+    """A function's results, compiled. `arrays`: what it reads, of which many would take minutes as constants."""
+    return jax.jit(function)(*arrays)
+
+
 def close(got: jax.Array, want: jax.Array, tolerance: float = 1e-2) -> None:
     found, right = (np.asarray(x, np.float64) for x in (got, want))
     assert np.linalg.norm(found - right) <= tolerance * np.linalg.norm(right)
@@ -51,7 +57,7 @@ def test_a_product(tokens: int) -> None:
     x, matrix, norm = random(1, tokens, 2112), weight(2, False, 3648, 2048), Norm(random(3, 2048), 1e-6)
     residual = random(4, tokens, 3648)
     assert few_tokens.why_not_matmul(x, matrix, norm) == []
-    got = jax.jit(lambda: few_tokens.matmul(x, matrix, norm=norm, residual=residual))()
+    got = run(lambda x, matrix: few_tokens.matmul(x, matrix, norm=norm, residual=residual), x, matrix)
     wide = rms_norm(x[:, :2048], *norm).astype(jnp.float32) @ jnp.asarray(matrix, jnp.float32).T
     close(got, wide + residual.astype(jnp.float32))
 
@@ -65,7 +71,7 @@ def test_a_product_of_one_token(terms: int, rows: int, normed: bool, gated: bool
     x, matrix = random(1, 1, terms), weight(2, True, rows, terms)
     norm, residual = Norm(random(3, terms), 1e-6) if normed else None, None if gated else random(4, 1, rows)
     assert few_tokens.why_not_matmul(x, matrix, norm, gated=gated) == []
-    got = jax.jit(lambda: few_tokens.matmul(x, matrix, norm=norm, gated=gated, residual=residual))()
+    got = run(lambda x, matrix: few_tokens.matmul(x, matrix, norm=norm, gated=gated, residual=residual), x, matrix)
     terms_of_x = x if norm is None else rms_norm(x, *norm)
     wide = terms_of_x.astype(jnp.float32) @ jnp.asarray(matrix.widened(jnp.bfloat16), jnp.float32).T  # type: ignore[union-attr]
     gate, up = jnp.split(wide, 2, axis=-1)
@@ -81,8 +87,8 @@ def test_one_token_of_large_experts() -> None:
     x, norm, valid = random(1, 1, 7168), Norm(random(2, 7168), 1e-6), jnp.ones(1, bool)
     assert few_token_mlp.why_not(params, config, x, norm) == []
     ids = jnp.zeros(1, jnp.int32)
-    want = jax.jit(lambda: moe.mixture_of_experts(params, rms_norm(x, *norm), valid, config, ids))()
-    close(jax.jit(lambda: few_token_mlp.mlp(params, config, x, norm, valid, ids))() - x, want)
+    want = run(lambda params: moe.mixture_of_experts(params, rms_norm(x, *norm), valid, config, ids), params)
+    close(run(lambda params: few_token_mlp.mlp(params, config, x, norm, valid, ids), params) - x, want)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -93,8 +99,8 @@ def test_experts(tokens: int, narrow: bool) -> None:
     params |= {"gate_up": weight(6, narrow, 66, 2816, 2048), "down": weight(7, narrow, 66, 2048, 1408)}  # type: ignore[dict-item]
     x, norm, valid = random(1, tokens, 2048), Norm(random(2, 2048), 1e-6), jnp.ones(tokens, bool)
     ids = jnp.zeros(tokens, jnp.int32)
-    want = jax.jit(lambda: moe.mixture_of_experts(params, rms_norm(x, *norm), valid, config, ids))()
-    close(jax.jit(lambda: few_token_mlp.mlp(params, config, x, norm, valid, ids))() - x, want)
+    want = run(lambda params: moe.mixture_of_experts(params, rms_norm(x, *norm), valid, config, ids), params)
+    close(run(lambda params: few_token_mlp.mlp(params, config, x, norm, valid, ids), params) - x, want)
     logits = few_tokens.router_logits(x, params["router"], norm=norm)
     experts, weights = moe.choose_experts(params, x, config, ids, valid, logits[None])
     inner = few_tokens.experts_up(x, params["gate_up"], experts, norm=norm)
@@ -119,8 +125,10 @@ def test_attention(tokens: int, rank: int | None) -> None:
     tables = jnp.arange(9 * tokens, dtype=jnp.int32).reshape(tokens, 9)
     step = Step.dense(tables, jnp.arange(tokens, dtype=jnp.int32) * 37 + 1, page_size=64)
     assert mla_few_tokens.why_not(params, config, x, norm, cache) == []
-    got, written = jax.jit(lambda: mla_few_tokens.decode(params, config, x, norm, cache, step))()
-    y, want = jax.jit(lambda: functional.decode(params, config, rms_norm(x, *norm)[:, None], cache, step))()
+    got, written = run(lambda *given: mla_few_tokens.decode(given[0], config, x, norm, given[1], step), params, cache)
+    y, want = run(
+        lambda params, cache: functional.decode(params, config, rms_norm(x, *norm)[:, None], cache, step), params, cache
+    )
     close(got - x, y[:, 0])
     close(written, want, 1e-3)
 
@@ -178,7 +186,7 @@ def test_products_of_a_token_of_v4(pooled: int) -> None:
     params |= {"o_b_proj": random(5, 4096, 8192, scale=0.05), "q_b_proj": random(6, 32768, 1024, scale=0.05)}
     x = random(7, 1, 4096)
     assert v4_few_tokens.why_not_inputs(params, config, x) == []
-    got = jax.jit(lambda: v4_few_tokens.inputs_by_kernel(params, config, x))()
+    got = run(lambda params: v4_few_tokens.inputs_by_kernel(params, config, x), params)
     projected, weights = functional_v4.project_in(params, config, x)
     close(got.projected, projected[:, :1536])
     close(got.index_weights, weights)
@@ -187,13 +195,12 @@ def test_products_of_a_token_of_v4(pooled: int) -> None:
     heads, table = random(8, 1, 64, 512), rope_table(jnp.float32(10.0) ** -(jnp.arange(32) / 8), 100)
     rope = few_tokens.Rope(*angles(jnp.array([77]), table), True, "interleaved")
     assert v4_few_tokens.why_not_outputs(params["o_a_proj"], heads, 64) == []
-    mixed = jax.jit(lambda: v4_few_tokens.outputs_by_kernel(params["o_a_proj"], heads, rope))()
+    mixed = run(lambda weight: v4_few_tokens.outputs_by_kernel(weight, heads, rope), params["o_a_proj"])
     back = norm_rope(heads.reshape(1, -1), Columns(0, 64, 512), rope=Rope(jnp.array([77]), table, inverse=True))
     close(mixed, jnp.einsum("gi,gri->gr", back.reshape(8, 4096), params["o_a_proj"]).reshape(1, -1))
     for name, terms in (("o_b_proj", mixed), ("q_b_proj", x[:, :1024])):
-        close(
-            jax.jit(lambda name=name, terms=terms: v4_few_tokens.matrix(params, name, terms))(), terms @ params[name].T
-        )
+        made = run(lambda params, name=name, terms=terms: v4_few_tokens.matrix(params, name, terms), params)
+        close(made, terms @ params[name].T)
 
 
 def test_a_mix_of_streams() -> None:
