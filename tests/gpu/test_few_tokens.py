@@ -215,8 +215,9 @@ def test_a_mix_of_streams() -> None:
     out = random(5, tokens, 4096)
     given = few_token_streams.Unwritten(out, first.write, first.mix, x)
     second = jax.jit(lambda: streams.mix_streams(params, given, norm, config))()
-    for found, before in ((first, x), (second, streams.write_streams(*given))):
-        close(found.streams, before, 1e-3)
+    # The compiled kernel rounds a stream once, after its product and its sum; write_streams rounds both.
+    for found, before, tolerance in ((first, x, 0.0), (second, streams.write_streams(*given), 4e-3)):
+        close(found.streams, before, tolerance)
         read, write, mix = jax.jit(lambda x: streams.read_streams(params, x, norm, config))(found.streams)
         close(found.read, read)
         close(found.write, write, 1e-4)
