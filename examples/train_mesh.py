@@ -248,14 +248,14 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}, fsdp {options.fsdp} x context {options.context}")
     run, alone = (train(make_mesh(*sizes), shape, options.steps, dtype) for sizes in
                   ((options.fsdp, options.context), (1, 1)))  # fmt: skip
-    apart = [abs(a - b) / alone.losses[0] for a, b in zip(run.losses, alone.losses, strict=True)]
+    apart = np.abs(np.subtract(run.losses, alone.losses)) / alone.losses[0]
     for i in sorted({*range(0, options.steps, max(1, options.steps // 8)), options.steps - 1}):
         print(f"step {i:3d}  loss {run.losses[i]:.4f}  one device {alone.losses[i]:.4f}  apart {apart[i]:.1e}")
     tokens = shape.rows * shape.tokens
     print(f"a device holds {run.state_bytes / alone.state_bytes:.2f} of the parameters and the optimizer's state")
     print(f"tokens a second: {tokens / run.seconds:,.0f}, on one device {tokens / alone.seconds:,.0f}")
-    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}; at most {max(apart):.1e} of the first from one device's")
-    if not max(apart) < (0.05 if on_gpu else 1e-3):
+    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}; at most {apart.max():.1e} of the first from one device's")
+    if not apart.max() < (0.05 if on_gpu else 1e-3):
         raise SystemExit("the mesh does not train as one device does")
 
 

@@ -68,6 +68,16 @@ def test_sizes_that_examples_refuse(
     assert f"--{name}: got {value}; legal: at least {least}" in capsys.readouterr().err
 
 
+def test_a_mesh_whose_loss_is_no_number_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's max passes over NaN behind the first number."""
+    pytest.importorskip("optax", reason="needs optax: pip install 'tsmla-jax[flax]'")
+    example = load("train_mesh")
+    losses = iter(([2.0, float("nan"), 1.0], [2.0, 1.5, 1.0]))
+    monkeypatch.setattr(example, "train", lambda *_: example.Run(next(losses), 1, 1.0))
+    with pytest.raises(SystemExit, match="the mesh does not train as one device does"):
+        example.main(["--fsdp", "1", "--steps", "3"])
+
+
 def test_a_trainer_by_rows_has_the_rollouts_bits() -> None:
     """And one of whole texts has not: what the example counts."""
     example = load("rollout_and_training")
