@@ -20,7 +20,7 @@ from benchmarks.peers import sparse
 K = 2048
 MODES = {"tsmla": "position", "tsmla value": "value", "tsmla equal": "position", "tsmla halfzero": "position"}
 """The order of the indices that each of our functions writes. The second word of a name is the mode of its row."""
-CHECKED_ELEMENTS = 1 << 26  # at once
+CHECKED_ELEMENTS = 1 << 26  # logits that are checked at once
 
 
 def is_exact(indices: Any, logits: Any, order: str) -> bool:

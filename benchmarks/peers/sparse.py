@@ -157,7 +157,7 @@ def cudnn_topk(logits: Any, lens: Any, k: int, ordered: bool) -> Run:
     return lambda: kernel.execute(logits, lens, out_indices=out, workspace=work)[0]
 
 
-MOST_COOPERATIVE = 32  # rows
+MOST_COOPERATIVE = 32  # the most rows that cooperative_topk takes
 TOPK = {"vllm_cooperative": "vllm_c", "vllm_persistent": "vllm_c", "vllm_rows": "vllm_c", "sgl": "sgl",
         "cudnn": "cudnn_frontend", "cudnn_ordered": "cudnn_frontend"}  # fmt: skip
 """Kernels for the largest logits of each row, and the library of each."""

@@ -263,7 +263,7 @@ def sparse_mla(
     results = out.to(DTYPES[spec.out_dtype]), lse.masked_fill(~seen, -torch.inf).to(DTYPES[spec.lse_dtype])
     if not spec.max_logits:
         return results
-    greatest = (maximum + (total - total).detach()).masked_fill(~seen, -torch.inf)  # NaN where lse is
+    greatest = (maximum + (total - total).detach()).masked_fill(~seen, -torch.inf)  # NaN where lse is NaN
     return *results, greatest.to(DTYPES[spec.lse_dtype])
 
 

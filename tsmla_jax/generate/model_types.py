@@ -94,7 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1048576,
         "eos_token_id": 2,
     },
-    # Without experts.
+    # A model without experts.
     "youtu": {
         "n_routed_experts": None,
         "first_k_dense_replace": 0,

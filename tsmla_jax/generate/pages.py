@@ -15,7 +15,13 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        """Args: num_pages: pages in the cache. Raises ValueError below 1."""
+        """
+        Args:
+          num_pages: how many pages the cache has.
+
+        Raises:
+          ValueError: num_pages is below 1.
+        """
         if num_pages < 1:
             raise ValueError(f"num_pages = {num_pages}; legal: at least 1")
         self.num_pages = num_pages
@@ -56,7 +62,12 @@ class PageTable:
     """The pages of one request, in the order of its tokens."""
 
     def __init__(self, allocator: PageAllocator, page_size: int, reserved: int) -> None:
-        """Args: reserved: the pages that `allocator.reserve` has already set aside for this request."""
+        """
+        Args:
+          allocator: where the pages come from.
+          page_size: tokens a page.
+          reserved: how many pages `allocator.reserve` has already set aside for this request.
+        """
         self.pages: list[int] = []
         self._allocator = allocator
         self._page_size = page_size

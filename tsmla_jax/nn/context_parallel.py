@@ -335,7 +335,7 @@ def _candidates(
     implementation: Preference,
 ) -> tuple[jax.Array, jax.Array]:
     """This device's k best keys for each token: their positions among its keys, ascending, and scores; [T, c] each."""
-    q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
+    q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # no gradient passes through the choice
     most = min(k, block_tables.shape[1] * k_cache.shape[1])
     return tsmla_jax.indexer_topk(
         q, weights, k_cache, block_tables, seq_lens, most, return_scores=True, implementation=implementation

@@ -66,7 +66,7 @@ def plan_of_latest(
 
     Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
     eager call on the host."""
-    if forward_ad._current_level >= 0:  # as in plans.latest
+    if forward_ad._current_level >= 0:  # a tangent does not show, as in plans.latest
         return None
     try:
         if type(q) is tuple or visible_lens is not None:
@@ -343,7 +343,7 @@ class KernelPlan(Plan):
                     kv_cache.data_ptr(),
                     block_tables.data_ptr(),
                     lens_address,
-                    lens_address if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # never read without it
+                    lens_address if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # not read without offsets
                     *(() if visible_lens is None else (visible_lens.data_ptr(),)),
                     pair_on_device.data_ptr(),
                     out.data_ptr(),

@@ -141,7 +141,7 @@ def register(form: Form) -> Operators:
     operators.register_fake(backward, fake_backward)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        tensors_given = NUM_INPUTS + 1  # and the scales
+        tensors_given = NUM_INPUTS + 1  # the inputs, then the scales
         ctx.save_for_backward(*output[:2], *inputs[:tensors_given])
         ctx.numbers = inputs[tensors_given:]
         ctx.set_materialize_grads(False)

@@ -383,7 +383,7 @@ operators.refuse_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors_given = _INPUTS + 1  # and the scales
+    tensors_given = _INPUTS + 1  # the inputs, then the scales
     ctx.save_for_backward(*output[:2], *inputs[:tensors_given])
     ctx.numbers = inputs[tensors_given:]
 

@@ -133,15 +133,15 @@ class Checkpoint:
         narrow = ml_dtypes.bfloat16 if dtype is None else dtype
         if fp4:
             scales = self._scales(name, info, stored_shape, FP4_BLOCK)
-            with np.errstate(over="ignore"):  # `_in_range` says so
+            with np.errstate(over="ignore"):  # `_in_range` finds overflows
                 wide = dequantise_fp4(raw, scales, dtype=narrow)[rows]
             return self._in_range(name, wide, raw)
         if info.dtype in _FP8:
             scales = self._scales(name, info, stored_shape, self.block)
             if self._is_whole_scaled(name):
-                with np.errstate(over="ignore"):  # `_in_range` says so
+                with np.errstate(over="ignore"):  # `_in_range` finds overflows
                     return self._in_range(name, dequantise_whole(raw, scales, rows, dtype=narrow), raw)
-            with np.errstate(over="ignore"):  # `_in_range` says so
+            with np.errstate(over="ignore"):  # `_in_range` finds overflows
                 wide = dequantise_blocks(raw, scales, block=self.block, dtype=narrow)[rows]
             return self._in_range(name, wide, raw)
         if (scale_name := self.scale_name(name)) is not None:
@@ -252,7 +252,7 @@ class Checkpoint:
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{scale.file}: tensor {name + '_scale'!r} has scales that are not finite")
         narrow = ml_dtypes.bfloat16 if dtype is None else dtype
-        with np.errstate(over="ignore"):  # `_in_range` says so
+        with np.errstate(over="ignore"):  # `_in_range` finds overflows
             wide = dequantise_int4(self._raw(packed), scales, columns, dtype=narrow)
         return self._in_range(f"{name}_packed", wide, self._raw(packed))
 
