@@ -266,68 +266,93 @@ def equal_tokens(loaded: tb.Loaded, name: tb.Column) -> list[str]:
     return ["## Equal tokens", sentence, tb.table(points, [name, *columns])]
 
 
-def vllm_slices() -> tb.Record:
-    """vLLM's steps of few layers of large models: each step, and what attention's kernels take of it."""
+def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row], str]) -> tb.Record:
+    """An engine's steps of models of drawn weights: each step, and what attention's kernels take of it.
+
+    key: where a row has the engine's version; ours: the name of this project's backend; peer: a row's backend."""
 
     def others(point: tb.Point) -> list[str]:
         """The other backends, except for those of another run than ours: another commit says so."""
-        ours = point.rows.get(CUSTOM, {}).get("commit")
-        return [name for name, row in point.rows.items() if name != CUSTOM and ours in (None, row["commit"])]
+        commit = point.rows.get(ours, {}).get("commit")
+        return [name for name, row in point.rows.items() if name != ours and commit in (None, row["commit"])]
 
-    def attention(point: tb.Point, *backends: str) -> float | None:
-        return min((us for each in backends if (us := point.rows.get(each, {}).get("attention_us"))), default=None)
+    def least(point: tb.Point, field: str, *backends: str) -> float | None:
+        return min((us for each in backends if (us := point.rows.get(each, {}).get(field))), default=None)
 
     def step(point: tb.Point, *backends: str) -> float | None:
         """The time of a step, where the host did nothing else."""
         return point.best(*(each for each in backends if not point.rows.get(each, {}).get("disturbed")))
 
-    def compared(point: tb.Point) -> tuple[float | None, float | None]:
-        """Our step and our attention, over those of the fastest other backend."""
-        pairs = ((kind(point, CUSTOM), kind(point, *others(point))) for kind in (step, attention))
-        first, second = (ours / theirs if ours and theirs else None for ours, theirs in pairs)
-        return first, second
+    def ratio(point: tb.Point, kind: Callable[..., float | None]) -> float | None:
+        """Our time of a kind over that of the fastest other backend."""
+        own, theirs = kind(point, ours), kind(point, *others(point))
+        return own / theirs if own and theirs else None
+
+    def attention(point: tb.Point, *backends: str) -> float | None:
+        return least(point, "attention_us", *backends)
+
+    def graph(point: tb.Point, *backends: str) -> float | None:
+        return least(point, "graph_us", *backends)
 
     def cache(point: tb.Point) -> str:
         return "16 bits" if point["kv"] == "auto" else str(point["kv"])
 
-    columns: Sequence[tb.Column] = (
-        ("step, cache, context, B", lambda p: f"{p['mode']}, {cache(p)}, {p['context']}, {p['b']}"),
-        ("other backend", lambda p: ", ".join(others(p)) or "-"),
-        ("ms", lambda p: milliseconds(step(p, *others(p)))),
-        ("**tsmla**, ms", lambda p: f"**{milliseconds(step(p, CUSTOM))}**"),
-        ("tsmla / other", lambda p: f"{compared(p)[0]:.3f}" if compared(p)[0] else "-"),
-        ("attention, us", lambda p: tb.number(attention(p, *others(p)), 0)),
-        ("tsmla's", lambda p: tb.number(attention(p, CUSTOM), 0)),
-        ("attention: tsmla / other", lambda p: f"{compared(p)[1]:.2f}" if compared(p)[1] else "-"),
-    )
+    def shown(kind: Callable[..., float | None], digits: int) -> Callable[[tb.Point], str]:
+        return lambda point: "-" if (found := ratio(point, kind)) is None else f"{found:.{digits}f}"
+
+    def columns(loaded: tb.Loaded) -> Sequence[tb.Column]:
+        has_graphs = any("graph_us" in row for row in loaded.rows)
+        return (
+            ("step, cache, context, B", lambda p: f"{p['mode']}, {cache(p)}, {p['context']}, {p['b']}"),
+            ("other backend", lambda p: ", ".join(others(p)) or "-"),
+            ("ms", lambda p: milliseconds(step(p, *others(p)))),
+            ("**tsmla**, ms", lambda p: f"**{milliseconds(step(p, ours))}**"),
+            ("tsmla / other", shown(step, 3)),
+            *([("graph: tsmla / other", shown(graph, 3))] if has_graphs else []),
+            ("attention, us", lambda p: tb.number(attention(p, *others(p)), 0)),
+            ("tsmla's", lambda p: tb.number(attention(p, ours), 0)),
+            ("attention: tsmla / other", shown(attention, 2)),
+        )
 
     def caption(loaded: tb.Loaded) -> str:
         first = loaded.rows[0]
         found: dict[str, list[tuple[float | None, float | None]]] = {}
         for point in loaded.points:
-            found.setdefault(f"{point['mode']}, {cache(point)}", []).append(compared(point))
+            ratios = ratio(point, step), ratio(point, attention)
+            found.setdefault(f"{point['mode']}, {cache(point)}", []).append(ratios)
         said = []
-        for what, ratios in found.items():
-            whole, kernels = (tb.mean_and_worst(each) for each in zip(*ratios, strict=True))
+        for what, pairs in found.items():
+            whole, kernels = (tb.mean_and_worst(each) for each in zip(*pairs, strict=True))
             said += [f"{what}: {whole}" + (f", its attention {kernels}" if kernels else "")] if whole else []
+        layers = {row["mode"].rpartition(" ")[0]: row["layers"] for row in loaded.rows}
+        graphs = "A graph is that of a step, all its layers, replayed without the host. "
         return (
-            f"Milliseconds of a step of vLLM {first['vllm']} with {first['layers']} layers of a model's shape and all "
-            f"its experts, one of them dense, by attention backend; weights are drawn on the GPU, the same for all. "
+            f"Milliseconds of a step of {engine} {first[key]} with layers of a model's shape and all its experts, one "
+            f"layer dense ({', '.join(f'{name}: {count} layers' for name, count in layers.items())}), by attention "
+            f"backend; weights are drawn on the GPU, the same for all. "
             f"Attention is its kernels of a step, those that convert selected positions and join a query's parts among "
-            f"them. Steps that took more than 1.25 times what their kernels took, while "
-            f"the host was busy with other work, are left out. With tsmla over the other backend: "
-            f"{'; '.join(said)}; geometric means. {tb.provenance(loaded.rows)}"
+            f"them. {graphs if any('graph_us' in row for row in loaded.rows) else ''}Steps that took more than 1.25 "
+            f"times what their kernels took, while the host was busy with other work, are left out. With tsmla over "
+            f"the other backend: {'; '.join(said)}; geometric means. {tb.provenance(loaded.rows)}"
         )
 
     def steps(rows: list[tb.Row]) -> list[tb.Row]:
         return [row for row in rows if not row["mode"].endswith(("serving", "checks"))]
 
     return tb.Record(
-        "vllm_slices", "", ("mode", "kv", "context", "b"), caption,
-        short=lambda loaded: [tb.table([point for point in loaded.points if CUSTOM in point.rows], columns)],
-        peer=lambda row: row["backend"], rows_of=steps,
-        order=lambda point: (point["mode"].endswith("prefill"), *point.key),
+        record, "", ("mode", "kv", "context", "b"), caption,
+        short=lambda loaded: [tb.table([point for point in loaded.points if ours in point.rows], columns(loaded))],
+        peer=peer, rows_of=steps, order=lambda point: (point["mode"].endswith("prefill"), *point.key),
     )  # fmt: skip
+
+
+def vllm_slices() -> tb.Record:
+    return slices("vllm_slices", "vLLM", "vllm", CUSTOM, lambda row: row["backend"])
+
+
+def sglang_slices() -> tb.Record:
+    """SGLang's: with its backend `tsmla`, or with its own backends of FlashMLA on these kernels."""
+    return slices("sglang_slices", "SGLang", "sglang", "tsmla", lambda row: row.get("flash_mla", row["backend"]))
 
 
 def vllm_prompts() -> tb.Record:
