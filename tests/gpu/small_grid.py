@@ -873,7 +873,7 @@ def bound(call: Call, index: int, result: torch.Tensor, on_gpu: bool) -> float:
         return 0.0
     if call.function is sink_gradient and result.ndim == 1:
         return SINK_BOUND
-    if on_gpu and getattr(call.function, "func", None) is gated_and_back:
+    if on_gpu and index == 0 and getattr(call.function, "func", None) is gated_and_back:
         if of_fp8 and call.options["out_dtype"] == FP8 and result.dtype == torch.bfloat16:
             return GATED_FP8_BOUND
         if not of_fp8 and result.dtype == torch.float32:
