@@ -122,22 +122,47 @@ def norm(x: jax.Array) -> jax.Array:
     return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
-def attend(params: Params, shape: Shape, x: jax.Array, positions: jax.Array, starts: jax.Array) -> jax.Array:
-    """Attention of this device's tokens x [T / N, E] to all tokens of their texts: of N devices along CONTEXT each has
-    latents of its own tokens, which are gathered."""
-    config, (num_rows,) = shape.attention, (shape.tokens,)
+class Requests(NamedTuple):
+    """The requests of `mla_prefill_kv` on this device: where their queries and their keys begin, [requests + 1]."""
+
+    queries: jax.Array
+    keys: jax.Array
+
+
+def requests_of(starts: jax.Array, tokens: int) -> Requests:
+    """The requests of this device's part of packed texts that start at `starts` [R, B + 1] in rows of `tokens` tokens.
+
+    A row's texts are followed by two requests more: tokens of no text, which see nothing, and keys that no token here
+    sees. So all rows are one call, in which each row has tokens / N queries and `tokens` keys.
+    """
+    queries, keys = context_parallel.own_offsets(starts, tokens, CONTEXT)
+    each, rows = tokens // lax.axis_size(CONTEXT), jnp.arange(starts.shape[0], dtype=jnp.int32)[:, None]
+    last = jnp.full_like(rows, each)
+    queries, keys = (
+        jnp.append((jnp.append(x, end, axis=1) + rows * count).reshape(-1), jnp.int32(count * starts.shape[0]))
+        for x, end, count in ((queries, last, each), (keys, keys[:, -1:], tokens))
+    )
+    return Requests(queries, keys)
+
+
+def attend(params: Params, shape: Shape, x: jax.Array, positions: jax.Array, requests: Requests) -> jax.Array:
+    """Attention of this device's tokens x [R T / N, E] to all tokens of their texts: each of N devices along CONTEXT
+    has latents of its own tokens, which are gathered."""
+    config, rows = shape.attention, len(x) * lax.axis_size(CONTEXT) // shape.tokens
     cos, sin = rope_cos_sin(config, positions)
     own = functional.project_latent(params, config, x, cos, sin)
-    latent, k_rope = (lax.all_gather(part, CONTEXT, tiled=True) for part in own)
-    own_q, own_kv = context_parallel.own_offsets(starts, num_rows, CONTEXT)
+    latent, k_rope = (
+        lax.all_gather(part.reshape(rows, -1, part.shape[1]), CONTEXT, axis=1, tiled=True).reshape(-1, part.shape[1])
+        for part in own
+    )
     out = tsmla_jax.mla_prefill_kv(
         jnp.concatenate(functional.project_q(params, config, x, cos, sin), axis=-1),
         functional.expand_joint_kv(params, latent),
         k_rope,
-        cu_seqlens_q=own_q,
-        cu_seqlens_kv=own_kv,
-        max_q_len=min(shape.max_len, len(x)),
-        max_kv_len=shape.max_len,
+        cu_seqlens_q=requests.queries,
+        cu_seqlens_kv=requests.keys,
+        max_q_len=len(x) // rows,
+        max_kv_len=shape.tokens,
         softmax_scale=config.softmax_scale,
     )
     return functional.project_out(params, config, out)
@@ -149,20 +174,22 @@ def loss_of(parts: Params, specs: Any, shape: Shape, dtype: Any, texts: Texts) -
     def gathered(parts: Any, specs: Any) -> Any:
         return jax.tree.map(lambda part, spec: whole(part.astype(dtype), spec), parts, specs)
 
-    def layer(specs: Any, parts: Params, x: jax.Array, positions: jax.Array, starts: jax.Array) -> jax.Array:
+    def layer(specs: Any, parts: Params, x: jax.Array, positions: jax.Array, requests: Requests) -> jax.Array:
         params = gathered(parts, specs)
-        x = x + attend(params["attention"], shape, norm(x), positions, starts)
+        x = x + attend(params["attention"], shape, norm(x), positions, requests)
         return x + jax.nn.silu(norm(x) @ params["up"]) @ params["down"]
 
-    rows = []
-    for tokens, positions, _, starts in zip(*texts, strict=True):
-        x = gathered(parts["embedding"], specs["embedding"])[tokens]
-        for each, spec in zip(parts["layers"], specs["layers"], strict=True):
-            # Gathered parameters are dropped behind a layer, and gathered again for its gradient.
-            x = jax.checkpoint(functools.partial(layer, spec))(each, x, positions, starts)
-        rows.append(norm(x) @ gathered(parts["head"], specs["head"]))
-    logits, asked = jnp.stack(rows).astype(jnp.float32), texts.following >= 0
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(texts.following, 0))
+    positions, requests = texts.positions.reshape(-1), requests_of(texts.starts, shape.tokens)
+    x = gathered(parts["embedding"], specs["embedding"])[texts.tokens.reshape(-1)]
+    for each, spec in zip(parts["layers"], specs["layers"], strict=True):
+        # Gathered parameters are dropped behind a layer, and gathered again for its gradient.
+        x = jax.checkpoint(functools.partial(layer, spec))(each, x, positions, requests)
+    logits, following = (
+        (norm(x) @ gathered(parts["head"], specs["head"])).astype(jnp.float32),
+        texts.following.reshape(-1),
+    )
+    asked = following >= 0
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(following, 0))
     total, count = (lax.psum(x, (FSDP, CONTEXT)) for x in (jnp.where(asked, each, 0).sum(), asked.sum()))
     return total / count
 
