@@ -342,6 +342,10 @@ class Record:
 
     def add(self, **row: Any) -> None:
         self.rows.append(self.common | row)
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows as they are now; `add` does it by itself."""
         if OUT.value:
             with open(OUT.value, "w") as file:
                 file.write("[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n")

@@ -153,8 +153,7 @@ def kernel_times(engine: Engine, given: list[list[int]], count: int) -> dict[str
 
 def profiled(engine: Engine, row: dict[str, Any], given: list[list[int]]) -> dict[str, Any]:
     """The fields of a point's profile; the kernels go into a file."""
-    if not PROFILE.value:
-        return {}
+    engine.generate(given, FEWEST_TOKENS)  # puts the prompts into the prefix cache, if they are there no more
     short = kernel_times(engine, given, FEWEST_TOKENS)
     long = kernel_times(engine, given, FEWEST_TOKENS + PROFILED_STEPS)
     kernels = {name: (us - short.get(name, 0.0)) / PROFILED_STEPS for name, us in long.items()}
@@ -181,12 +180,15 @@ def main(arguments: list[str]) -> None:
         if rate is not None:
             rates[context] = max(rate, rates.get(context, 0.0))
         share = equal_share(row)
-        row |= profiled(engine, row, prompts(MODELS[model()]["vocab_size"], batch, context))
         record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
         print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
+    timed = list(record.rows)
     for context, rate in rates.items():
         shape = {"mode": mode_name(model(), "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
         record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
+    for row in timed if PROFILE.value else ():
+        row |= profiled(engine, row, prompts(MODELS[model()]["vocab_size"], row["b"], row["context"]))
+        record.write()
     engine.engine.shutdown()
 
 
