@@ -13,7 +13,7 @@ from tsmla_kernels.sm90.few_tokens.choice import Choice
 from tsmla_kernels.sm90.few_tokens.choose_up import Chosen
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS, SIXTEEN, TOKEN_TILE, UNIT, WARPS, ChoiceConfig
 from tsmla_kernels.sm90.few_tokens.experts_up import Arrays
-from tsmla_kernels.sm90.few_tokens.ring import COPYING, READY, THREADS, Ring, Scales, Shared, Weights, launch
+from tsmla_kernels.sm90.few_tokens.ring import COPYING, NO_SCALES, READY, THREADS, Ring, Scales, Shared, Weights, launch
 from tsmla_kernels.sm90.few_tokens.tile import LINE, Lane, lane, matrix_of, silu_product
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import divide
@@ -95,7 +95,7 @@ class OneTokenChooseUp:
                 self.prefetch_down(arrays, chosen, mine, warp)
         else:
             factor, turn, ready = self.put_terms(arrays, shared), Int32(0), Int32(0)
-            here = lane()
+            here, held = lane(), self.ring.held_scales()
             for index in cutlass.range(first, tiles, step, unroll=1):
                 place, tile = self.place_of(index, columns)
                 expert = place + (config.num_experts - config.top_k)
@@ -108,7 +108,12 @@ class OneTokenChooseUp:
                     totals = cute.make_rmem_tensor((4,), Float32)
                     totals.fill(0.0)
                     rows, scales = self.rows(arrays, expert, tile), self.scales(arrays, expert, tile)
-                    count = self.ring.multiply(shared, here, rows, scales, shared.terms, count, Float32(1.0), totals)
+                    following = None
+                    if const_expr(self.config.narrow):
+                        following = self.following(arrays, experts, index + step, columns, ready)
+                    count = self.ring.multiply(
+                        shared, here, rows, scales, shared.terms, count, Float32(1.0), totals, following, held
+                    )
                     self.store(arrays, shared, here, totals, place, tile, turn, factor)
                     turn += 1
             if ready == 0:
@@ -154,6 +159,22 @@ class OneTokenChooseUp:
         of_row = Int64(arrays.scales.shape[2]) * 4
         second = begin + Int32(arrays.out.shape[1])
         return Scales(blocks + Int64(begin // UNIT) * of_row, blocks + Int64(second // UNIT) * of_row)
+
+    @cute.jit
+    def following(self, arrays: Arrays, experts: cute.Tensor, index: Int32, columns: Int32, ready: Int32):
+        """The scales of the tile with this index; none if there is no such tile, or if its expert is not chosen yet.
+        ready: whether `experts` holds the choice."""
+        place, tile = self.place_of(cutlass.min(index, columns * self.config.choices - 1), columns)
+        expert = place + (self.config.num_experts - self.config.top_k)
+        if place < self.config.top_k:
+            expert = self.count(arrays)
+            if ready == 1:
+                expert = experts[place]
+        first, second = Int64(NO_SCALES), Int64(NO_SCALES)
+        if expert < self.count(arrays):
+            scales = self.scales(arrays, expert, tile)
+            first, second = scales.first, scales.second
+        return Scales(first, second)
 
     @cute.jit
     def put_terms(self, arrays: Arrays, shared: Shared):

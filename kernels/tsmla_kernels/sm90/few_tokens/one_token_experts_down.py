@@ -15,6 +15,7 @@ from tsmla_kernels.sm90.few_tokens.config import HALVES, MOST_TOKENS, TOKEN_TILE
 from tsmla_kernels.sm90.few_tokens.experts_down import Arrays
 from tsmla_kernels.sm90.few_tokens.ring import (
     COMPUTE_THREADS,
+    NO_SCALES,
     PAIRS,
     ROWS,
     VECTOR,
@@ -91,7 +92,7 @@ class OneTokenExpertsDown:
         else:
             self.clear(pairs, width, tables)
             factor = self.ring.put_terms(shared, pairs, self.config.choices * width, Int64(0), None)
-            here, turn = lane(), Int32(0)
+            here, held, turn = lane(), self.ring.held_scales(), Int32(0)
             for tile in cutlass.range(first, tiles, step, unroll=1):
                 totals = cute.make_rmem_tensor((4,), Float32)
                 totals.fill(0.0)
@@ -101,7 +102,12 @@ class OneTokenExpertsDown:
                         rows, scales = self.rows(arrays, expert, tile), self.scales(arrays, expert, tile)
                         terms = shared.terms + place * width * 2
                         weight = tables.weights[place]
-                        count = self.ring.multiply(shared, here, rows, scales, terms, count, weight, totals)
+                        following = None
+                        if const_expr(self.config.narrow):
+                            following = self.following(arrays, tables, place, cutlass.min(tile + step, tiles - 1), tile)
+                        count = self.ring.multiply(
+                            shared, here, rows, scales, terms, count, weight, totals, following, held
+                        )
                 self.store(arrays, shared, here, totals, tile, turn, factor)
                 turn += 1
 
@@ -133,6 +139,20 @@ class OneTokenExpertsDown:
         blocks = Int32(arrays.scales.shape[2])
         first = matrix_of(arrays.scales, expert) + Int64(tile * self.tile_rows // UNIT) * Int64(blocks) * 4
         return Scales(first, first + blocks // 2 * 4 if const_expr(self.halves) else first)
+
+    @cute.jit
+    def following(self, arrays: Arrays, tables: Tables, place: Int32, later: Int32, tile: Int32):
+        """The scales behind those of a tile and the choice `place`: the next choice's, or the first one's of the tile
+        `later`; none if that expert does not exist."""
+        behind = place + 1
+        if behind == self.config.choices:
+            behind, tile = Int32(0), later
+        expert = tables.experts[behind]
+        first, second = Int64(NO_SCALES), Int64(NO_SCALES)
+        if expert >= 0:
+            scales = self.scales(arrays, expert, tile)
+            first, second = scales.first, scales.second
+        return Scales(first, second)
 
     @cute.jit
     def clear(self, pairs: cute.Tensor, width: Int32, tables: Tables) -> None:

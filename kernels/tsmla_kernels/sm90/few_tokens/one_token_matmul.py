@@ -57,12 +57,15 @@ class OneTokenMatmul:
                 count = self.ring.fill(shared, rows, scales, count, warp)
         else:
             factor, turn = self.put_terms(arrays, shared), Int32(0)
-            place = lane()
+            place, held = lane(), self.ring.held_scales()
             for tile in cutlass.range(first, tiles, step, unroll=1):
                 totals = cute.make_rmem_tensor((4,), Float32)
                 totals.fill(0.0)
                 rows, scales = self.rows(arrays, tile), self.scales(arrays, tile)
-                count = self.ring.multiply(shared, place, rows, scales, shared.terms, count, Float32(1.0), totals)
+                following = self.scales(arrays, cutlass.min(tile + step, tiles - 1))
+                count = self.ring.multiply(
+                    shared, place, rows, scales, shared.terms, count, Float32(1.0), totals, following, held
+                )
                 self.store(arrays, shared, place, totals, tile, turn, factor)
                 turn += 1
 

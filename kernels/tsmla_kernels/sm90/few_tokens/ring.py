@@ -88,6 +88,22 @@ class Scales(NamedTuple):
     second: Int64
 
 
+class Held(NamedTuple):
+    """Scales that a thread has loaded ahead.
+
+    Attributes:
+      factors: [2] f32, of its next piece of both sets of rows.
+      source: [1] i64, where the scales of the tile that begins with this piece lie; 0 if none are loaded.
+    """
+
+    factors: cute.Tensor
+    source: cute.Tensor
+
+
+NO_SCALES = 0
+"""The address in `Scales` of a tile that has none, or that is not known."""
+
+
 class Ring:
     """Device functions. narrow: weights are e4m3 with scales. halves: the form of the tiles is HALVES. loads: as in
     MatmulConfig."""
@@ -301,6 +317,8 @@ class Ring:
         count: Int32,
         factor: Float32,
         totals: cute.Tensor,
+        following: Scales | None = None,
+        held: Held | None = None,
     ):
         """Add a tile's products, times `factor`, by a warp that multiplies.
 
@@ -308,6 +326,8 @@ class Ring:
           terms: the address in shared memory of the terms that the tile's first set of rows begins with.
           count: the stages read before.
           totals: [4] f32, as `mma.sync` has them.
+          following: the scales of the next tile, as far as it is known; None for bf16 weights.
+          held: as `held_scales` makes it; None for bf16 weights.
 
         Returns:
           the stages read after it.
@@ -318,16 +338,24 @@ class Ring:
             # Columns 2, 3, 6 and 7 are of the second set's terms.
             x += ((place.row >> 1) & 1) * (rows.bytes // PIECE) * (2 * self.piece_terms)
         weights = shared.stages + place.row * SEGMENT + place.warp * PIECE + place.quad * LOAD_BYTES
-        for segment in cutlass.range(cute.ceil_div(rows.bytes, SEGMENT), unroll=1):
+        segments = cute.ceil_div(rows.bytes, SEGMENT)
+        if const_expr(self.narrow):
+            if held.source[0] != scales.first:
+                self.load_scales(held, scales, place.warp, rows.bytes)
+        for segment in cutlass.range(segments, unroll=1):
             stage, phase = remainder(count, STAGES), quotient(count, STAGES) & 1
             piece = segment * WARPS + place.warp
             has_piece = piece * PIECE < rows.bytes
             factors = cute.make_rmem_tensor((2,), Float32)
-            factors.fill(0.0)
             if const_expr(self.narrow):
-                if has_piece:  # loaded before the wait, in which they come
-                    factors[0] = load(Float32, scales.first + piece * 4, 1)[0]
-                    factors[1] = load(Float32, scales.second + piece * 4, 1)[0]
+                # The next stage's come while this stage is waited for and multiplied: a warp that waited for its
+                # scales in every stage would be slower than the memory.
+                for i in cutlass.range_constexpr(2):
+                    factors[i] = held.factors[i]
+                if segment + 1 < segments:
+                    self.load_scales(held, scales, piece + WARPS, rows.bytes)
+                elif following.first != NO_SCALES:
+                    self.load_scales(held, following, place.warp, rows.bytes)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             if has_piece:
                 sums = self.piece(weights + stage * STAGE_BYTES, x + piece * (2 * self.piece_terms), parity)
@@ -339,7 +367,23 @@ class Ring:
             cute.arch.sync_warp()
             release(shared.empty + stage)
             count += 1
+        if const_expr(self.narrow):
+            held.source[0] = following.first
         return count
+
+    def held_scales(self) -> Held:
+        """Registers for scales, without any."""
+        found = Held(cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((1,), Int64))
+        found.factors.fill(0.0)
+        found.source.fill(NO_SCALES)
+        return found
+
+    @cute.jit
+    def load_scales(self, held: Held, scales: Scales, piece: Int32, row_bytes: Int32) -> None:
+        """Begin to load a piece's scales, if rows have that piece."""
+        if piece * PIECE < row_bytes:
+            held.factors[0] = load(Float32, scales.first + piece * 4, 1)[0]
+            held.factors[1] = load(Float32, scales.second + piece * 4, 1)[0]
 
     def piece(self, weights: Int32, x: Int32, parity: Int32) -> cute.Tensor:
         """The sums [4] of a warp's PIECE bytes of each row."""
