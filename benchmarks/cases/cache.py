@@ -55,7 +55,7 @@ def write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
 
 
 def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
-    """A launch of the compiled object, because the operation exists in jax alone."""
+    """A launch of the compiled object, because the operation exists only in jax."""
     from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE
     from tsmla_kernels.launch import ArrayView, Launcher
 

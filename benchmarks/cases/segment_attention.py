@@ -160,7 +160,7 @@ class SegmentAttention(Case):
         return functions(Shape.of(self.point))[name]()  # type: ignore[no-any-return]
 
     def time(self, functions: dict[str, Any]) -> dict[str, float]:
-        """Microseconds a call, the mean of CALLS calls in a row, of which the host waits for the last one alone."""
+        """Microseconds a call, the mean of CALLS calls in a row, of which the host waits only for the last."""
 
         def of(run: Run) -> float:
             return least_seconds(lambda: jax.block_until_ready([run() for _ in range(CALLS)][-1]), TURNS) / CALLS * 1e6

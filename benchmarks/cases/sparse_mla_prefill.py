@@ -15,7 +15,7 @@ A prompt's tokens also in the expanded form, random q, k and v of 192 and 128 co
 inputs; a row's `form` says which:
 
   tsmla mask, tsmla mask fp8    the same selection as bits, in bf16 and in e4m3
-  tsmla dense, tsmla dense fp8  all keys: what the kernel takes without a selection, for comparison alone
+  tsmla dense, tsmla dense fp8  all keys: what the kernel takes without a selection, only for comparison
   tsmla bits                    the bits of the selection, from positions
   tsmla topk, tsmla topk bits   select_topk of random logits of the causal prefix: positions, and bits in their place
 """

@@ -249,7 +249,7 @@ def prefill() -> tb.Record:
     )  # fmt: skip
 
     def earlier(loaded: tb.Loaded) -> tuple[str, tb.Loaded] | None:
-        """The text on an earlier run with FA4, and its record. Times of that run are compared with each other alone."""
+        """The text on an earlier run with FA4, and its record. Times of that run are compared only with each other."""
         path = loaded.path.with_name("prefill_fa4.json")
         if not path.exists():
             return None

@@ -206,13 +206,13 @@ def test_sparse_prefill(device: str, width: int, lengths: bool) -> None:
             ValueError,
             r"k_cache: got torch.bfloat16 of shape \[.*\]; with indices legal: \[P, Z, 1, 656\]",
         ),
-        ({"extra_k_cache": torch.zeros(1)}, ValueError, "extra_k_cache: got tensors; they go with indices alone"),
+        ({"extra_k_cache": torch.zeros(1)}, ValueError, "extra_k_cache: got tensors; they go only with indices"),
         (
             {"indices": torch.zeros(2, 1, 64, dtype=torch.int32), "is_fp8_kvcache": False},
             ValueError,
             "causal, is_fp8_kvcache: got False, False",
         ),
-        ({"attn_sink": torch.zeros(HEADS)}, ValueError, "attn_sink: got tensors; they go with indices alone"),
+        ({"attn_sink": torch.zeros(HEADS)}, ValueError, "attn_sink: got tensors; they go only with indices"),
         ({"is_fp8_kvcache": True}, ValueError, "is_fp8_kvcache: got True for a cache of torch.bfloat16"),
     ],
 )

@@ -95,12 +95,12 @@ class StepOptions:
     Attributes:
       phase: V2 and V3 attend in the expanded form in "fresh" and "prefill", and in the absorbed form in "decode". In
         "fresh" no text has tokens in the cache, so the step has no kernels for cached tokens.
-      context_chunk, context_passes: "prefill" of V2 and V3 alone: cached tokens of each request that one pass expands,
-        and the number of passes; None counts them on the device.
+      context_chunk, context_passes: only for "prefill" of V2 and V3: how many cached tokens of each request one pass
+        expands, and the number of passes; None counts the passes on the device.
       implementation: the implementation of the attention operations; None takes the best that can run.
-      page_size, window_rows: V4 alone, as in `CacheLayout`.
+      page_size, window_rows: only in V4, as in `CacheLayout`.
       mesh: sizes of the mesh's axes. More than one device is legal only inside `jax.shard_map` over these axes.
-      most_cached: "prefill" of V3.2 alone: the most cached tokens of a text; None is what the block tables hold.
+      most_cached: only for "prefill" of V3.2: the most cached tokens of a text; None is what the block tables hold.
     """
 
     phase: Phase
@@ -237,9 +237,9 @@ def decoder_layer(
       cache: this layer's cache (`caches.init_cache`).
       batch: the step.
       scales: the scales of an fp8 cache and of fp8 queries.
-      shared: V4 alone: what `shared_steps` made for this layer's kind.
-      selected: GLM-5 alone: `LayerResult.selected` of the layer whose choice this one shares.
-      shortcut: LongCat-Flash alone: `LayerResult.shortcut` of the layer before this one, if that layer has one.
+      shared: only in V4: what `shared_steps` made for this layer's kind.
+      selected: only in GLM-5: `LayerResult.selected` of the layer whose choice this one shares.
+      shortcut: only in LongCat-Flash: `LayerResult.shortcut` of the layer before this one, if that layer has one.
 
     Returns:
       LayerResult; the cache has the new tokens written (in place if it is donated).

@@ -427,7 +427,7 @@ def mixture_of_experts(
 
     Args:
       params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; or, if the
-        routed experts are in MXFP4, the routed ones alone, and "shared_gate_up" [2 S I, C] and "shared_down" [C, S I];
+        routed experts are in MXFP4, only the routed ones, and "shared_gate_up" [2 S I, C] and "shared_down" [C, S I];
         with noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K].
         Experts that return their input have no weights: only rows of the router and the bias, after those of the
         others.
@@ -445,7 +445,7 @@ def mixture_of_experts(
     kept = None
     if config.num_zero:
         experts, kept = without_zero(experts, weights, config)
-    if "shared_down" in params:  # the stacks have the routed experts alone
+    if "shared_down" in params:  # the stacks have only the routed experts
         experts, weights = jnp.minimum(experts, config.num_experts)[:, : config.top_k], weights[:, : config.top_k]
     mixed = mix_experts(x, experts, weights, *stacks, config.swiglu_limit, rows=rows)
     if "shared_down" in params:

@@ -48,7 +48,7 @@ def save_model(
       params: the pytree described at `tsmla_jax.generate.model.Params`, whole in this process, on a mesh or not.
       config: the model.
       base: a checkpoint of this model whose other files (config, tokenizer, chat template, code) and other tensors, as
-        for multi-token prediction, are copied. None writes the weights alone: you must then write config.json yourself.
+        for multi-token prediction, are copied. None writes only the weights: you must then write config.json yourself.
       dtype: float32, bfloat16 or float16, for the parameters that the `dtype` of `load_model` applies to; None keeps
         each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened to bfloat16,
         and a table of experts is int64.

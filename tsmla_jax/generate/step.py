@@ -376,5 +376,5 @@ def _choose(
 
 
 def without_ends(config: ModelConfig) -> ModelConfig:
-    """The model as programs see it: models that differ in their end tokens alone share programs."""
+    """The model as programs see it: models that differ only in their end tokens share programs."""
     return replace(config, eos_token_ids=())

@@ -104,7 +104,7 @@ def mla_decode(
     max_q_len: int | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`tsmla_jax.mla_decode`, causal, over this device's keys alone.
+    """`tsmla_jax.mla_decode`, causal, over only this device's keys.
 
     Args:
         q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len: all queries.

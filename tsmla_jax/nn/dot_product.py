@@ -158,7 +158,7 @@ def dot_product_attention(
         query_seq_lengths, key_value_seq_lengths: [B] int32, how many tokens of a row count; the others must be finite.
             If is_causal is set and keys may be fewer than queries, a second call computes the queries after the last
             key. The same array given as both says that there are no such queries.
-        segment_ids: [B, T] integers, 0 for padding: tokens see their own segment alone, and T must be S. Or `Segments`,
+        segment_ids: [B, T] integers, 0 for padding: tokens see only their own segment, and T must be S. Or `Segments`,
             made once for all layers. Lengths and mask are refused together with segment_ids.
         max_segments: static, the most segments of a row; required if segment_ids is an array, refused without one.
         dropout_rate: only 0 is legal.

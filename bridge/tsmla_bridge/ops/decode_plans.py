@@ -26,7 +26,7 @@ from tsmla_kernels.sm100.dense_arrays import DecodeArrays
 
 class DecodeInputs(NamedTuple):
     """The tensors of a call, as mla_decode takes them. q has all columns of the queries or, if q_rope has the rope
-    columns, the latent columns alone."""
+    columns, only the latent columns."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -97,7 +97,7 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     implementation = statics.pop("implementation")
     if (rope := described.pop("q_rope")) is not None:
         width = inputs.q.shape[-1] + rope.shape[-1]
-        described["q"] = inputs.q[..., :1].expand(*inputs.q.shape[:-1], width)  # the shape alone, without memory
+        described["q"] = inputs.q[..., :1].expand(*inputs.q.shape[:-1], width)  # only the shape, without memory
     spec = tensors.describe_call(
         contract.decode_spec,
         **described,

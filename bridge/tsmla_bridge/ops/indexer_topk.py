@@ -116,8 +116,8 @@ def indexer_topk(
       return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; without
         return_slots and return_scores.
       out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
-      counts: int32 [T] for the counts, or None; with return_slots alone.
-      scores: float32 [T, k] for the scores, or None; with return_scores alone.
+      counts: int32 [T] for the counts, or None; only with return_slots.
+      scores: float32 [T, k] for the scores, or None; only with return_scores.
       workspace: memory for a chunk's logits and, with cu_seqlens_q, 8 bytes a token, or None;
         indexer_topk_workspace_size says how much. With it and with memory for all its results a call of Hopper's
         kernels allocates nothing but 4 bytes a token for counts, if it does not return them.
@@ -299,7 +299,7 @@ def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Work
 def _chunks(
     spec: IndexerTopkSpec, plan: Chunks, call: Call, scratch: Scratch, results: Results
 ) -> Iterator[tuple[Operands, Operands]]:
-    """The operands of each chunk's two launches: views of the call's tensors alone, so that nothing else is launched.
+    """The operands of each chunk's two launches: only views of the call's tensors, so that nothing else is launched.
     They live until the next chunk."""
     rows, given = plan.rows, call.tensors
     for first in plan.starts(spec.logits.num_tokens):

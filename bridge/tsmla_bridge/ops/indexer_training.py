@@ -80,7 +80,7 @@ def indexer_loss(
     implementation: str | None = None,
 ) -> torch.Tensor:
     """The loss of DeepSeek-V3.2's indexer for each query token, KL(p || softmax(I)) over its keys, as
-    tsmla_jax.indexer_loss defines it; differentiable in the indexer's tensors alone.
+    tsmla_jax.indexer_loss defines it; differentiable only in the indexer's tensors.
 
     Args:
       index_q: [T, Hi, Di], the indexer's queries; float16, bfloat16, float32 or float64.

@@ -145,7 +145,7 @@ def check_derivable(given_scales: Mapping[str, Any], memory: Mapping[str, torch.
     for name, tensor in memory.items():
         if tensor is not None:
             raise NotImplementedError(
-                f"{name}: got a tensor; results that have a derivative go to new memory alone (torch.no_grad() gives"
+                f"{name}: got a tensor; results that have a derivative go only to new memory (torch.no_grad() gives"
                 " results without one)"
             )
 

@@ -53,7 +53,7 @@ def select_topk(
       return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; not legal with
         block_tables. On Hopper this is the fastest result, because it is the shortest.
       out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
-      counts: int32 [T] for the counts, or None; with block_tables alone.
+      counts: int32 [T] for the counts, or None; only with block_tables.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
 

@@ -233,7 +233,7 @@ class LayerWeights(Generic[_Config]):
             layers: the parameters of each layer by its index, as `params_to_hf` takes them.
             config: the layers' shape, or each layer's by its index; None reads `config.json` of base.
             base: a checkpoint whose other tensors are copied as they are stored, and its config and tokenizer: the
-                folder is then a whole model with these layers in the place of its own. None writes the layers alone.
+                folder is then a whole model with these layers in the place of its own. None writes only the layers.
             dtype: as in `params_to_hf`.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
             max_shard_bytes: the most bytes of a file, unless it holds a single tensor; several files get an index.

@@ -181,7 +181,7 @@ def attend(
             replay a rollout's choice.
         form: "direct" (`sparse_mla` on the selected rows), "mask" (the expanded form with the selection as bits, in
             chunks of the context), or None: `form_of` then decides from the step's sizes. Both forms compute the
-            attention over the selected keys and differ by rounding alone.
+            attention over the selected keys and differ only by rounding.
         implementation: passed to the operations that the form calls, and to `tsmla_jax.indexer_topk`.
 
     Returns:

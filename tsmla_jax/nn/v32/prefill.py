@@ -1,6 +1,6 @@
 """The attention of DeepSeek-V3.2 and GLM-5 over whole packed texts, without caches and with a gradient: training.
 
-The main model is trained by its own loss through the attention, and the indexer by `indexer_loss` alone: its input is
+The main model is trained by its own loss through the attention, and the indexer only by `indexer_loss`: its input is
 detached, as in V3.2's report. Axes: T tokens, B texts, E hidden width, H heads, K selected keys of a token.
 """
 

@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention over whole packed texts, without caches and with a gradient, for training.
 
-The indexer of a csa layer is trained by `indexer_loss` alone, over the entries that it chose: its input is detached.
+The indexer of a csa layer is trained only by `indexer_loss`, over the entries that it chose: its input is detached.
 Axes: T tokens, B texts, E hidden width, H heads, D head width, N compressed entries of all texts, K chosen entries of a
 token.
 """
@@ -129,7 +129,7 @@ def prefill(
         cu_seqlens_q: [B + 1] i32, where each text starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a text's length.
         cos_sin: the result of `rope_table` for at least max_q_len positions.
-        selected: [T, K] i32, for csa layers alone: entries to attend to in place of the indexer's choice. -1 and
+        selected: [T, K] i32, only for csa layers: entries to attend to in place of the indexer's choice. -1 and
             entries that a token does not see select nothing.
         index_loss: whether a csa layer computes the indexer's loss. Without it, and with `selected`, no parameter of
             the indexer is read.

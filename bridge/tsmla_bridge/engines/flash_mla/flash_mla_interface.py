@@ -147,7 +147,7 @@ def flash_mla_with_kvcache(
         )  # fmt: skip
         return out, selected.lse_of_selected(lse).transpose(1, 2)
     if given := [name for name in selecting | extra if name in present]:
-        raise ValueError(f"{', '.join(given)}: got tensors; they go with indices alone")
+        raise ValueError(f"{', '.join(given)}: got tensors; they go only with indices")
     if kv_format is not None:
         raise ValueError(f"kv_format: got {kv_format!r}; without indices legal: None")
     if block_table is None or cache_seqlens is None:

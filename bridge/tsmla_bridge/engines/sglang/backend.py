@@ -179,13 +179,13 @@ class TsmlaBackend(AttentionBackend):
     def _check(self, runner: Any) -> None:
         """ValueError or NotImplementedError for what this backend can't serve."""
         if not runner.use_mla_backend:
-            raise ValueError(f"--attention-backend {NAME}: got a model without MLA; it serves MLA models alone")
+            raise ValueError(f"--attention-backend {NAME}: got a model without MLA; it serves only MLA models")
         self._check_model(runner.model_config)
         if (topk := getattr(get_spec(), "speculative_eagle_topk", None) or 1) > 1:
-            raise ValueError(f"--speculative-eagle-topk: got {topk}; {NAME} verifies chains of drafts alone, topk 1")
+            raise ValueError(f"--speculative-eagle-topk: got {topk}; {NAME} verifies only chains of drafts, topk 1")
         if (corpus := getattr(get_spec(), "speculative_ngram_external_corpus_path", None)) is not None:
             raise ValueError(
-                f"--speculative-ngram-external-corpus-path: got {corpus}; {NAME} verifies chains of drafts alone, and"
+                f"--speculative-ngram-external-corpus-path: got {corpus}; {NAME} verifies only chains of drafts, and"
                 " drafts from two sources are a tree"
             )
         if self.deal.world > 1:
@@ -234,7 +234,7 @@ class TsmlaBackend(AttentionBackend):
             said = f"legal with {NAME} in SGLang {version}: 1; later versions' ranks are served"
             raise NotImplementedError(f"--dcp-size: got {self.deal.world}; {said}")
         for is_so, said in (
-            # forward_absorb_prepare gathers the queries of decode and target verify alone.
+            # forward_absorb_prepare gathers queries only in decode and target verify.
             (getattr(runner, "is_draft_worker", False), "a draft model, whose queries are not gathered over the ranks"),
             # forward_absorb_core scales only concatenated queries, and merges no parts of ranks after those.
             (
@@ -251,7 +251,7 @@ class TsmlaBackend(AttentionBackend):
     def _take_rope_apart(self, config: Any) -> None:
         """Enter this backend's name in the list of those to which models hand latent and rope columns as they are, not
         concatenated. In a process with a model that scales its queries by position, a draft or its target, the name is
-        taken out: such a model scales concatenated queries alone."""
+        taken out: such a model scales only concatenated queries."""
         if _scales_queries(config):
             TsmlaBackend.has_scaled_queries = True
         names = FORWARD_ABSORB_CORE_ATTENTION_BACKENDS

@@ -312,7 +312,7 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
         if len(parts) == 2 and parts[1].shape[-1] == 0:
             parts = parts[:1]
         num_tokens, num_heads, _ = parts[0].shape
-        causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 has causal calls alone
+        causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 has only causal calls
         q_len = decode.q_len
         options: dict[str, Any] = {}
         if self.dcp_world_size > 1 and causal and q_len != 1:
