@@ -64,8 +64,8 @@ class Programs:
         return constants if self.mesh is None else put(self.mesh, P(), constants)
 
     def put_work(self, work: Prompts | Drafts) -> Prompts | Drafts:
-        """The prompts or drafts of a step, put on the mesh. Without a mesh they stay on the host, where the call of the
-        program takes them from, unless there are no drafts.
+        """The prompts or drafts of a step, put on the mesh. Without a mesh they stay on the host, from which the call
+        of the program copies them; only drafts without tokens are on the device then, too.
         """
         if isinstance(work, Drafts) and not work.tokens.size:
             return _no_drafts(self.mesh, work.lens.size)
@@ -88,8 +88,8 @@ def _maker(mesh: Mesh, spec: P, make: Callable[..., Any], *arguments: Any) -> Ca
 
 @functools.cache
 def _no_drafts(mesh: Mesh | None, rows: int) -> Drafts:
-    """Drafts without tokens, put on the mesh or the device once, since most decode steps have none: a copy in front of
-    every step would keep the device waiting."""
+    """Drafts without tokens, put on the mesh or on the device once, since most decode steps have no drafts: a copy
+    before each step would keep the device waiting."""
     none = steps.no_drafts(rows)
     drafts: Drafts = jax.device_put(none) if mesh is None else put(mesh, P(REPLICAS), none)
     return drafts

@@ -89,7 +89,8 @@ def write_streams(out: jax.Array, write: jax.Array, mix: jax.Array, streams: jax
 
 
 def close_normed(params: Params, given: jax.Array | Unwritten, norm: Norm, config: StreamsConfig) -> jax.Array:
-    """The norm of `close_streams`, of streams to which a block's result is written first if they are `Unwritten`."""
+    """The norm of the result of `close_streams`. If `given` is `Unwritten`, a block's result is written to the streams
+    first."""
     if isinstance(given, Unwritten) and not few_token_streams.why_not(given.streams):
         return few_token_streams.close_by_kernel(params, given, norm, eps=config.eps, norm_eps=config.norm_eps)
     return rms_norm_fixed_order(close_streams(params, written(given), config), *norm)

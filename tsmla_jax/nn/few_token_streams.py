@@ -91,13 +91,13 @@ def mix_by_kernel(
 def close_by_kernel(
     params: Mapping[str, jax.Array], given: jax.Array | Unwritten, norm: Norm, *, eps: float, norm_eps: float
 ) -> jax.Array:
-    """The norm of the last layer's streams as one vector [T, C], as of `tsmla_jax.generate.streams.close_streams`; the
-    last block's result is written first if they are `Unwritten`.
+    """The norm [T, C] of the result of `tsmla_jax.generate.streams.close_streams`, by kernels. If `given` is
+    `Unwritten`, the last block's result is written to the streams first.
 
     Args:
-      params: as of `close_streams`.
-      given, eps, norm_eps: as of `mix_by_kernel`.
-      norm: the norm of the vector.
+      params: as in `close_streams`.
+      given, eps, norm_eps: as in `mix_by_kernel`.
+      norm: the norm of the vector that `close_streams` returns.
     """
     tokens, count, columns = _streams_of(given).shape
     spec = ReadStreamsSpec(tokens, count, columns, 1, eps, norm_eps, norm.eps, mixes=False)
@@ -115,7 +115,8 @@ def _read(
     spec: ReadStreamsSpec,
     *shapes: tuple[int, ...],
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The streams [T, N C], written, and the results of `spec`: the input [T, C], then arrays of these shapes."""
+    """The written streams [T, N C], and the results of `spec`: the next block's input [T, C], then arrays of these
+    `shapes`."""
     flat, wide = _streams_of(given).reshape(spec.tokens, -1), jnp.float32
     written = isinstance(given, Unwritten)
     writing = WriteStreamsSpec(spec.tokens, spec.count, spec.columns, written, spec.mixes)

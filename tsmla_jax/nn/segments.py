@@ -317,12 +317,12 @@ def joined(name: str, x: jax.Array) -> jax.Array:
     parts = jax.typeof(x).sharding.spec
     if len(parts) > 1 and parts[1] is not None:
         got = f"{x.shape} with {x.shape[1]} tokens split over {parts[1]!r}"
-        raise ValueError(f"{name}: got shape {got}; legal: a mesh that splits rows and heads alone")
+        raise ValueError(f"{name}: got shape {got}; legal: a mesh that splits only rows and heads")
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def check_static_length(name: str, shape: tuple[Any, ...]) -> None:
-    """ValueError if the tokens of rows [B, S, ...] are symbolic, as in jax.export: they bound a request."""
+    """ValueError if S of rows [B, S, ...] is symbolic, as jax.export allows: S is the static bound of a request."""
     if not isinstance(shape[1], int):
         raise ValueError(f"{name}: got shape {shape}; legal: a static number of tokens in a row, not {shape[1]}")
 

@@ -57,8 +57,11 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     **selecting: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_mla's function of that name, with the order of parameters that sgl-kernel's has. is_fp8_kvcache: False also
-    for an fp8 cache without indices. selecting: indices and what goes with them."""
+    """flash_mla's function of that name, with sgl-kernel's order of parameters.
+
+    is_fp8_kvcache: may be False for an fp8 cache, too, if there are no indices.
+    selecting: indices, and the arguments that go with them.
+    """
     return flash_mla_interface.flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
         is_fp8_kvcache or None, descale_q=descale_q, descale_k=descale_k, **selecting,
