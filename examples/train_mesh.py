@@ -2,10 +2,11 @@
 
     JAX_NUM_CPU_DEVICES=4 python examples/train_mesh.py --fsdp 2 --context 2
 
-The mesh has two axes. Devices along "fsdp" have texts of their own; each holds a part of every parameter and of the
-optimizer's state, gathers a parameter where it is used, and its gradient is summed and split again by the same
-collective, transposed. Devices along "context" share the texts: each has a part of the tokens, and MLA exchanges the
-latents alone, 576 numbers a token for all heads of DeepSeek, from which each device expands its keys and values.
+The mesh has two axes. Devices along "fsdp" have texts of their own. Devices along "context" share the texts: each has a
+part of the tokens, and MLA exchanges the latents alone, 576 numbers a token for all heads of DeepSeek, from which each
+device expands its keys and values. Each device of the mesh holds a part of every parameter and of the optimizer's
+state. It gathers a parameter where it is used, and the gradient is summed and split again by the same collective,
+transposed.
 
 The losses are compared, step by step, with those of the same batches on one device. Needs `pip install '.[flax]'` in a
 clone, which brings optax.
@@ -84,11 +85,11 @@ def split_axis(shape: tuple[int, ...], parts: int) -> int | None:
 
 
 def specs_of(params: Any, mesh: Mesh) -> Any:
-    """The PartitionSpec of each parameter, or of anything else of its shape."""
+    """The PartitionSpec of each parameter, or of anything else of its shape: split over all devices of the mesh."""
 
     def spec(x: Any) -> P:
-        axis = split_axis(x.shape, mesh.shape[FSDP])
-        return P() if axis is None else P(*(None,) * axis, FSDP)
+        axis = split_axis(x.shape, mesh.size)
+        return P() if axis is None else P(*(None,) * axis, (FSDP, CONTEXT))
 
     return jax.tree.map(spec, params)
 
@@ -96,7 +97,7 @@ def specs_of(params: Any, mesh: Mesh) -> Any:
 def whole(part: jax.Array, spec: P) -> jax.Array:
     """A parameter from its parts. The transpose of the collective sums a gradient and gives each device its part."""
     axis = len(spec) - 1
-    return part if axis < 0 else lax.all_gather(part, FSDP, axis=axis, tiled=True)
+    return part if axis < 0 else lax.all_gather(part, (FSDP, CONTEXT), axis=axis, tiled=True)
 
 
 def init(shape: Shape) -> Params:
@@ -256,7 +257,7 @@ def train(mesh: Mesh, shape: Shape, steps: int, dtype: Any) -> Run:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="train a small MLA transformer on a mesh")
-    parser.add_argument("--fsdp", type=int, default=2, help="devices that split parameters and rows")
+    parser.add_argument("--fsdp", type=int, default=2, help="devices that split rows")
     parser.add_argument("--context", type=int, default=1, help="devices that split the tokens of a row")
     parser.add_argument("--steps", type=int, default=40)
     for name, size in Shape()._asdict().items():

@@ -47,7 +47,7 @@ def test_train_mesh(capsys: pytest.CaptureFixture[str], fsdp: int, context: int)
     sizes = ["--layers", "1", "--tokens", "64", "--max_len", "40", "--width", "64"]
     load("train_mesh").main(["--fsdp", str(fsdp), "--context", str(context), "--steps", "3", *sizes])
     said = capsys.readouterr().out
-    assert f"a device holds {1 / fsdp:.2f} of the parameters" in said and "from one device's" in said
+    assert f"a device holds {1 / (fsdp * context):.2f} of the parameters" in said and "from one device's" in said
 
 
 @pytest.mark.parametrize(
