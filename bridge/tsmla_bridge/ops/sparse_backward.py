@@ -61,8 +61,8 @@ def check_derivable(
     inputs: SparseInputs, options: SparseOptions, given_scales: Mapping[str, Any], memory: Mapping[str, Any]
 ) -> None:
     """NotImplementedError unless the operator can give the derivative of a call with these scales, whose results go to
-    this memory. torch.compile can't trace the description of a call; then `gradients` raises for what its tensors
-    forbid."""
+    this memory. torch.compile can't trace the description of a call: under it `gradients` raises the errors about the
+    call's tensors."""
     for name in ("kv_scale", "compressed_kv_scale"):
         if given_scales[name] is not None:
             raise contract.not_differentiable(
