@@ -108,14 +108,28 @@ def test_an_entry_names_every_argument(name: str) -> None:
     assert sorted(_documented(docstring)) == sorted(expected)
 
 
+def _options(name: str) -> list[str]:
+    """The long options of a command."""
+    parser = argparse.ArgumentParser()
+    commands.COMMANDS[name].load().add_arguments(parser)
+    options = [option for action in parser._actions for option in action.option_strings]
+    return [option for option in options if option.startswith("--")]
+
+
 def test_every_option_is_on_the_page_of_commands() -> None:
     page = (DOCS / "reference" / "commands.md").read_text()
-    options: list[str] = []
-    for command in commands.COMMANDS.values():
-        parser = argparse.ArgumentParser()
-        command.load().add_arguments(parser)
-        options += [option for action in parser._actions for option in action.option_strings]
-    assert [option for option in options if option.startswith("--") and f"`{option}" not in page] == ["--help"] * 6
+    options = [option for name in commands.COMMANDS for option in _options(name)]
+    assert [option for option in options if f"`{option}" not in page] == ["--help"] * 6
+
+
+def test_commands_in_the_pages_have_their_options() -> None:
+    known = {name: _options(name) for name in commands.COMMANDS}
+    found = []
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        for name, rest in re.findall(r"\btsmla (\w+)((?:[^`\n#]|\\\n)*)", page.read_text()):
+            found += [(name, option, page.name) for option in re.findall(r"--[a-z][a-z-]*", rest) if name in known]
+    assert len(found) > 20
+    assert [(name, option, page) for name, option, page in found if option not in known[name]] == []
 
 
 def test_every_environment_variable_is_on_the_page_of_commands() -> None:
