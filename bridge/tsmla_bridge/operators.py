@@ -174,6 +174,7 @@ def register_attention(
     them to the caller's memory. Returns the first.
 
     Args:
+      name: the operator's name, without its namespace.
       run: takes the arguments by position, and return_lse (True by default) and those of `memory` (None by default) by
         keyword; returns the results.
       parameters: the parameters in the schema, without parentheses.

@@ -69,6 +69,7 @@ def window_rows(config: ModelConfig, step_tokens: int, text_tokens: int) -> int:
     all its tokens before its first token looks back.
 
     Args:
+      config: the model.
       step_tokens: most tokens of one text in one step.
       text_tokens: how many tokens the longest text has.
     """

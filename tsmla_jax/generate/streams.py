@@ -36,6 +36,7 @@ def read_streams(
         of the writing, then the N x N of the mixing.
       streams: [T, N, C].
       norm: the norm of the block's input, with a weight [C].
+      config: the streams' number and constants.
 
     Returns:
       the block's input [T, C] in the streams' dtype; the f32 weights of the writing [T, N] and the mixing [T, N, N].

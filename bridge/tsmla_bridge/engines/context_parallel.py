@@ -29,6 +29,7 @@ def visible_keys(
         nothing.
       all_lens, local_lens: [B] int32, the keys of each request, new ones included, and those that the rank holds.
       num_tokens: T.
+      deal: how keys are dealt out.
     """
     token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
     request = torch.searchsorted(starts[1:], token, right=True)
@@ -45,6 +46,8 @@ def visible_keys_of_last(all_lens: torch.Tensor, q_len: int, deal: Deal) -> torc
 
     Args:
       all_lens: [B] int, the keys of each request, new ones included.
+      q_len: how many tokens each request has.
+      deal: how keys are dealt out.
     """
     behind = torch.arange(q_len - 1, -1, -1, dtype=torch.int32, device=all_lens.device)
     return held_keys(all_lens[:, None] - behind, *deal).to(torch.int32)

@@ -24,6 +24,7 @@ def dequantise_blocks(
     Args:
         weight: fp8 [M, N].
         scales: f32 [ceil(M / block[0]), ceil(N / block[1])].
+        block: the rows and columns that share a scale.
         dtype: the dtype of the result.
 
     Raises:

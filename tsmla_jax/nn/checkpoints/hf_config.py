@@ -20,7 +20,8 @@ def why_no_file(path: Path, missing: str) -> str | None:
     """The reason why a path is no regular file that can be opened (reading a named pipe may wait for ever), or None.
 
     Args:
-        missing: the reason where there is nothing.
+        path: the path.
+        missing: the reason if there is nothing at the path.
     """
     try:
         if path.is_file():
@@ -110,6 +111,8 @@ def hf_field(
     """One field of a Hugging Face config, checked.
 
     Args:
+        fields: the config's fields.
+        name: the field's name.
         kind: int, float, bool, str or dict; an integer counts as a float, a bool never as a number.
         where: the config's name in an error.
         default: the value of an absent field (or a null one, unless nullable); without it the field is required.

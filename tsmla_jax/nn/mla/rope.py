@@ -37,6 +37,7 @@ def apply_rope(config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) 
     """Rotates rope vectors.
 
     Args:
+        config: the layer's shape, which has the two orders of columns.
         x: [..., R], in the order of the checkpoint's columns (`config.rope_interleave`).
         cos, sin: f32, broadcastable to [..., R / 2].
 

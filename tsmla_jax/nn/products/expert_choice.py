@@ -58,6 +58,7 @@ def choose(
       correction_bias: [E], added to the scores that choose, not to the weights; or None. With it a group counts as the
         sum of its best two scores, without it as its best.
       valid: [T] bool, False for padding; None if there is no padding.
+      choice: how experts are chosen and weighed.
 
     Returns:
       experts [T, K + S] i32 and their weights [T, K + S] f32: the routed ones, the greatest choice first, ties by the

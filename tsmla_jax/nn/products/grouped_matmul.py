@@ -103,6 +103,8 @@ def grouped_matmul(
         tile.half, and only then, `ScaledRows`, whose scales are for BLOCK columns or a divisor of that.
       weight: [G, N, K], of at least blocks.num_groups groups.
       blocks: as `make_blocks` makes them, with a block of at least 16.
+      tile: the tile of a program.
+      gather: whether x has rows that `blocks` names, and not a row for each place.
       gated: whether the result is silu(gate) * up, of N / 2 columns: gate is the product with the first N / 2 rows of
         the group's weight, up the one with its last N / 2 rows.
       limit: as in `gated_mlp`.
