@@ -82,6 +82,7 @@ ENGINE_PINS = {
         "tokenspeed-mla==2.0.3", "quack-kernels==0.6.5", "flashinfer-python==0.7.2.post1", "compressed-tensors==0.17.0",
         "transformers>=5.16.1,<5.21.0",
     ),
+    "sglang 0.5.17": ("sglang==0.5.17",),
     "sglang 0.5.23": ("sglang==0.5.23",),
 }  # fmt: skip
 
