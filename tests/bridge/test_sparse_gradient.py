@@ -192,7 +192,7 @@ def test_caches_and_scales_without_a_gradient(gpu: Gpu) -> None:
     scale = torch.tensor(0.1, requires_grad=True)
     refused(given, options, "softmax_scale: got a tensor that requires a derivative", softmax_scale=scale)
     out = torch.empty(TOKENS, HEADS, 512, dtype=torch.bfloat16)
-    refused(given, options, "out: got a tensor; results that have a derivative go to new memory", out=out)
+    refused(given, options, "out: got a tensor; results that have a derivative go only to new memory", out=out)
 
 
 def test_widths_that_the_kernel_does_not_take(gpu: Gpu) -> None:
