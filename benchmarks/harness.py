@@ -287,7 +287,7 @@ def in_processes(
         process.join()
         if left and time.monotonic() < end:
             if at is None or at[0].startswith(OURS):
-                raise RuntimeError(f"the process ended at {at}; nothing of a peer's ran there")
+                raise RuntimeError(f"the process ended at {at}, where no peer's code ran")
             print(f"{at[0]} ended its process at {at[1]}", flush=True)
             skipped = skipped | {at}
 

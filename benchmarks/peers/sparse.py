@@ -79,7 +79,7 @@ def package_dense(given: dict[str, Any]) -> Run:
 
 
 def fa3(q: Any, rows: Any, indices: Any, scale: float) -> Run:
-    """FA3 over bf16 rows [N, 576] as pages of one token, a token's slots [T, K] its block table."""
+    """FA3 over bf16 rows [N, 576]: to it each row is a page, and a token's slots [T, K] are its block table."""
     counts = torch.full((len(q),), indices.shape[1], dtype=torch.int32, device=q.device)
     return dense.fa3(q[:, None], rows[:, None], indices, counts, scale)
 

@@ -103,12 +103,13 @@ def selection() -> tb.Record:
     def caption(loaded: tb.Loaded) -> str:
         points, first = loaded.points, loaded.rows[0]
         mean = tb.mean_and_worst(map(over_sum, points))
-        said = f"tsmla's time over the sum of DeepGEMM's and the fastest top-k's: {mean}, "
+        said = f"Geometric means of tsmla's time over the sum of DeepGEMM's and the fastest top-k's: {mean}"
         if one := tb.mean_and_worst(over_sum(point) for point in points if point["s"] == 1):
-            said += f"with one token a request {one}, "
-        said += "over our two kernels one after the other, which are given the rows' lengths and keep all logits, "
-        said += f"{tb.mean_and_worst(point.ratio(OURS, 'tsmla_two') for point in points)}, geometric means. The "
-        return f"{said}{first['k']} largest of {first['h']} heads of 128, e4m3. {tb.provenance(loaded.rows)}"
+            said += f"; with one token a request {one}"
+        two = tb.mean_and_worst(point.ratio(OURS, "tsmla_two") for point in points)
+        said += f". Over our two kernels one after the other: {two}; "
+        said += "they are given the rows' lengths and keep all logits. "
+        return f"{said}The {first['k']} largest of {first['h']} heads of 128, e4m3. {tb.provenance(loaded.rows)}"
 
     draw = by_keys(over_sum, "time / DeepGEMM's and top-k's")
     return indexer_record(

@@ -148,7 +148,7 @@ def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
 
 
 def scale_of(scale_tensor: torch.Tensor | None, number: float | None) -> Scale | None:
-    """The scale that `scale_arguments` made these of."""
+    """The scale of which `scale_arguments` made these two."""
     return number if scale_tensor is None else scale_tensor
 
 

@@ -328,8 +328,8 @@ def test_the_selection_is_compared_with_the_peers_two_kernels(tmp_path: Path) ->
     put(tmp_path, "indexer_topk", rows)
     assert written(with_markers(tmp_path, "indexer_topk")) == 0
     readme = page_of(tmp_path)
-    assert "fastest top-k's: 0.50 (1 point), with one token a request 0.50" in readme
-    assert "keep all logits, 1.20 (1 point)" in readme
+    assert "fastest top-k's: 0.50 (1 point); with one token a request 0.50" in readme
+    assert "one after the other: 1.20 (1 point)" in readme
     page = (tmp_path / "benchmarks" / "figures" / "indexer_topk.md").read_text()
     assert "| 8, 1, 8192 | 2.0 | 24.0 | 10.0 | **12.0** | 0.50 | 1.20 | 13.0 |" in page
     assert is_png(tmp_path / "benchmarks" / "figures" / "indexer_topk_relative.png")

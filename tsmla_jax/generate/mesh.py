@@ -172,10 +172,12 @@ def param_specs(params: Any, shards: int) -> Any:
 
 
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
-    """The parameters of `load_model`, put on the mesh. Arrays that are there already stay as they are.
+    """The parameters of `load_model`, put on the mesh, or on the default device if there is no mesh. Arrays that are on
+    the mesh already stay as they are; only an output projection that lies there in another way is moved.
 
-    A device has the weights of its experts, after them the weights of the shared experts, which all devices have, and
-    its part of the output projection.
+    A device holds its own routed experts, its part of the output projection if that is split (`head_spec`), and all
+    other weights whole. In its stacks the shared experts come after its own ones; with experts in MXFP4 they have
+    parameters of their own.
 
     Raises:
       ValueError: the experts are split, but for another mesh.

@@ -47,7 +47,8 @@ class EngineOptions:
     """How to generate.
 
     Attributes:
-      page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
+      page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of `caches.page_multiple`, which
+        is 128 for layers of ratios 4 and 128.
       num_pages: pages of each device's cache; None makes them hold max_batch of the given prompts at once.
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
       chunk: most prompt tokens of one prefill step of a replica.

@@ -2,8 +2,8 @@
 
 On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs, and
 where the kernels can't serve the call: a dtype or width that cache_ops.config refuses, a cache, table or list of slots
-with gaps, rows that don't start at multiples of 16 bytes. Both give the same bits and read no value on the host, so
-both can be captured into CUDA graphs.
+with gaps, rows that don't start at multiples of 16 bytes. Kernels and torch operations give the same bits. No call
+reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def gather_kv_cache(
       implementation: as in write_kv_cache.
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
-      Differentiable in kv_cache by torch operations, which run if a derivative is asked for.
+      An eager call is differentiable in kv_cache by torch operations, which run if a derivative is asked for; under
+      torch.compile the derivative raises NotImplementedError.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.

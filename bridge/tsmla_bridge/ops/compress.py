@@ -3,7 +3,8 @@ entries.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
 the kernel can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or
-are not aligned to 16 bytes. Neither reads a value on the host, so both can be captured into CUDA graphs.
+are not aligned to 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA
+graphs can capture all of them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On a Hopper GPU, and on Blackwell if "cute" is named, the kernels of indexer_logits and select_topk run the call, in
 turn on chunks of query tokens. Torch operations run all other calls: on CPUs, on other GPUs, and where the kernels
-can't serve the call. Neither reads a value on the host, so both can be captured into CUDA graphs.
+can't serve the call. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs
+can capture all of them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ cached rows, of the indexer's keys and of its queries, and the writes into both 
 
 On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs, and
 where the kernels can't serve the call: a dtype or width that sparse_cache.config refuses, a cache with gaps, rows that
-don't start at multiples of 16 bytes. Both read no value on the host, so both can be captured into CUDA graphs.
+don't start at multiples of 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a
+capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """select_topk on torch tensors: the positions or slots of the largest logits of each row, exact.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
-the kernel can't serve the call: logits of another dtype than float32, tensors with gaps. Neither reads a value on the
-host, so both can be captured into CUDA graphs.
+the kernel can't serve the call: logits of another dtype than float32, tensors with gaps. No call reads a value on the
+host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

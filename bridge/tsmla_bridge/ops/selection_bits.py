@@ -1,7 +1,7 @@
 """selection_bits on torch tensors: the positions that a top-k chose as bits, by which mla_prefill selects keys.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
-the kernel can't serve the call. Neither reads a value on the host, so both can be captured into CUDA graphs.
+the kernel can't serve the call. No call reads a value on the host, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

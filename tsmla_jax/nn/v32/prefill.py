@@ -41,8 +41,9 @@ class V32Prefill(NamedTuple):
 
     Attributes:
         y: [T, E] in x's dtype.
-        selected: [T, K] int32, the positions in its own text that each token attends to, -1 after the last; None in the
-            dense warm-up, where a token attends to all tokens up to itself.
+        selected: [T, K] int32, the positions in its own text that the indexer chose for each token, then -1; or the
+            argument `selected`, if it was given. None in the dense warm-up, where a token attends to all tokens up to
+            itself.
         index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token, 0 in padding; None if it was not asked for.
     """
 

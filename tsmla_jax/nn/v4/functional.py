@@ -238,7 +238,7 @@ def attend(
         pooled = {name: compressor_rows(params, name, x) for name, _ in config.compressors}
     else:
         projected, index_weights, pooled = few_tokens.inputs_by_kernel(params, config, x)
-    # Folded parameters mean an engine's step, which is never partitioned automatically.
+    # Only folded parameters take the kernel of norms and ropes: with it a program isn't partitioned automatically.
     rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
     rope = Rope(step.positions, step.cos_sin)
     rank, width, eps = config.q_lora_rank, config.head_dim, config.rms_norm_eps

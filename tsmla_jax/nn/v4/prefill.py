@@ -44,8 +44,8 @@ class V4Prefill(NamedTuple):
 
     Attributes:
         y: [T, E] in x's dtype.
-        selected: [T, K] int32, the compressed entries of its own text that each token of a csa layer attends to, -1
-            after the last; None in layers of another kind.
+        selected: [T, K] int32, the compressed entries of its own text that the indexer chose for each token of a csa
+            layer, then -1; or the argument `selected`, if it was given. None in layers of another kind.
         index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token over these entries; 0 in padding and for a token
             that sees no entry. None in layers of another kind, or if it was not asked for.
     """

@@ -94,7 +94,8 @@ def flash_mla_with_kvcache(
         k_cache is [P, Z, 1, 656], DeepSeek-V3.2's packed rows, or [P, Z, 1, 584], V4's packed pages, each padded to a
         multiple of 576 bytes; causal is False, and block_table, cache_seqlens are ignored.
       topk_length: with indices, [B] int32, how many of a request's K columns count.
-      attn_sink: with indices, [H] float32, a logit for each head that takes weight and has no value; lse is without it.
+      attn_sink: with indices, [H] float32, one more logit for each head, which takes weight and has no value; lse does
+        not count it.
       extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of V4's pages, with pages of a size of
         their own, that is attended to as well.
       enable_batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
@@ -104,7 +105,8 @@ def flash_mla_with_kvcache(
 
     Returns:
       out [B, S, H, L] in q's dtype, bfloat16 for float8_e4m3fn, and lse [B, H, S] float32, natural logarithm. Rows that
-      see no key give 0 and +inf, which merge_attention_states takes as such.
+      see no key give 0 and +inf (-inf with indices, after `selected.read_no_lse`); merge_attention_states takes both as
+      the lse of no key.
 
     Raises:
       ValueError, TypeError: an argument is not legal.
@@ -204,15 +206,16 @@ def flash_mla_sparse_fwd(
       indices: [s_q, 1, topk] int32, rows of kv; -1 or s_kv and more for none.
       sm_scale: factor of the logits.
       d_v: the leading columns that are values.
-      attn_sink: [h_q] float32, a logit a head that takes weight and has no value; lse is without it.
+      attn_sink: [h_q] float32, one more logit for each head, which takes weight and has no value; lse does not count
+        it.
       topk_length: [s_q] int32, how many columns of indices count.
       indexer_topk, use_legacy: ignored.
       return_log2_lse: True for lse in base 2, False for none, None for the natural logarithm.
 
     Returns:
       out [s_q, h_q, d_v] in q's dtype; None in place of the package's max_logits, which cost time; lse
-      [s_q, h_q] float32, or None. Rows that see no key give 0 and +inf, which merge_attention_states takes as
-      such.
+      [s_q, h_q] float32, or None. Rows that see no key give 0 and +inf (-inf after `selected.read_no_lse`);
+      merge_attention_states takes both as the lse of no key.
 
     Raises:
       ValueError, TypeError: an argument is not legal.

@@ -61,7 +61,8 @@ def tokenspeed_mla_decode(
       softmax_scale, output_scale: the factor of the logits (the model's scale times the scales of query and cache) and
         the factor of out (the cache's scale).
       out: where the result goes, [B, S, H, kv_lora_rank].
-      is_var_seq, enable_pdl, min_split_kv: ignored; the schedule is made on the device.
+      is_var_seq, enable_pdl: ignored.
+      min_split_kv: an int from 1 to 256, without effect: the schedule is made on the device.
       causal_mask: query i of S sees keys j < seq_len - (S - 1) + i, else all j < seq_len.
       window_left: query i sees no key before seq_len - S - window_left + i; at least S - 1, or -1 for no window.
       return_lse: also return lse, in base 2.
@@ -76,7 +77,7 @@ def tokenspeed_mla_decode(
 
     Masks that differ from token to token (a window, and context parallelism and local_visible_lens with S > 1) run as
     one request for each query token: right, but the keys of a request are read S times. Torch operations attend to the
-    page that a window begins in, and the kernel's result for the other pages is merged with theirs.
+    keys of a window before its first whole page, and the kernel's result for the later pages is merged with theirs.
 
     Raises:
       ValueError, TypeError: an argument is not legal.
