@@ -302,7 +302,7 @@ def fp8_products() -> tb.Record:
         compared = {f"{ours} over {PRODUCT_PEERS[peer]}": tb.mean_and_worst(p.ratio(ours, peer) for p in loaded.points)
                     for ours, peer in itertools.product((OURS, "tsmla_exact"), PRODUCT_PEERS)}  # fmt: skip
         said = ", ".join(f"{kind} {ratios}" for kind, ratios in compared.items() if ratios)
-        over = f"Times of {said}, geometric means. " if said else ""
+        over = f"Geometric means of times: {said}. " if said else ""
         return (
             "Products with e4m3 weights, microseconds: of activations in e4m3, and exact ones of bf16. A point of "
             "experts has both of their products, and ours also what is between them. cuBLAS multiplies bf16 with "

@@ -131,7 +131,7 @@ def derivative_reasons(*values: Any) -> list[str]:
 
 
 def _is_derived(tensor: torch.Tensor) -> bool:
-    """Whether a derivative is asked for, in reverse mode or, which torch.no_grad() does not end, in forward mode."""
+    """Whether a derivative is asked for: in reverse mode, or in forward mode, which torch.no_grad() does not end."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or _is_dual(tensor)
 
 

@@ -345,7 +345,7 @@ def rows_at(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.
     rows = data.unflatten(1, (spec.page_size, size))[page, offset]
     exponents = scales[:, : spec.page_size * V4_PACKED.scale_row_bytes].unflatten(1, (spec.page_size, -1))[page, offset]
     codes = exponents[..., : V4_PACKED.num_scales]
-    factors = torch.exp2(codes.float() - 127).masked_fill(codes == 255, torch.nan)  # as UE8M0 has it
+    factors = torch.exp2(codes.float() - 127).masked_fill(codes == 255, torch.nan)  # 255 is the NaN of UE8M0
     return _scaled(rows[..., :nope], factors, rows[..., nope:])
 
 

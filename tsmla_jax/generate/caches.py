@@ -31,10 +31,10 @@ PACKED = "packed"
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The sizes of all caches of one run.
+    """The sizes of a device's caches in one run.
 
     Attributes:
-      num_pages, page_size: pages in all, tokens a page.
+      num_pages, page_size: pages of each layer's cache (in V4 of its compressed caches), tokens a page.
       state_slots: the most unfinished texts at once.
       window_rows: latents of a text's last tokens that V4 keeps, a multiple of WINDOW_PAGE; 0 for other models.
       spare: tokens of a text that may be taken back: rejected drafts.

@@ -231,7 +231,7 @@ class Engine:
         self._session = None
 
     def compile_ahead(self, batch_sizes: Sequence[int] = (), *, prefill: bool = True) -> None:
-        """Compiles every prefill step and the decode steps of these batch sizes, before texts wait for them.
+        """Compiles decode steps of these batch sizes and, if `prefill`, every prefill step, before texts wait for them.
 
         Args:
           batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds options.max_batch. That one is compiled in

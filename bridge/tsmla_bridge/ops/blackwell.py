@@ -119,8 +119,8 @@ def _run(
     outputs: Mapping[str, torch.Tensor | ArrayView],
     pair: Pair | None = None,
 ) -> None:
-    """Launch a kernel on the current stream. A pair of scales in a tensor is an operand before the outputs; two numbers
-    are the sizes of operands after the outputs."""
+    """Launch a kernel on the current stream. A pair of scales in a tensor is an operand before the outputs. Two numbers
+    are passed as the sizes of SCALE_OPERANDS after the outputs, whose memory nothing reads."""
     device = next(iter(inputs.values())).device
     index = devices.index_of(device)
     given: dict[str, Any] = {name: tensor.contiguous() for name, tensor in inputs.items()}

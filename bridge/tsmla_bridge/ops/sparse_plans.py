@@ -168,7 +168,7 @@ class KernelPlan(Plan):
         found = serving(spec, lengths=lengths, sinks=sinks)
         config, sms = found.config, devices.num_sms(index)
         launcher = loaded_kernels.launcher(found.kernel, config, index)
-        row_bytes = {  # of a token, by operand
+        row_bytes = {  # the bytes of one token in each operand
             "q": spec.num_heads * spec.head_dim * ITEMSIZE[spec.q_dtype],
             "indices": spec.num_selected * ITEMSIZE["int32"],
             "lengths": ITEMSIZE["int32"],

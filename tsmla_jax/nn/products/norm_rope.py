@@ -62,7 +62,7 @@ def norm_rope(
 
     Args:
       x: [T, W] floats.
-      columns: the rows in it.
+      columns: which columns of x hold the rows.
       norm: the norm: a weight [D] and an eps, or an eps alone if there is no weight; None means no norm.
       rope: the rotation; None means no rotation.
       dtype: dtype of the result; None is x's.
