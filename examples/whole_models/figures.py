@@ -584,7 +584,7 @@ def growth_beyond() -> tb.Record:
 
 
 RECORDS = (
-    generate(), vllm(), vllm_steps(), vllm_slices(), vllm_prompts(), fp8_models(),
+    generate(), vllm(), vllm_steps(), vllm_slices(), sglang_slices(), vllm_prompts(), fp8_models(),
     context_parallel(TWO), generate_mesh(TWO), context_parallel(FOUR), generate_mesh(FOUR), growth_predicted(),
     growth_beyond(),
 )  # fmt: skip

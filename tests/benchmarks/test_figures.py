@@ -524,3 +524,23 @@ def test_vllms_slices_show_steps_and_their_attention(tmp_path: Path) -> None:
     assert "serving" not in readme and "slice fp8 checks" not in readme
     assert "decode, fp8_ds_mla: 0.95 (1 point), its attention 0.75 (1 point); " in readme
     assert "prefill, 16 bits: 1.25 (1 point); geometric means" in readme
+
+
+def test_sglangs_slices_name_whose_flash_mla_ran(tmp_path: Path) -> None:
+    fixed = {**FIXED, "peer": "sglang, drawn weights", "sglang": "0.5.17", "layers": 4, "b": 16, "context": 4096}
+    rows = [
+        {**fixed, "mode": f"{model} decode", "kv": kv, "backend": backend, "us": us, "attention_us": attention, **more}
+        for model, kv, backend, us, attention, more in (
+            ("v3.2-slice fp8", "fp8_e4m3", "dsa", 2000.0, 200.0, {}),
+            ("v3.2-slice fp8", "fp8_e4m3", "dsa", 1900.0, 100.0, {"flash_mla": "tsmla"}),
+            ("v2-lite", "auto", "tsmla", 900.0, 50.0, {"layers": 27}),
+            ("v2-lite", "auto", "fa3", 1000.0, 100.0, {"layers": 27}),
+            ("v2-lite", "auto", "flashmla", 1100.0, 80.0, {"layers": 27}),
+        )
+    ]  # fmt: skip
+    put(tmp_path, "sglang_slices", rows)
+    assert written(with_markers(tmp_path, "sglang_slices")) == 0
+    readme = page_of(tmp_path)
+    assert "a step of SGLang 0.5.17" in readme and "(v3.2-slice fp8: 4 layers, v2-lite: 27 layers)" in readme
+    assert "| v3.2-slice fp8 decode, fp8_e4m3, 4096, 16 | dsa | 2.00 | **1.90** | 0.950 | 200 | 100 | 0.50 |" in readme
+    assert "| v2-lite decode, 16 bits, 4096, 16 | fa3, flashmla | 1.00 | **0.90** | 0.900 | 80 | 50 | 0.62 |" in readme
