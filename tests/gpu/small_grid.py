@@ -530,6 +530,7 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "dtype": "float16", "kv_dtype": "float16"},
         {"layout": "plain", "heads": 33, "selected": 130, "width": 512, "dtype": "float16", "kv_dtype": "float16"},
         {"layout": "plain", "heads": 33, "selected": 12, "tokens": MANY, "kv_dtype": "bfloat16", "sinks": True},
+        {"layout": "v32", "heads": 33, "selected": 12, "tokens": 200, "sinks": True},  # CTAs have two pieces
         {"layout": "v32", "heads": 72, "selected": 130, "dtype": "float8_e4m3fn", "sinks": True},
         {"layout": "plain", "heads": 5, "selected": 67, "dtype": "float8_e4m3fn"},
         {"layout": "v4", "heads": 16, "selected": 12, "gap": 1, "tokens": MANY, "sizes": SIZES},
