@@ -60,17 +60,13 @@ Blocks = Callable[[Loaded], Sequence[str]]
 
 class Panel(NamedTuple):
     """A plot: its file, its text, and what draws it, if there is anything to draw; on the short page too if `shown`,
-    below a `section`'s heading if one is named.
-
-    full_text: its text on the full page, if that is another one.
-    """
+    below a `section`'s heading if one is named."""
 
     file: str
     text: str
     draw: Callable[[Loaded, Path], bool]
     shown: bool = False
     section: str = ""
-    full_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -233,9 +229,9 @@ def whole(columns: Columns, section: Callable[[Point], str] | None = None, panel
     return blocks
 
 
-def image(panel: Panel, *, full: bool = True) -> str:
+def image(panel: Panel) -> str:
     """The plot in Markdown; {} stands for the folder of figures."""
-    return f"![{panel.full_text if full and panel.full_text else panel.text}]({{}}{panel.file}.png)"
+    return f"![{panel.text}]({{}}{panel.file}.png)"
 
 
 # ---- pages
@@ -267,7 +263,7 @@ def write(record: Record, path: Path, figures: Path, root: Path) -> str:
     if record.title:
         (figures / f"{record.name}.md").write_text("\n\n".join(full).replace("{}", "") + "\n")
     link = f" All points: [{record.name}.md]({{}}{record.name}.md)." if record.title and not record.full_caption else ""
-    body = [said + link, *short, *(image(panel, full=False) for panel in drawn if panel.shown)]
+    body = [said + link, *short, *(image(panel) for panel in drawn if panel.shown)]
     page = root / record.readme
     folder = figures.relative_to(page.parent).as_posix()
     text = between_markers(page.read_text(), record.part or record.name, "\n\n".join(body).replace("{}", f"{folder}/"))

@@ -75,7 +75,7 @@ def decode(dtype: str) -> tb.Record:
 
     dots = relative(DENSE, lambda _: True, dtype)
     text = f"time of decode over the best peer's, {dtype}"
-    panels = (tb.Panel(f"{name}_relative", text, dots, shown=True, full_text=f"relative of decode, {dtype}"),)
+    panels = (tb.Panel(f"{name}_relative", text, dots, shown=True),)
     return tb.Record(
         name, f"MLA decode, {dtype}", ("h", "s", "b", "keys", "varlen", "page"), caption,
         tb.whole(lambda _: columns, lambda point: f"{point['h']} heads"), short, panels,

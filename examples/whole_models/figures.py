@@ -372,9 +372,9 @@ def vllm_prompts() -> tb.Record:
         names, found = starts(loaded)
         versions = ", ".join(sorted({row["vllm"] for row in loaded.rows}))
         return (
-            f"Milliseconds of 4,096 tokens of prompts in vLLM {versions} by attention backend, its own for prompts "
-            f"with {' and '.join(sorted({*names} - {CUSTOM}))}, of an engine that was started several times, with each "
-            f"in turn: each start's time. The mean with tsmla's over the other's: "
+            f"Milliseconds of 4,096 tokens of prompts in vLLM {versions}, with tsmla's backend for prompts and with "
+            f"{' and '.join(sorted({*names} - {CUSTOM}))}. An engine was started several times with each in turn: each "
+            f"start's time. The mean with tsmla's over the other's: "
             f"{tb.mean_and_worst(map(ratio, found.values()))}. {tb.provenance(loaded.rows)}"
         )
 

@@ -188,7 +188,7 @@ class Engine:
         if self._session is None:
             return []
         session = self._opened()
-        # With speculation drafts follow the last step's tokens, which are still to be read if they raised.
+        # With speculation a step needs the last step's tokens. If reading them raised, they are still to be read.
         started = bool(self.options.speculative and session.started)
         if not started:
             with session.changes():

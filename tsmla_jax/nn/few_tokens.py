@@ -133,7 +133,7 @@ def matmul(
       norm: None for no norm.
       gated: whether the result is silu(gate) * up, [T, N / 2]: gate is the product with the weight's first N / 2 rows,
         up the one with its last N / 2 rows.
-      limit: if gated, gate is clipped to at most limit, and up to -limit to limit.
+      limit: if gated, `gate` is clipped to at most limit, and `up` to [-limit, limit].
       residual: [T, N] or None.
 
     Returns:

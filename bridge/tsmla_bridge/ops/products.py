@@ -52,7 +52,7 @@ def block_scaled_matmul(
         2^-127 as 0.
       gated: whether the result is silu(gate) * up, computed in float32, [T, N / 2]: gate is x times the weight's first
         N / 2 rows, up is x times its last N / 2 rows.
-      limit: with gated, gate is clipped to at most limit, and up to -limit to limit; None for no limit.
+      limit: with gated, `gate` is clipped to at most limit, and `up` to [-limit, limit]; None for no limit.
       out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
       out: a tensor for the result, or if out_dtype is float8_e4m3fn a tuple of two, for values and scales; or None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,

@@ -49,8 +49,8 @@ def block_scaled_matmul(
         scale of 32 columns of a row. The kernel takes 2^-127 as 0.
       gated: whether the result is silu(gate) * up, computed in float32, [T, N / 2]: gate is x times the weight's first
         N / 2 rows, up is x times its last N / 2 rows, as in an MLP.
-      limit: with gated, gate is clipped to at most limit, and up to -limit to limit, as `swiglu_limit` in DeepSeek-V4;
-        None for no limit.
+      limit: with gated, `gate` is clipped to at most limit, and `up` to [-limit, limit], as `swiglu_limit` in
+        DeepSeek-V4; None for no limit.
       out_dtype: "bfloat16", "float16", "float32", or with gated "float8_e4m3fn".
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
