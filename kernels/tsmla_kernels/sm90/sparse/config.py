@@ -32,8 +32,8 @@ NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compr
 PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # row tiles of up to this many heads fit with any kind of cache rows
 FEW_TILES = {"v32": 4, "v4": 64, "plain": 4}  # up to this many row tiles of 64, tiles of 32 are faster
-MANY_TILES = 384  # from this many row tiles on, another compiled kernel deals them out in turn
-WHOLE_TILES = 264  # up to this many row tiles, of up to WHOLE_COLUMNS columns, CTAs have whole tiles
+MANY_TILES = 384  # from this many row tiles on, of more columns, another compiled kernel deals them out in turn
+WHOLE_TILES = 528  # up to this many row tiles, of up to WHOLE_COLUMNS columns, CTAs have whole tiles
 WHOLE_COLUMNS = 256
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
@@ -289,7 +289,7 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
         max_logits=spec.max_logits,
         tile_rows=_tile_rows(spec),
         batch_invariant=spec.batch_invariant,
-        dealt=not spec.batch_invariant and _has_many_tiles(spec),
+        dealt=not spec.batch_invariant and _has_many_tiles(spec) and not _whole(spec),
         whole=_whole(spec),
         # The scales of two plain caches and greatest logits leave no registers for it.
         early_q=(_has_many_tiles(spec) or _whole(spec))
