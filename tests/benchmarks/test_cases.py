@@ -232,7 +232,7 @@ OBJECTS = {  # of each kernel
     "select_topk": ("64,8192", {"select_topk": 2}),
     "sglang": (
         "v3.2 decode,8,64,2048/v4-flash c4 decode,8,64,640/v4-flash window decode,8,64,128/v3 decode,8,16,4096",
-        {"sparse_mla": 10, "mla_decode": 1},
+        {"sparse_mla": 9, "mla_decode": 1},
     ),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
     "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2, "sparse_mla_union": 1}),
