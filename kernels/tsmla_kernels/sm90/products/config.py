@@ -109,6 +109,12 @@ class ProductConfig:
         return self.splits == 1 and not self.packed
 
     @property
+    def handed(self) -> bool:
+        """Whether the copying warp hands the tiles that it finds to the math warps, which find them otherwise. Only
+        tiles of many rows of groups: no others were timed."""
+        return self.grouped and self.tokens >= BLOCK
+
+    @property
     def cluster_tokens(self) -> int:
         """Rows of x of the tiles of a cluster."""
         return self.tokens * 2 if self.multicast else self.tokens

@@ -93,10 +93,14 @@ class Copies:
 
     @cute.jit
     def run(self, tma: Tma, arrays: Arrays, shared: Shared, place: Place) -> None:
-        """Run the producer warp: copy the blocks of all tiles of this CTA."""
+        """Run the producer warp: copy the blocks of all tiles of this CTA. If config.handed hand the tiles to the
+        math warps."""
         index, phase = Int32(0), Int32(1)
+        slot, turn = Int32(0), Int32(1)
         item = place.cluster
         tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
+        if const_expr(self.config.handed):
+            slot, turn = self.tiles.hand(shared, tile, slot, turn)
         while tile.group >= 0:
             for b in cutlass.range(tile.begin, tile.end, unroll=1):
                 wait_busily(shared.empty + index, phase)
@@ -108,6 +112,8 @@ class Copies:
                 index, phase = advance(index, phase, self.config.stages)
             item += place.clusters
             tile, walk = self.tiles.find(item, walk, arrays, place)
+            if const_expr(self.config.handed):
+                slot, turn = self.tiles.hand(shared, tile, slot, turn)
 
     @cute.jit
     def copy_x(self, copy: TmaCopy, shared: Shared, index: Int32, tile: Tile, b: Int32) -> None:

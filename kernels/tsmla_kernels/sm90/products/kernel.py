@@ -19,7 +19,16 @@ from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.products.config import ProductConfig
 from tsmla_kernels.sm90.products.copies import SCALE_WARPS, Copies
-from tsmla_kernels.sm90.products.memory import Arrays, Mma, Place, Shared, Tma, make_storage, shared_memory
+from tsmla_kernels.sm90.products.memory import (
+    TILE_SLOTS,
+    Arrays,
+    Mma,
+    Place,
+    Shared,
+    Tma,
+    make_storage,
+    shared_memory,
+)
 from tsmla_kernels.sm90.products.sums import Sums, meet_cluster
 from tsmla_kernels.sm90.products.tiles import Tiles
 from tsmla_kernels.sm90.warp import quotient, remainder
@@ -108,3 +117,7 @@ class BlockScaledMatmul:
         if lane < self.config.stages:
             cute.arch.mbarrier_init(shared.full + lane, 2)
             cute.arch.mbarrier_init(shared.empty + lane, self.copy_warp * (2 if self.config.multicast else 1))
+        if const_expr(self.config.handed):
+            if lane < TILE_SLOTS:
+                cute.arch.mbarrier_init(shared.tile_full + lane, 1)
+                cute.arch.mbarrier_init(shared.tile_empty + lane, self.copy_warp)

@@ -15,6 +15,9 @@ from tsmla_kernels.sm90.products.config import ProductConfig
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
+TILE_SLOTS, TILE_WORDS = 4, 8
+"""How many tiles the copying warp hands to the math warps ahead, and how many words each of them takes."""
+
 
 class Arrays(NamedTuple):
     """The arrays of a launch, in the order of its operands.
@@ -57,7 +60,9 @@ class Mma(NamedTuple):
 
 class Shared(NamedTuple):
     """A CTA's shared memory: stages of weights, x and their scales with a `full` and an `empty` barrier each, the
-    results that the warps are about to store, and the greatest magnitudes, or None if config.amax_words is 0."""
+    results that the warps are about to store, the greatest magnitudes, or None if config.amax_words is 0, and the tiles
+    that the copying warp hands to the math warps, with a `tile_full` and a `tile_empty` barrier each; None unless
+    config.handed."""
 
     weight: cute.Pointer
     x: cute.Pointer
@@ -66,6 +71,9 @@ class Shared(NamedTuple):
     empty: cute.Pointer
     staging: cute.Pointer
     amax: cute.Pointer | None
+    tiles: cute.Pointer | None
+    tile_full: cute.Pointer | None
+    tile_empty: cute.Pointer | None
 
 
 class Place(NamedTuple):
@@ -129,6 +137,10 @@ def make_storage(config: ProductConfig) -> Any:
         "scales": cute.struct.Align[arrays[Float32, stages * config.scale_words], 128],
         "staging": cute.struct.Align[arrays[Int32, config.threads // 32 * config.staging_bytes // 4], 128],
     }
+    if config.handed:
+        fields["tiles"] = cute.struct.Align[arrays[Int32, TILE_SLOTS * TILE_WORDS], 128]
+        fields["tile_full"] = arrays[Int64, TILE_SLOTS]
+        fields["tile_empty"] = arrays[Int64, TILE_SLOTS]
     if config.amax_words:
         fields["amax"] = cute.struct.Align[arrays[Float32, config.amax_words], 128]
     # The stages lie together, because the parts of a split sum take their place.

@@ -83,8 +83,12 @@ class Sums:
         sums = cute.make_rmem_tensor((self.values, config.waves), Float32)
         registers = self.registers(mma, sums, thread)
         index, phase = Int32(0), Int32(0)
-        item = place.cluster
-        tile, walk = self.tiles.find(item, self.tiles.start(), arrays, place)
+        slot, turn = Int32(0), Int32(0)
+        item, walk = place.cluster, self.tiles.start()
+        if const_expr(config.handed):
+            tile, slot, turn = self.tiles.take(shared, slot, turn)
+        else:
+            tile, walk = self.tiles.find(item, walk, arrays, place)
         while tile.group >= 0:
             sums.fill(0.0)
             part = Part(group, 0, thread)
@@ -110,7 +114,10 @@ class Sums:
             if config.splits == 1 or place.rank == 0:
                 self.results.store(arrays, shared, sums, tile, Lane(group, thread // 32, lane))
             item += place.clusters
-            tile, walk = self.tiles.find(item, walk, arrays, place)
+            if const_expr(config.handed):
+                tile, slot, turn = self.tiles.take(shared, slot, turn)
+            else:
+                tile, walk = self.tiles.find(item, walk, arrays, place)
 
     def registers(self, mma: Mma, sums: cute.Tensor, thread: Int32) -> Registers:
         """A lane's registers. Plain weights need none but the sums."""

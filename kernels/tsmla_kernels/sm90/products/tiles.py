@@ -9,8 +9,17 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from tsmla_kernels.sm90.products.config import ProductConfig
-from tsmla_kernels.sm90.products.memory import Arrays, Place, Tile, Walk
-from tsmla_kernels.sm90.warp import divide, quotient
+from tsmla_kernels.sm90.products.memory import (
+    TILE_SLOTS,
+    TILE_WORDS,
+    Arrays,
+    Place,
+    Shared,
+    Tile,
+    Walk,
+    wait_busily,
+)
+from tsmla_kernels.sm90.warp import advance, divide, quotient, release, uniform
 
 SECTION = 16
 """How many tiles of rows a section has. The tiles in flight at a time are a section's tiles of rows times some tiles of
@@ -75,22 +84,46 @@ class Tiles:
         return tile, walk
 
     @cute.jit
+    def hand(self, shared: Shared, tile: Tile, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """Hand `tile` to the math warps in slot `slot`. Returns the next slot and the phase of its barriers."""
+        wait_busily(shared.tile_empty + slot, phase)
+        with cute.arch.elect_one():
+            words = cute.make_tensor(shared.tiles + slot * TILE_WORDS, cute.make_layout(TILE_WORDS))
+            for i in cutlass.range_constexpr(len(tile)):
+                words[i] = tile[i]
+            cute.arch.mbarrier_arrive(shared.tile_full + slot)
+        return advance(slot, phase, TILE_SLOTS)
+
+    @cute.jit
+    def take(self, shared: Shared, slot: Int32, phase: Int32) -> tuple[Tile, Int32, Int32]:
+        """The tile that `hand` put into slot `slot`; the next slot, and the phase of its barriers."""
+        wait_busily(shared.tile_full + slot, phase)
+        words = cute.make_tensor(shared.tiles + slot * TILE_WORDS, cute.make_layout(TILE_WORDS))
+        tile = Tile(*(uniform(words[i]) for i in range(len(Tile._fields))))
+        release(shared.tile_empty + slot)
+        slot, phase = advance(slot, phase, TILE_SLOTS)
+        return tile, slot, phase
+
+    @cute.jit
     def within(self, tile: Tile, index: Int32, columns: Int32, blocks: Int32, place: Place) -> Tile:
         """The tile with the index `index` in the group that `tile` gives by its fields group, row and rows."""
         config = self.config
-        height = config.cluster_tokens
-        length = SECTION * config.tokens // height
+        length = SECTION * config.tokens // config.cluster_tokens
         section = divide(index, columns * length)
         rest = index - section * (columns * length)
-        below = cutlass.min(self.below(tile.rows) - section * length, length)
+        of_rows = self.below(tile.rows)
+        below = cutlass.min(of_rows - section * length, length)
         column = divide(rest, below)
+        height = config.cluster_tokens
         offset = (section * length + rest - column * below) * height
+        rows = tile.rows - offset
         if const_expr(config.multicast):
             offset += place.rank * config.tokens
+            rows -= place.rank * config.tokens
         begin, end = Int32(0), blocks
         if const_expr(config.splits > 1):
             begin, end = (quotient(blocks * (place.rank + i), config.splits) for i in range(2))
-        return Tile(tile.group, tile.row + offset, tile.rows - offset, column, begin, end)
+        return Tile(tile.group, tile.row + offset, rows, column, begin, end)
 
     @cute.jit
     def find_group(self, item: Int32, walk: Walk, arrays: Arrays, columns: Int32) -> tuple[Found, Walk]:
