@@ -22,7 +22,7 @@ rows that are copied before: pairs of its CTAs then have the weights in common, 
 COPIED_PAIRS = {"quantized": ((100.0, 150.0),), "exact": ((120.0, 150.0), (384.0, math.inf))}
 """By the products of block-scaled experts: fewest and most pairs of each expert, on average, with which rows are copied
 before the first products. The kernel then finds them together and need not pick them. With exact products its tiles
-have 144 rows then: between these ranges most experts' rows fill tiles of 128 rows better."""
+have up to 152 rows then: between these ranges most experts' rows fill tiles of 128 rows better."""
 
 FEW_ROWS = 8
 """Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16."""

@@ -76,6 +76,8 @@ class ProductConfig:
         adds these up.
       multicast: whether the two CTAs of a cluster have their weights in common: one's tile has the rows of x behind the
         other's, and each loads half of the weights into both. Only with whole sums, and not with packed weights.
+      level: whether a group's rows are shared out evenly among its tiles, in eights, so that more tiles have at most
+        `tail` rows. Not with multicast.
       ctas: how many CTAs a multiprocessor holds at a time.
       num_sms: how many multiprocessors the GPU has.
     """
@@ -97,6 +99,7 @@ class ProductConfig:
     packed: bool = False
     plain: bool = False
     multicast: bool = False
+    level: bool = False
 
     @property
     def cluster(self) -> int:
@@ -356,7 +359,7 @@ def _grouped_wide(config: ProductConfig, mean: int) -> ProductConfig:
         return replace(config, tokens=96, tail=48)
     second = ONE_TILE_MEAN < mean <= 150 or mean >= MANY_TILES_MEAN
     if second and not config.picked and not config.packed and not config.quantized:
-        return replace(config, tokens=144, waves=1)
+        return replace(config, tokens=152, waves=1, tail=136, level=True)
     return replace(config, tokens=176, waves=1) if ONE_TILE_MEAN < mean <= 160 and not config.gated else config
 
 

@@ -115,8 +115,12 @@ class Tiles:
         below = cutlass.min(of_rows - section * length, length)
         column = divide(rest, below)
         height = config.cluster_tokens
+        if const_expr(config.level):
+            height = divide((tile.rows + 7) // 8 + of_rows - 1, of_rows) * 8
         offset = (section * length + rest - column * below) * height
         rows = tile.rows - offset
+        if const_expr(config.level):
+            rows = cutlass.min(rows, height)
         if const_expr(config.multicast):
             offset += place.rank * config.tokens
             rows -= place.rank * config.tokens

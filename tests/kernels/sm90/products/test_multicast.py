@@ -24,10 +24,12 @@ pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, whi
 PAIR = ProductConfig(tokens_first=True, num_sms=4, multicast=True)
 THREE = {"tokens": 192, "groups": 3, "waves": 1}
 DENSE = {"128 x 256": PAIR, "128 x 128": replace(PAIR, waves=1), "192 x 128": replace(PAIR, **THREE)}
+LEVEL = ProductConfig(grouped=True, x_dtype="bfloat16", tokens=136, waves=1, tail=104, level=True, num_sms=4)
 COUNTS = (0, 300, 1, 0, 130, 64)
 GROUPED = {
     "of 16 bits": replace(PAIR, grouped=True, x_dtype="bfloat16", plain=True, tail=64),
     "of 16 bits, gated": replace(PAIR, grouped=True, x_dtype="bfloat16", plain=True, tail=64, gated=True),
+    "of e4m3 with activations of bf16, level": replace(LEVEL, gated=True),
     "gated, to e4m3": replace(PAIR, grouped=True, gated=True, out_dtype="float8_e4m3fn"),
     "of e4m3, with activations of bf16": replace(PAIR, grouped=True, tokens_first=False, x_dtype="bfloat16"),
 }
