@@ -122,8 +122,13 @@ class Tiles:
         if const_expr(config.level):
             rows = cutlass.min(rows, height)
         if const_expr(config.multicast):
-            offset += place.rank * config.tokens
-            rows -= place.rank * config.tokens
+            height = Int32(config.tokens)
+            if const_expr(config.plain):
+                # Rows that one CTA has room for are shared out: each CTA has those of one math warpgroup.
+                if rows <= config.tokens:
+                    height = Int32(config.tokens // config.groups)
+            offset += place.rank * height
+            rows = cutlass.min(rows - place.rank * height, height)
         begin, end = Int32(0), blocks
         if const_expr(config.splits > 1):
             begin, end = (quotient(blocks * (place.rank + i), config.splits) for i in range(2))
