@@ -25,6 +25,7 @@ from tsmla_jax.nn.products.triton import plgpu
 
 _HALF = BLOCK // 2
 _LEAST_STEPS = 2  # the fewest steps of BLOCK terms that a program takes
+_THREE_STAGES = 3 * 2**16  # bytes of three loads of 128 tokens' and 64 experts' BLOCK terms
 
 
 def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
@@ -66,7 +67,7 @@ def project_by_kernel(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tu
         functools.partial(_kernel, _Kind(block, columns, depth // BLOCK // parts)),
         grid=(*grid, parts),
         out_shape=shapes,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=_stages(tokens)),
         interpret=jax.default_backend() == "cpu",
         name="router_logits",
     )(x, router)
@@ -78,6 +79,11 @@ def _tile(tokens: int) -> tuple[int, int, int]:
     if tokens <= 64:
         return 16, 32, 4
     return (64, 64, 4) if tokens <= 1024 else (128, 64, 8)
+
+
+def _stages(tokens: int) -> int:
+    """How many loads of a program are under way: of many tokens one more, if the GPU has the shared memory for it."""
+    return 3 if tokens > 1024 and triton.shared_memory() >= _THREE_STAGES else 2
 
 
 @dataclass(frozen=True)
