@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.few_tokens.config import HALVES, TOKEN_TILE, WARPS
 from tsmla_kernels.sm90.few_tokens.latent_config import InputsConfig
-from tsmla_kernels.sm90.few_tokens.ring import PREFETCHED, Ring, Scales, Shared, Weights, launch
+from tsmla_kernels.sm90.few_tokens.ring import PREFETCHED, Ring, Scales, Shared, TileScales, Weights, launch
 from tsmla_kernels.sm90.few_tokens.tile import Lane, lane
 from tsmla_kernels.sm90.storage import storage_of_fields
 
@@ -88,12 +88,12 @@ class FewTokenInputs:
         else:
             terms, turn = Int32(arrays.x.shape[1]), Int32(0)
             factor = self.ring.put_row(shared, arrays.x.iterator.toint(), Int64(0), terms, None)
-            place = lane()
+            place, unscaled = lane(), TileScales(none, None, None)
             for index in cutlass.range(first, tiles, step, unroll=1):
                 totals = cute.make_rmem_tensor((4,), Float32)
                 totals.fill(0.0)
                 tile = self.tile(arrays, index)
-                count = self.ring.multiply(shared, place, tile.rows, none, shared.terms, count, factor, totals)
+                count = self.ring.multiply(shared, place, tile.rows, unscaled, shared.terms, count, factor, totals)
                 self.store(arrays, shared, place, totals, tile, turn)
                 turn += 1
 

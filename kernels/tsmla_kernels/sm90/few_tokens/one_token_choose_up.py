@@ -13,7 +13,18 @@ from tsmla_kernels.sm90.few_tokens.choice import Choice
 from tsmla_kernels.sm90.few_tokens.choose_up import Chosen
 from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS, SIXTEEN, TOKEN_TILE, UNIT, WARPS, ChoiceConfig
 from tsmla_kernels.sm90.few_tokens.experts_up import Arrays
-from tsmla_kernels.sm90.few_tokens.ring import COPYING, NO_SCALES, READY, THREADS, Ring, Scales, Shared, Weights, launch
+from tsmla_kernels.sm90.few_tokens.ring import (
+    COPYING,
+    NO_SCALES,
+    READY,
+    THREADS,
+    Ring,
+    Scales,
+    Shared,
+    TileScales,
+    Weights,
+    launch,
+)
 from tsmla_kernels.sm90.few_tokens.tile import LINE, Lane, lane, matrix_of, silu_product
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import divide
@@ -111,9 +122,8 @@ class OneTokenChooseUp:
                     following = None
                     if const_expr(self.config.narrow):
                         following = self.following(arrays, experts, index + step, columns, ready)
-                    count = self.ring.multiply(
-                        shared, here, rows, scales, shared.terms, count, Float32(1.0), totals, following, held
-                    )
+                    given = TileScales(scales, following, held)
+                    count = self.ring.multiply(shared, here, rows, given, shared.terms, count, Float32(1.0), totals)
                     self.store(arrays, shared, here, totals, place, tile, turn, factor)
                     turn += 1
             if ready == 0:

@@ -22,6 +22,7 @@ from tsmla_kernels.sm90.few_tokens.ring import (
     Ring,
     Scales,
     Shared,
+    TileScales,
     Weights,
     launch,
 )
@@ -105,9 +106,8 @@ class OneTokenExpertsDown:
                         following = None
                         if const_expr(self.config.narrow):
                             following = self.following(arrays, tables, place, cutlass.min(tile + step, tiles - 1), tile)
-                        count = self.ring.multiply(
-                            shared, here, rows, scales, terms, count, weight, totals, following, held
-                        )
+                        given = TileScales(scales, following, held)
+                        count = self.ring.multiply(shared, here, rows, given, terms, count, weight, totals)
                 self.store(arrays, shared, here, totals, tile, turn, factor)
                 turn += 1
 

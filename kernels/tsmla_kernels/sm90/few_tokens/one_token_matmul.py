@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.few_tokens.config import HALVES, TOKEN_TILE, UNIT, WARPS, MatmulConfig
 from tsmla_kernels.sm90.few_tokens.matmul import Arrays
-from tsmla_kernels.sm90.few_tokens.ring import PREFETCHED, ROWS, Ring, Scales, Shared, Weights, launch
+from tsmla_kernels.sm90.few_tokens.ring import PREFETCHED, ROWS, Ring, Scales, Shared, TileScales, Weights, launch
 from tsmla_kernels.sm90.few_tokens.tile import Lane, lane, row_of, silu_product
 from tsmla_kernels.sm90.storage import storage_of_fields
 
@@ -63,9 +63,8 @@ class OneTokenMatmul:
                 totals.fill(0.0)
                 rows, scales = self.rows(arrays, tile), self.scales(arrays, tile)
                 following = self.scales(arrays, cutlass.min(tile + step, tiles - 1))
-                count = self.ring.multiply(
-                    shared, place, rows, scales, shared.terms, count, Float32(1.0), totals, following, held
-                )
+                given = TileScales(scales, following, held)
+                count = self.ring.multiply(shared, place, rows, given, shared.terms, count, Float32(1.0), totals)
                 self.store(arrays, shared, place, totals, tile, turn, factor)
                 turn += 1
 

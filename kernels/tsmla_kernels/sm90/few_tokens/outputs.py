@@ -22,6 +22,7 @@ from tsmla_kernels.sm90.few_tokens.ring import (
     Ring,
     Scales,
     Shared,
+    TileScales,
     Weights,
     pair_of,
 )
@@ -79,12 +80,12 @@ class FewTokenOutputs:
                 count = self.ring.fill(shared, self.rows(arrays, tile), none, count, warp)
         else:
             factor, turn = self.put_terms(arrays, shared, first), Int32(0)
-            place = lane()
+            place, unscaled = lane(), TileScales(none, None, None)
             for tile in cutlass.range(first, first + tiles, unroll=1):
                 totals = cute.make_rmem_tensor((4,), Float32)
                 totals.fill(0.0)
                 rows = self.rows(arrays, tile)
-                count = self.ring.multiply(shared, place, rows, none, shared.terms, count, factor, totals)
+                count = self.ring.multiply(shared, place, rows, unscaled, shared.terms, count, factor, totals)
                 self.store(arrays, shared, place, totals, tile, turn)
                 turn += 1
 

@@ -100,6 +100,20 @@ class Held(NamedTuple):
     source: cute.Tensor
 
 
+class TileScales(NamedTuple):
+    """The scales that `multiply` reads with a tile, and those that it loads ahead.
+
+    Attributes:
+      own: the tile's.
+      following: the next tile's, as far as they are known; None for bf16 weights.
+      held: as `held_scales` makes it; bf16 weights need none.
+    """
+
+    own: Scales
+    following: Scales | None
+    held: Held | None
+
+
 NO_SCALES = 0
 """The address in `Scales` of a tile that has none, or that is not known."""
 
@@ -312,13 +326,11 @@ class Ring:
         shared: Shared,
         place: Lane,
         rows: Weights,
-        scales: Scales,
+        scales: TileScales,
         terms: Int32,
         count: Int32,
         factor: Float32,
         totals: cute.Tensor,
-        following: Scales | None = None,
-        held: Held | None = None,
     ):
         """Add a tile's products, times `factor`, by a warp that multiplies.
 
@@ -326,13 +338,11 @@ class Ring:
           terms: the address in shared memory of the terms that the tile's first set of rows begins with.
           count: the stages read before.
           totals: [4] f32, as `mma.sync` has them.
-          following: the scales of the next tile, as far as it is known; None for bf16 weights.
-          held: as `held_scales` makes it; None for bf16 weights.
 
         Returns:
           the stages read after it.
         """
-        parity = place.row & 1
+        (own, following, held), parity = scales, place.row & 1
         x = terms + place.quad * LOAD_BYTES
         if const_expr(self.halves):
             # Columns 2, 3, 6 and 7 are of the second set's terms.
@@ -340,8 +350,8 @@ class Ring:
         weights = shared.stages + place.row * SEGMENT + place.warp * PIECE + place.quad * LOAD_BYTES
         segments = cute.ceil_div(rows.bytes, SEGMENT)
         if const_expr(self.narrow):
-            if held.source[0] != scales.first:
-                self.load_scales(held, scales, place.warp, rows.bytes)
+            if held.source[0] != own.first:
+                self.load_scales(held, own, place.warp, rows.bytes)
         for segment in cutlass.range(segments, unroll=1):
             stage, phase = remainder(count, STAGES), quotient(count, STAGES) & 1
             piece = segment * WARPS + place.warp
@@ -353,7 +363,7 @@ class Ring:
                 for i in cutlass.range_constexpr(2):
                     factors[i] = held.factors[i]
                 if segment + 1 < segments:
-                    self.load_scales(held, scales, piece + WARPS, rows.bytes)
+                    self.load_scales(held, own, piece + WARPS, rows.bytes)
                 elif following.first != NO_SCALES:
                     self.load_scales(held, following, place.warp, rows.bytes)
             cute.arch.mbarrier_wait(shared.full + stage, phase)
