@@ -1,4 +1,5 @@
-"""Measured rates of a GPU, from which floors of times and the lines in figures are computed."""
+"""Measured rates of an H100 and an H200, from which floors of times are computed; sizes of the dense cache's rows and
+pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The benchmarks that `benchmarks.run` runs: by the name of the record, the module (of this package, if there is no dot
-in it) and the class of each."""
+"""The benchmarks that `benchmarks.run` runs. A key is the name of the record; its value is "module:class", and the
+module is one of this package unless it has a dot."""
 
 import importlib
 from typing import TYPE_CHECKING

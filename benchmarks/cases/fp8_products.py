@@ -4,8 +4,8 @@ projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 exp
 and 6), 2816 x 2048 of V2-Lite (64 and 6).
 
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
-experts they are two products, and what is between: the first one reads tokens by their index, or a copy of their rows
-that is timed, too, where the layers of `nn` make one (COPIED_PAIRS), and makes silu(gate) * up, quantised by "tsmla".
+experts both run two products. The first one makes silu(gate) * up, which "tsmla" also quantises. It reads tokens by
+their index; where models copy the rows first (COPIED_PAIRS), it reads the copy, and the copying is timed, too.
 "deep_gemm" is its two products alone, of rows that have been copied and padded, without what is between: masked below
 MANY_TOKENS, contiguous from there on. "cublas", for "linear" only, multiplies bf16 with weights that were widened
 before. Tokens choose experts at random, and all functions get the same choices. Some rows are checked against float64

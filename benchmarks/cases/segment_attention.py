@@ -81,7 +81,7 @@ def ours(function: Attend, shape: Shape, implementation: str) -> Attend:
 
 
 def cudnn(shape: Shape) -> Attend:
-    """cuDNN through jax's private operation: the public one refuses these head dims."""
+    """cuDNN through jax's private operation: the public one has no argument for where segments begin."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     lens, starts = map(jnp.asarray, packed_layout(shape.ids(), shape.segments))

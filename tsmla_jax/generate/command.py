@@ -294,7 +294,7 @@ def _check_sampling(args: argparse.Namespace) -> None:
     """Raises ValueError if greedy decoding would ignore a flag, or if a prompt is empty."""
     for flag, value in (("--top-p", args.top_p), ("--seed", args.seed)):
         if value is not None and args.temperature == 0:
-            raise ValueError(f"{flag} {value}: without --temperature nothing is sampled; legal: with --temperature")
+            raise ValueError(f"{flag} {value}: tokens are chosen greedily; legal: with a --temperature above 0")
     if args.prompt is not None and "" in args.prompt:
         raise ValueError("--prompt '': got an empty text; legal: a text")
 

@@ -1,8 +1,9 @@
-"""The kernels for Blackwell, launched on torch tensors, with operands that are safe for any input.
+"""The kernels for Blackwell, launched on torch tensors.
 
-tsmla_kernels.sm100 has the rules that make the operands (dense_arrays, sparse_arrays), which jax's front end shares. No
-value is read on the host without TSMLA_CHECK=1, so the calls can be captured into CUDA graphs. They allocate what the
-rules make.
+tsmla_kernels.sm100 has the rules that make the operands (dense_arrays, sparse_arrays), which jax's front end shares:
+lengths, pages and slots out of range read nothing outside of the arrays. No value is read on the host without
+TSMLA_CHECK=1, so the calls can be captured into CUDA graphs. A call allocates its operands, its results and its
+workspace.
 """
 
 from __future__ import annotations

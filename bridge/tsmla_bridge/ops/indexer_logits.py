@@ -1,8 +1,8 @@
 """indexer_logits on torch tensors: the V3.2 indexer's score of every cached key for every query token.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell FlashInfer's, if "cute" is named. Torch
-operations run all other calls: on CPUs, on other GPUs, and where the kernel can't serve the call (a dtype, width or
-number of heads that logits_config refuses, tensors with gaps). No call reads a value on the host, so all can be
+operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel can't serve the
+call (`logits_reasons`, tensors with gaps). Without TSMLA_CHECK=1 no call reads a value on the host, so all can be
 captured into CUDA graphs.
 """
 

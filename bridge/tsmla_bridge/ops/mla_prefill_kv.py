@@ -224,7 +224,8 @@ def _run(
 ) -> Results:
     layout = prefill_launch.result_layout(spec, inputs.q)
     if not _reads_in_place(spec, inputs, implementation) or prefill_launch.sees_no_key(spec):
-        if not (out is None and lse is None):  # the other call's k and v are copies of kv and k_rope
+        # mla_prefill gets copies of kv and k_rope, so it could not see that out or lse lies in them: checked here.
+        if not (out is None and lse is None):
             layout.take(return_lse, out, lse, inputs._asdict())
         return mla_prefill.run(spec, _expanded(inputs), pair, implementation, return_lse, out, lse, max_logits)
     prefill_launch.check_values(spec, inputs)

@@ -122,7 +122,7 @@ def _choose(form: Choice, has_bias: bool, has_padding: bool, logits_ref: Any, *o
             jnp.where(here, weight, weights),
         )
 
-    shared = num_experts - form.top_k + places  # right in the places after the routed experts
+    shared = num_experts - form.top_k + places  # places from top_k on keep these; choose_next writes those before
     begin = order, shared, jnp.zeros(places.shape, jnp.float32)
     _, experts, weights = lax.fori_loop(0, form.top_k, choose_next, begin)
     if form.normalizes:

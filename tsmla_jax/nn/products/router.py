@@ -25,7 +25,7 @@ from tsmla_jax.nn.products.triton import plgpu
 
 _HALF = BLOCK // 2
 _LEAST_STEPS = 2  # the fewest steps of BLOCK terms that a program takes
-_THREE_STAGES = 3 * 2**16  # bytes of three loads of 128 tokens' and 64 experts' BLOCK terms
+_THREE_STAGES = 3 * 2**16  # bytes of three loads, each of BLOCK terms: 128 tokens' in bf16, 64 experts' in f32
 
 
 def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:

@@ -73,8 +73,8 @@ def init_cache(
         indexer_dtype: dtype of the cache of indexer keys; uint8 is fp8 keys with scales.
 
     Raises:
-        TypeError, ValueError: a size or dtype is not legal, or the packed layout has other widths than latent 512 and
-            rope 64.
+        TypeError, ValueError: a size or dtype is not legal, or kv_dtype is uint8 and the config's widths are not
+            latent 512 and rope 64.
     """
     check_config(config, V32Config)
     check_new_caches(

@@ -127,8 +127,9 @@ class TsmlaMLABackend(HopperBackend):
 class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
     """A step's decode part.
 
-    q_len: query tokens of every request, or None where the requests have different numbers.
-    max_q_len: a bound on them.
+    q_len: query tokens of every request, if all have the same number and there is a kernel for it; None for a ragged
+      step.
+    max_q_len: a bound on a request's query tokens.
     interleave: keys that a rank of the context takes at a time.
     scales: the factors of the layers with an fp8 cache.
     """
