@@ -6,12 +6,13 @@ import itertools
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import app, flags
 
 from benchmarks import harness
 
@@ -82,6 +83,27 @@ MODELS: dict[tuple[str, str], dict[str, Any]] = {
     ("v4-slice", "fp8"): {**V4_FLASH, **FP8, "num_hidden_layers": 6},
 }
 """config.json of each model, by its name and the format of its weights."""
+
+
+PROMPT_TOKENS = 4096  # tokens of an engine's prefill row, as many as a chunk of generate.py has
+MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate an engine's program measures
+
+
+def named_model(text: str) -> tuple[str, str]:
+    """The key among MODELS of a --model "name,weights"; app.UsageError if there is none."""
+    name, _, weights = text.partition(",")
+    if (name, weights) not in MODELS:
+        legal = " ".join(",".join(key) for key in MODELS)
+        raise app.UsageError(f"--model {text}; legal: {legal}")
+    return name, weights
+
+
+def config_folder(model: tuple[str, str], layers: int | None) -> Path:
+    """A new folder with the model's config.json and no weights, of `layers` layers if given."""
+    folder = Path(tempfile.mkdtemp(prefix=model[0]))
+    changed = {"num_hidden_layers": layers} if layers else {}
+    (folder / "config.json").write_text(json.dumps(MODELS[model] | changed))
+    return folder
 
 
 def mode_name(model: tuple[str, str], step: str) -> str:

@@ -39,7 +39,18 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLE_REQUEST_LOGGING": "1"} | o
 from absl import app, flags
 
 from benchmarks.harness import POINTS, Record
-from examples.whole_models.models import KEPT_TOKENS, MODELS, equal_share, mode_name, prompts, within_budget
+from examples.whole_models.models import (
+    KEPT_TOKENS,
+    MODELS,
+    MOST_RATED_TOKENS,
+    PROMPT_TOKENS,
+    config_folder,
+    equal_share,
+    mode_name,
+    named_model,
+    prompts,
+    within_budget,
+)
 
 MODEL = flags.DEFINE_string("model", "v2-lite,bf16", "a model and the format of its weights, as in generate.py")
 LAYERS = flags.DEFINE_integer("layers", None, "layers of the model, if not its own number")
@@ -56,8 +67,6 @@ FEWEST_TOKENS = 2  # of the run whose time is taken off
 PROFILED_STEPS = 16
 ATTENTION = ("tsmla", "flash", "mla_combine", "mla_metadata", "prepare_varlen", "concat_mla")
 """Kernels of decode attention have one of these in their names."""
-PROMPT_TOKENS = 4096  # tokens of a prefill row, as many as a chunk of generate.py has
-MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate is measured
 WEIGHTS = "tsmla_drawn"
 """The plug-in that draws the weights."""
 
@@ -75,21 +84,15 @@ def name_plugin(folder: Path) -> None:
 
 def model() -> tuple[str, str]:
     """The key of --model among MODELS."""
-    name, _, weights = MODEL.value.partition(",")
-    if (name, weights) not in MODELS:
-        legal = " ".join(",".join(key) for key in MODELS)
-        raise app.UsageError(f"--model {MODEL.value}; legal: {legal}")
-    return name, weights
+    return named_model(MODEL.value)
 
 
 class Engine:
     """SGLang's engine, whose scheduler is another process."""
 
     def __init__(self, batches: list[int]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=model()[0]))
+        folder = config_folder(model(), LAYERS.value)
         name_plugin(folder)
-        layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
-        (folder / "config.json").write_text(json.dumps(MODELS[model()] | layers))
         import sglang
 
         self.version: str = sglang.__version__

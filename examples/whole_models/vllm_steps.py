@@ -39,7 +39,6 @@ import os
 import random
 import re
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,9 +57,13 @@ from examples.whole_models.models import (
     CHECKPOINTS,
     KEPT_TOKENS,
     MODELS,
+    MOST_RATED_TOKENS,
+    PROMPT_TOKENS,
     checkpoint,
+    config_folder,
     equal_share,
     mode_name,
+    named_model,
     prompts,
     within_budget,
 )
@@ -89,17 +92,11 @@ ATTENTION = re.compile(
 GRAPH_REPLAYS = 20  # in a row
 BEFORE_REPLAYS = 4  # full steps of a run before a step's graph is replayed
 FIRST_SERVED = 20  # requests after which the memory is measured first
-PROMPT_TOKENS = 4096  # tokens of a prefill row, as many as a chunk of generate.py has
-MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate is measured
 
 
 def model() -> tuple[str, str]:
     """The key of --model among MODELS."""
-    name, _, weights = MODEL.value.partition(",")
-    if (name, weights) not in MODELS:
-        legal = " ".join(",".join(key) for key in MODELS)
-        raise app.UsageError(f"--model {MODEL.value}; legal: {legal}")
-    return name, weights
+    return named_model(MODEL.value)
 
 
 class Run(NamedTuple):
@@ -114,9 +111,7 @@ def weights() -> tuple[Path, str]:
     """The folder of the model, and vLLM's format of its weights: "auto", or where there are none "drawn" or "dummy"."""
     folder = checkpoint(model())
     if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix=model()[0]))
-        layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
-        (folder / "config.json").write_text(json.dumps(MODELS[model()] | layers))
+        folder = config_folder(model(), LAYERS.value)
         if DRAWN.value:
             from examples.whole_models.drawn_weights import FORMAT
 

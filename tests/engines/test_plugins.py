@@ -63,13 +63,18 @@ print(flash_mla_with_kvcache.__module__, get_mla_metadata())
 """
 
 
-@pytest.mark.parametrize("before", ["", "import types; sys.modules['sgl_kernel.flash_mla'] = types.ModuleType('x')"])
-def test_older_sglangs_variable_gives_sgl_kernels_flash_mla(before: str, child_environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; {before}\n{OLDER_IMPORTS}"],
-        env=child_environment | {"TSMLA_SGLANG": "flash_mla"},
+def run_with_flash_mla(program: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process of its own with TSMLA_SGLANG=flash_mla."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"TSMLA_SGLANG": "flash_mla"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("before", ["", "import types; sys.modules['sgl_kernel.flash_mla'] = types.ModuleType('x')"])
+def test_older_sglangs_variable_gives_sgl_kernels_flash_mla(before: str, child_environment: dict[str, str]) -> None:
+    done = run_with_flash_mla(f"import sys; {before}\n{OLDER_IMPORTS}", child_environment)
     if before:
         assert done.returncode and "SGLang's FlashMLA backends run on their own kernels" in done.stderr
     else:
@@ -94,11 +99,7 @@ print(flash_mla.__name__, selected._lse_is_read)
 
 @pytest.mark.parametrize("before", ["", "import types; sys.modules['flash_mla'] = types.ModuleType('flash_mla')"])
 def test_sglangs_variable_gives_flash_mla(before: str, child_environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; {before}\n{SGLANG_IMPORTS}"],
-        env=child_environment | {"TSMLA_SGLANG": "flash_mla"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_with_flash_mla(f"import sys; {before}\n{SGLANG_IMPORTS}", child_environment)
     if before:
         assert done.returncode and "SGLang's FlashMLA backends run on their own kernels" in done.stderr
     else:
