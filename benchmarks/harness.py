@@ -33,7 +33,7 @@ ARCH, OURS = "sm_90a", "tsmla"
 HEAD = ["git", "rev-parse", "--short", "HEAD"]
 PACKAGES = (
     "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
-    "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend",
 )  # fmt: skip
 FIRST_PATIENCE = 180  # seconds before a process' first word, which follows imports, peers' libraries and inputs
 PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--compare": "FILE",
@@ -287,7 +287,8 @@ def in_processes(
         process.join()
         if left and time.monotonic() < end:
             if at is None or at[0].startswith(OURS):
-                raise RuntimeError(f"the process ended at {at}, where no peer's code ran")
+                place = "before its first call" if at is None else f"at {at}"
+                raise RuntimeError(f"the process ended or hung {place}, where no peer's code ran")
             print(f"{at[0]} ended its process at {at[1]}", flush=True)
             skipped = skipped | {at}
 

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             record.add(**row)
         said, ratio = compared(rows)
         ratios += [] if math.isnan(ratio) else [ratio]
-        print(f"{kind.text(point)}: {said}" + (f"  x{ratio:.2f}" if ratios else ""), flush=True)
+        print(f"{kind.text(point)}: {said}" + ("" if math.isnan(ratio) else f"  x{ratio:.2f}"), flush=True)
     if ratios:
         mean = statistics.geometric_mean(ratios)
         print(f"over the best peer: geometric mean of {len(ratios)} points {mean:.3f}, worst {max(ratios):.3f}")

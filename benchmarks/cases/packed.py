@@ -77,7 +77,7 @@ def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any =
     for token, rows in keys.items():
         rows = rows.double()
         scores = q[token].double() @ rows.T * scale
-        found.add(out[token], None if lse is None else lse[token], scores, rows[:, :LATENT], sinks)
+        found.add(out[token], None if lse is None else lse[token][: q.shape[1]], scores, rows[:, :LATENT], sinks)
     return found.fields()
 
 

@@ -149,4 +149,6 @@ def unpack(folder: Path, names: Iterable[str]) -> None:
                             target.parent.mkdir(parents=True, exist_ok=True)
                             target.write_bytes(archive.read(member))
     texts = {name: library.title for name, library in wanted.items()}
-    (folder / "versions.json").write_text(json.dumps(texts, indent=1))
+    listed = folder / "versions.json"
+    there = json.loads(listed.read_text()) if listed.exists() else {}
+    listed.write_text(json.dumps(there | texts, indent=1))

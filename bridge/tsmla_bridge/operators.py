@@ -92,12 +92,12 @@ def _refuse_vmap(name: str, info: Any, in_dims: Any, *arguments: Any) -> NoRetur
     )
 
 
-def refuse_transformed(name: str) -> None:
+def refuse_transformed(name: str, otherwise: str = ", or pass implementation='reference'") -> None:
     """NotImplementedError inside torch.func.grad, vjp and jvp, for which an operator's derivative has no rule."""
     if (transformation := _transformation()) is not None and transformation.key() in _DERIVATIVES:
         raise NotImplementedError(
             f"{name}: got tensors under torch.func.grad, vjp or jvp, which it has no rule for; take its gradient by"
-            " torch.autograd.grad or backward, or pass implementation='reference'"
+            f" torch.autograd.grad or backward{otherwise}"
         )
 
 

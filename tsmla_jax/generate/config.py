@@ -231,9 +231,10 @@ class ModelConfig:
             raise ValueError(f"{where}: model_type = {model_type!r}; legal: {', '.join(sorted(DEFAULT_ROUTING))}")
         if (activation := hf_field(fields, "hidden_act", str, where, default="silu")) != "silu":
             raise ValueError(f"{where}: hidden_act = {activation!r}; legal: 'silu'")
-        dtype = fields.get("torch_dtype") or fields.get("dtype") or "bfloat16"
+        named = "torch_dtype" if fields.get("torch_dtype") else "dtype"
+        dtype = fields.get(named) or "bfloat16"
         if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"{where}: torch_dtype = {dtype!r}; legal: 'float32', 'bfloat16', 'float16'")
+            raise ValueError(f"{where}: {named} = {reprlib.repr(dtype)}; legal: 'float32', 'bfloat16', 'float16'")
 
         def positive(name: str, *, most: int = MAX_SIZE, **options: Any) -> int:
             value = hf_field(fields, name, int, where, **options)

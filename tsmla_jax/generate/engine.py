@@ -469,8 +469,10 @@ class Engine:
     def _refuse_unfinite(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> None:
         """Ends the first text of a step whose logits are not finite, and raises FloatingPointError for it."""
         for row, text in started.texts.items():
-            if not text.done and (tokens[row] == NOT_FINITE).any():
-                place, kind = len(text.generated) + 1, started.seconds.partition("_")[0]
+            unfinite = np.flatnonzero(tokens[row] == NOT_FINITE)
+            if not text.done and unfinite.size:
+                # With drafts a row has the tokens that were accepted before.
+                place, kind = len(text.generated) + int(unfinite[0]) + 1, started.seconds.partition("_")[0]
                 self._finish(session, text)
                 raise FloatingPointError(
                     f"text {text.text_id}: the logits of its new token {place} are NaN or infinite (a {kind} step)"

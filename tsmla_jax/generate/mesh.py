@@ -208,8 +208,11 @@ def put_head(mesh: Mesh, output: Any) -> Any:
 def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoEConfig) -> Any:
     """The stacks of one layer's experts on the mesh."""
     shards = 1 if mesh is None else mesh.shape[EXPERT] * mesh.shape[CONTEXT]
-    there = mesh is not None and jax.tree.leaves(stacks)[0].sharding.device_set == set(mesh.devices.flat)
-    if there and all(_has_shards(weight, moe, shards) for weight in stacks.values()):
+    held = jax.tree.leaves(stacks)[0].sharding
+    there = mesh is not None and held.device_set == set(mesh.devices.flat)
+    # Without shared experts whole stacks are as long as all shards.
+    split = there and not (shards > 1 and held.is_fully_replicated)
+    if split and all(_has_shards(weight, moe, shards) for weight in stacks.values()):
         return stacks
     for name, weight in stacks.items():
         if not _has_shards(weight, moe, 1):

@@ -112,7 +112,7 @@ class EngineOptions:
                 raise ValueError(f"{name} = {value}; legal: an int, at least 1, or None")
         if self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; legal: below 2**32")
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "kv_scale", "q_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise TypeError(f"{name}: got {type(value).__name__}; legal: a number")

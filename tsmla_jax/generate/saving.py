@@ -6,8 +6,9 @@ as the parameter lives, so the host needs room for the stacks of all layers.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name
 
 # Tensors that `load_model` keeps in f32 (or i32), whatever its `dtype` is.
+_HEAD = "lm_head.weight"  # a checkpoint may store it beside the embedding that it is tied to
 _F32 = re.compile(r"\.(mlp|shortcut)\.gate\.(weight|e_score_correction_bias|tid2eid)$")
 _F32_OF_V4 = re.compile(r"norm\.weight$|\.sinks$|\.position_bias$|\.hc_head\.|\.(attn|ffn)_hc\.")
 
@@ -79,7 +81,10 @@ def _stored_tensors(
     spelled = {} if base is None else spelled_names(base, config)
     others = set() if base is None else expected_names(base, config)
     new_name = stored_name if is_v4 else longcat_name if "shortcut" in config.mlp_layers else str
-    for name, value in _model_tensors(params, config):
+    tensors: Iterable[tuple[str, Any]] = _model_tensors(params, config)
+    if config.tie_word_embeddings and base is not None and _HEAD in base:
+        tensors = itertools.chain(tensors, [(_HEAD, params["embed"])])
+    for name, value in tensors:
         stored = new_name(name) if base is None else spelled.get(name, name)
         if base is not None:
             others -= {stored, base.scale_name(stored) or stored}
@@ -95,7 +100,7 @@ def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, A
     yield "model.embed_tokens.weight", params["embed"]
     yield "model.norm.weight", params["norm"]
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", params["lm_head"]
+        yield _HEAD, params["lm_head"]
     if config.streams is not None:
         yield from ((f"model.hc_head.hc_{name}", value) for name, value in params["streams"].items())
     for index, layer in enumerate(params["layers"]):

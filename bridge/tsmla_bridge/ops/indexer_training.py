@@ -57,7 +57,7 @@ def indexer_selected_logits(
     if not torch.compiler.is_compiling():
         _check_tensors(q=q, weights=weights, k_cache=k_cache, indices=indices)
         _check_optional(lengths=lengths)
-        operators.refuse_transformed("indexer_selected_logits")
+        operators.refuse_transformed("indexer_selected_logits", otherwise="")
     logits: torch.Tensor = torch.ops.tsmla.indexer_selected_logits(q, weights, k_cache, indices, lengths)
     return logits
 
@@ -113,7 +113,7 @@ def indexer_loss(
             indices=indices, lengths=lengths, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
             sinks=sinks,
         )  # fmt: skip
-        operators.refuse_transformed("indexer_loss")
+        operators.refuse_transformed("indexer_loss", otherwise="")
     # No gradient passes through the attention's side.
     attention = [None if x is None else x.detach() for x in (q, kv_cache, lse, sinks)]
     scale = softmax_scale.detach() if isinstance(softmax_scale, torch.Tensor) else softmax_scale

@@ -195,4 +195,6 @@ def _layout(cache: Array, page_size: int | None) -> tuple[str, CacheSpec]:
     if cache.dtype == "uint8" and len(cache.shape) == 3:
         return "indexer", indexer_cache_spec(cache).as_plain()
     where = cache_spec("cache", cache, page_size=page_size)
+    if where.layout != "v4" and where.page_size != cache.shape[1]:
+        raise ValueError(f"page_size: got {page_size}; legal for a cache [P, Z, D]: None or Z, {cache.shape[1]}")
     return (where.layout if where.layout == "v4" else where.dtype), where

@@ -226,6 +226,13 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
         EngineOptions(**options)
 
 
+@pytest.mark.parametrize("name", ["kv_scale", "q_scale", "temperature"])
+@pytest.mark.parametrize("value", ["a", None, True])
+def test_numbers_of_other_types_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: got {type(value).__name__}; legal: a number"):
+        EngineOptions(**{name: value})
+
+
 def test_other_types_are_refused_by_name(tiny_model: Model) -> None:
     config, params = tiny_model
     make: Any = Engine

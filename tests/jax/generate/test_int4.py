@@ -93,6 +93,20 @@ def test_a_model_of_int4_experts_is_the_widened_one(text_model: bool, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (["x"], r"config_groups: got \['x'\]; legal: an object, or null"),
+        ({"g": "x"}, r"config_groups.g: got 'x'; legal: an object"),
+        ({"g": {"weights": [1]}}, r"config_groups.g: weights: got \[1\]; legal: an object, or null"),
+    ],
+)
+def test_malformed_groups_of_compressed_tensors_are_refused(groups: Any, text: str, tmp_path: Path) -> None:
+    write_tiny(tmp_path, quantization_config={**INT4, "config_groups": groups})
+    with pytest.raises(CheckpointError, match=text):
+        load_model(tmp_path, ModelConfig.from_hf(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         (

@@ -13,7 +13,7 @@ import pytest
 
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model, save_model
 from tsmla_jax.generate.loading import ProgressBar
 from tsmla_jax.generate.mesh import MeshShape, make_mesh, put_params
 from tsmla_jax.nn import Checkpoint
@@ -205,6 +205,23 @@ def test_tied_models_have_no_head_and_extra_layers_are_left_alone(tmp_path: Path
     write_tiny(tmp_path, {**tensors, **extra}, tie_word_embeddings=True)
     params = load_model(tmp_path, ModelConfig.from_hf(tmp_path))
     assert "lm_head" not in params and len(params["layers"]) == 2
+
+
+def test_a_tied_embedding_that_is_stored_twice_is_saved_twice(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_config(tie_word_embeddings=True))
+    stored = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    config = ModelConfig.from_hf(write_tiny(tmp_path / "base", stored, tie_word_embeddings=True))
+    params = load_model(tmp_path / "base", config)
+    save_model(tmp_path / "new", {**params, "embed": params["embed"] + 1}, config, base=tmp_path / "base")
+    np.testing.assert_array_equal(load_model(tmp_path / "new", config)["embed"], params["embed"] + 1)
+
+
+def test_a_dtype_is_refused_under_its_field(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    fields = json.loads((folder / "config.json").read_text())
+    fields.pop("torch_dtype", None)
+    with pytest.raises(ValueError, match=r": dtype = 'int8'; legal: 'float32'"):
+        ModelConfig.from_hf({**fields, "dtype": "int8"})
 
 
 def test_block_scaled_fp8_weights(tmp_path: Path) -> None:

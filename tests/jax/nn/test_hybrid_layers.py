@@ -110,6 +110,9 @@ def test_what_is_refused() -> None:
     assert (config.rotates, config.output_gate) == (True, "head")
     with pytest.raises(ValueError, match="x: got None; legal with an output_gate"):
         functional.project_out(params, config, jnp.zeros((3, 4, 20)))
+    starts, ungated = jnp.array([0, len(x)], jnp.int32), {name: w for name, w in params.items() if name != "g_proj"}
+    with pytest.raises(ValueError, match="params: got no 'g_proj'; legal: the weights of param_shapes"):
+        functional.prefill(ungated, config, jnp.asarray(x), cu_seqlens_q=starts, max_q_len=len(x))
     folded = functional.fold(params, config)
     norm = Norm(jnp.ones(config.hidden_size), 1e-6)
     reasons = few_tokens.why_not(folded, config, jnp.asarray(x), norm, jnp.zeros((3, PAGE, config.cache_dim)))

@@ -403,6 +403,8 @@ def test_values_of_rope(scaling: dict[str, Any], text: str) -> None:
         MLAConfig.from_hf({**V3, "rope_scaling": scaling})
     with pytest.raises(ValueError, match="rope_theta: got inf; legal: a finite number"):
         MLAConfig.from_hf({**V3, "rope_theta": float("inf")})
+    with pytest.raises(ValueError, match="field 'rope_theta' must be float, got an integer past float64"):
+        MLAConfig.from_hf({**V3, "rope_theta": 10**400})
 
 
 def test_v4_rope_of_two_spellings() -> None:

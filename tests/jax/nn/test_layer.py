@@ -134,8 +134,10 @@ def test_refused_arguments() -> None:
         layer(x, max_q_len=5)
     with pytest.raises(ValueError, match="needs cu_seqlens_q and max_q_len"):
         layer(x[0])
-    with pytest.raises(ValueError, match=r"legal: \[T, E\] with E = 48"):
+    with pytest.raises(ValueError, match=r"legal: \[B, S, E\] or \[T, E\] with E = 48"):
         layer(x[..., :-1])
+    with pytest.raises(ValueError, match=r"x: got shape \[1, 2, 5, 48\]; legal: \[B, S, E\] or \[T, E\]"):
+        layer(x[None], cu_seqlens_q=jnp.array([0, 10], jnp.int32), max_q_len=10)
 
 
 def test_package_without_flax() -> None:

@@ -214,3 +214,14 @@ def test_v4_names_are_inverted() -> None:
         for tensor in v4.hf_attention_shapes(case.config):
             whole = f"model.layers.0.self_attn.{tensor}"
             assert stored_name(whole) != whole and module_name(stored_name(whole)) == whole
+
+
+def test_mistrals_index_of_base_is_not_copied(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    write_single(tmp_path / "base", {"a.weight": np.ones((2, 3), np.float32)})
+    (tmp_path / "base" / SINGLE_NAME).rename(tmp_path / "base" / "consolidated-1.safetensors")
+    index = {"weight_map": {"a.weight": "consolidated-1.safetensors"}}
+    (tmp_path / "base" / "consolidated.safetensors.index.json").write_text(json.dumps(index))
+    new = np.full((2, 3), 2.0, np.float32)
+    save_checkpoint(tmp_path / "new", [("a.weight", new)], base=Checkpoint(tmp_path / "base"))
+    np.testing.assert_array_equal(Checkpoint(tmp_path / "new").read("a.weight", dtype=np.float32), new)

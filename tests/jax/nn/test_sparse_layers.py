@@ -162,3 +162,25 @@ def test_sparse_layers_name_a_step_of_another_kind() -> None:
     step = Step.ragged(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.arange(2), total_tokens=1, page_size=8)
     with pytest.raises(ValueError, match=r"step: got a Step; legal: a V4Step, which v4\.make_step makes"):
         v4.attend(sparse.params, sparse.config, sparse.x[0, :1], sparse.cache(1), step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "message"),
+    [
+        ("hca", "compressed", None, "cache.compressed: got None; legal: what v4.init_cache makes for a 'hca' layer"),
+        (
+            "hca",
+            "indexer",
+            "compressed",
+            "cache.indexer: got a cache; legal: what v4.init_cache makes for a 'hca' layer",
+        ),
+        ("csa", "indexer_compressor", None, "cache.indexer_compressor: got None; legal: what v4.init_cache makes"),
+    ],
+)
+def test_v4_layers_refuse_the_caches_of_another_kind(kind: str, name: str, given: str | None, message: str) -> None:
+    """A window alone was attended to in silence."""
+    case = hf_layers.case(kind)
+    cache = case.cache(1)
+    cache = cache._replace(**{name: None if given is None else getattr(cache, given)})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        v4.attend(case.params, case.config, case.x[0, :1], cache, None)  # type: ignore[arg-type]

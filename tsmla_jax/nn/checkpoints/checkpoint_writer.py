@@ -15,7 +15,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, INDEX_NAMES, SINGLE_NAME, Checkpoint
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -69,7 +69,7 @@ def save_checkpoint(
         raise
     if base is not None:
         for source in sorted(base.directory.iterdir()):
-            if source.is_file() and source.suffix in _COPIED and source.name != INDEX_NAME:
+            if source.is_file() and source.suffix in _COPIED and source.name not in INDEX_NAMES:
                 shutil.copyfile(source, directory / source.name)
     _publish(directory, written, weight_map, total)
 

@@ -131,7 +131,10 @@ def hf_field(
     legal: Any = (int, float) if kind is float else kind
     if not isinstance(value, legal) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: field {name!r} must be {kind.__name__}, got {value!r}")
-    return float(value) if kind is float else value
+    try:
+        return float(value) if kind is float else value
+    except OverflowError:
+        raise ValueError(f"{where}: field {name!r} must be float, got an integer past float64") from None
 
 
 # Keys that are not yarn's own, and the values that each may have: those that change nothing.

@@ -7,6 +7,7 @@ for a single layer: a model may have plain attention layers beside quantised exp
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,12 +79,14 @@ def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
         check_values(
             group, where, {"quantization_status": ("compressed",), "kv_cache_scheme": (), "transform_config": ()}
         )
-        for name, scheme in (group.get("config_groups") or {"config_groups": {}}).items():
+        for name, scheme in _object(group, "config_groups", where, default={"config_groups": {}}).items():
             one = f"{where}: config_groups.{name}"
+            if not isinstance(scheme, Mapping):
+                raise ValueError(f"{one}: got {scheme!r:.60}; legal: an object")
             check_values(
                 scheme, one, {"input_activations": (), "output_activations": (), "format": ("pack-quantized",)}
             )
-            weights = scheme.get("weights") or {}
+            weights = _object(scheme, "weights", one)
             if missing := [name for name in ("num_bits", "type", "group_size") if weights.get(name) is None]:
                 raise ValueError(f"{one}.weights: field {missing[0]!r} is missing")
             check_values(weights, f"{one}.weights", _INT4)
@@ -91,6 +94,16 @@ def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(
             f"{error}; of compressed-tensors' formats, only int4 weights with a scale for 32 values are read"
         ) from None
+
+
+def _object(
+    fields: Mapping[str, Any], name: str, where: str, default: Mapping[str, Any] = MappingProxyType({})
+) -> Mapping[str, Any]:
+    """An object among fields, `default` if it is absent, null or empty; ValueError for anything else."""
+    found = fields.get(name) or default
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: {name}: got {found!r:.60}; legal: an object, or null")
+    return found
 
 
 def is_activation_scale(name: str) -> bool:

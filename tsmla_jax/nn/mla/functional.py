@@ -34,6 +34,7 @@ from tsmla_jax.nn.mla.projections import project_q as project_q
 from tsmla_jax.nn.mla.projections import project_values as project_values
 from tsmla_jax.nn.mla.projections import unfold as unfold
 from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
+from tsmla_jax.nn.mla.weights import param_shapes
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.ops.inputs import check_mesh_axis, describe, describe_ints
@@ -43,15 +44,11 @@ from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.transforms import without_derivative
 from tsmla_kernels import contract
 
-_ALWAYS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "w_uk", "w_uv", "o_proj")
-_QUERY = ("q_proj",)
-_LOW_RANK_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
-
 
 def check_layer(params: Params, config: MLAConfig) -> None:
     """Raises a TypeError or ValueError unless the config is an MLAConfig, and params have its weights."""
     check_config(config, MLAConfig)
-    check_params(params, (*(_QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY), *_ALWAYS))
+    check_params(params, param_shapes(config))
 
 
 def prefill(

@@ -6,6 +6,7 @@ Linen users wrap the class with `flax.nnx.bridge.ToLinen` (examples/linen_layer.
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.nn.inputs import check_tokens
 from tsmla_jax.nn.layer import AttentionLayer
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.weights import WEIGHTS
@@ -42,6 +43,7 @@ class MLAttention(AttentionLayer):
         Raises:
             ValueError: a wrong rank or width, or cu_seqlens_q and max_q_len missing for ragged x.
         """
+        check_tokens(x, self.config.hidden_size, "B S E", "T E")
         flat = x.reshape(-1, x.shape[-1])
         if x.ndim == 3:
             refuse_ragged_arguments(cu_seqlens_q, max_q_len)

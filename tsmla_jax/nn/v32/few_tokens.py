@@ -24,7 +24,7 @@ def why_not(params: Params, config: V32Config, x: jax.Array, norm: Norm, options
         return ["the layer has biases, devices share its keys, or another implementation is asked for"]
     names = ["in_proj", "q_b_proj", "o_proj"]
     names += ["indexer_wk", "indexer_weights_proj", "indexer_wq_b"] if config.has_indexer else []
-    if x.shape[0] > few_tokens.MOST_TOKENS:
+    if not 1 <= x.shape[0] <= few_tokens.MOST_TOKENS:
         return [f"there are {x.shape[0]} tokens; the kernels of few tokens take 1 to {few_tokens.MOST_TOKENS}"]
     return few_tokens.why_not_dtypes(x, *(params[name] for name in names), norm=norm)
 

@@ -175,6 +175,15 @@ def check_layer(params: Params, config: V4Config) -> None:
     check_params(params, _ALWAYS)
 
 
+def _check_kind(cache: V4Cache, config: V4Config) -> None:
+    """ValueError for the caches of a layer of another kind."""
+    held = {"sliding": (), "hca": ("compressed", "compressor")}.get(config.kind, cache._fields[1:])
+    for name in cache._fields[1:]:
+        if (getattr(cache, name) is not None) != (name in held):
+            got = "None" if name in held else "a cache"
+            raise ValueError(f"cache.{name}: got {got}; legal: what v4.init_cache makes for a {config.kind!r} layer")
+
+
 def project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Products of x: [T, rank + D], by the query's first matrix and by kv_proj, side by side (in_proj may add columns
     after them); and the weights of the indexer's heads [T, Hi], where Hi is 0 without an indexer.
@@ -225,6 +234,7 @@ def attend(
     check_tokens(x, config.hidden_size, "T E")
     if not isinstance(cache, V4Cache):
         raise TypeError(f"cache: got {type(cache).__name__}; legal: V4Cache, which v4.init_cache makes")
+    _check_kind(cache, config)
     check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
     if step.kind != config.kind:

@@ -62,9 +62,13 @@ def _install(value: str) -> bool:
     if value != "flash_mla":
         return False
     try:
-        if () < versions.numbers(version_of(versions.SGLANG.distribution) or "") < IMPORTS_FLASH_MLA:
-            importlib.import_module(f"{__name__}.sgl_kernel_flash_mla").install()
+        is_older = () < versions.numbers(version_of(versions.SGLANG.distribution) or "") < IMPORTS_FLASH_MLA
+        older = importlib.import_module(f"{__name__}.sgl_kernel_flash_mla") if is_older else None
+        if older is not None:
+            older.refuse_imported()  # before anything is replaced
         importlib.import_module("tsmla_bridge.engines.install").install_as_flash_mla()
+        if older is not None:
+            older.install()
         # SGLang reads no lse of calls with indices.
         importlib.import_module("tsmla_bridge.engines.flash_mla.selected").read_no_lse()
         versions.say_active(versions.SGLANG, "FlashMLA's backends run on these kernels")

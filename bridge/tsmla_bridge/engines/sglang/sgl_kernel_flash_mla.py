@@ -22,8 +22,13 @@ NAME = "sgl_kernel.flash_mla"
 def install() -> None:
     """Make `import sgl_kernel.flash_mla` give this module in this process; RuntimeError if sgl-kernel's own was
     imported already."""
-    this = sys.modules[__name__]
-    if sys.modules.setdefault(NAME, this) is not this:
+    refuse_imported()
+    sys.modules[NAME] = sys.modules[__name__]
+
+
+def refuse_imported() -> None:
+    """RuntimeError if sgl-kernel's own module of that name was imported already."""
+    if sys.modules.get(NAME, sys.modules[__name__]) is not sys.modules[__name__]:
         raise RuntimeError(f"{NAME} was imported already")
 
 
