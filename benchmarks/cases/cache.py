@@ -30,7 +30,7 @@ Call = tuple[Run, int]
 
 
 def pages(tokens: int, dtype: str, width: int = LATENT + ROPE) -> Any:
-    """An empty cache of twice as many tokens."""
+    """A cache of zeros with pages for twice as many tokens."""
     cache = torch.zeros(-(-2 * tokens // PAGE), PAGE, width, dtype=torch.uint8, device=device())
     return cache.to(getattr(torch, dtype))
 
@@ -40,7 +40,7 @@ def slots(tokens: int) -> Any:
 
 
 def angles(tokens: int) -> list[Any]:
-    """cos and sin of a token each."""
+    """Random numbers in the place of the tokens' cosines and sines."""
     return [torch.randn(tokens, ROPE // 2, device=device()) for _ in range(2)]
 
 

@@ -19,7 +19,7 @@ from benchmarks.harness import Case, device, ints, time_all
 
 KINDS = {"v4_4": (4, 2, 512), "v4_128": (128, 1, 512), "indexer_4": (4, 2, 128)}
 """ratio, series and channels of each kind."""
-LENGTH = 4096  # tokens of each text in a decode step
+LENGTH = 4096  # the fewest tokens of a text in a decode step
 
 
 class Compress(Case):

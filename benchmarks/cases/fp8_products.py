@@ -4,12 +4,13 @@ projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 exp
 and 6), 2816 x 2048 of V2-Lite (64 and 6).
 
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
-experts both run two products. The first one makes silu(gate) * up, which "tsmla" also quantises. It reads tokens by
-their index; where models copy the rows first (COPIED_PAIRS), it reads the copy, and the copying is timed, too.
-"deep_gemm" is its two products alone, of rows that have been copied and padded, without what is between: masked below
+experts both run two products. The first product makes silu(gate) * up, which "tsmla" also quantises. It reads tokens
+by their index; where models copy the rows first (COPIED_PAIRS), it reads the copy, and the copying is timed, too.
+"deep_gemm" is two products alone, of random rows in the layout that it asks for, without what is between: masked below
 MANY_TOKENS, contiguous from there on. "cublas", for "linear" only, multiplies bf16 with weights that were widened
-before. Tokens choose experts at random, and all functions get the same choices. Some rows are checked against float64
-over activations as they are: rel_err of exact products, own_err of quantised ones (norm of the difference over norm).
+before. Tokens choose experts at random, and all functions get the same choices. Some rows of ours are compared with
+float64 over activations that are not quantised (norm of the difference over norm): rel_err of exact products, own_err
+of quantised ones.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def rows_of(x: Any, rows: Any) -> Any:
 
 
 def weight(*shape: int) -> tuple[Any, Any]:
-    """Random e4m3 of magnitudes below 1 [..., N, K], and scales [..., N / 128, K / 128]."""
+    """Random e4m3 of magnitudes below 1 [..., N, K], and a scale for each block of 128 x 128, or less at the ends."""
     bits = torch.empty(shape, dtype=torch.uint8, device=device())
     for part in bits.view(-1, shape[-1]).split(1 << 16):
         part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device()) & 0xB7)
@@ -150,7 +151,7 @@ class Products(Case):
         return lambda: deep_gemm.fp8_gemm_nt(self.quantised, self.weights[0], out)
 
     def deep_gemm_experts(self) -> Run:
-        """DeepGEMM's two products, of rows in the layout that it asks for."""
+        """DeepGEMM's two products, of random rows in the layout that it asks for."""
         import deep_gemm
 
         if self.point.t >= MANY_TOKENS:

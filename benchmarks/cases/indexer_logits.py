@@ -80,7 +80,8 @@ class Logits(Case):
         return keys, raw[:, PAGE * DIM :].contiguous().view(torch.float32).view(-1)
 
     def check(self, logits: Any) -> None:
-        """Check some tokens' logits: AssertionError if one is off by more than STEP allows."""
+        """Check some tokens' logits: AssertionError if one is off by more than STEP allows, or isn't -inf in a column
+        without a key."""
         for token in range(0, len(logits), max(1, len(logits) // CHECKED_TOKENS)):
             keys, scales = self.keys_of(token // self.point.s)
             q, weights, seen = self.q[token].float(), self.weights[token], int(self.seen[token])
@@ -115,6 +116,6 @@ class Logits(Case):
 
 
 def options_of(point: Point) -> dict[str, Any]:
-    """The options of the logits' kernel or, with k, of the selection's."""
+    """The options of the logits' kernel; the selection's kernel has `k` beside them."""
     sizes = {"num_tokens": point.b * point.s, "num_requests": point.b, "num_columns": point.keys}
     return sizes | {"index_n_heads": HEADS, "page_size": PAGE, "ragged": point.s > 1}

@@ -71,8 +71,8 @@ def widened(*caches: Any) -> Any:
 
 def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any = None, lse: Any = None) -> Any:
     """Errors against float64 on the tokens of `keys`, which has the rows that each of them selects: rel_err of out
-    (norm of the difference over norm) and, with an lse, lse_err, its greatest difference. out and lse may have more
-    heads than q [T, H, D]."""
+    (norm of the difference over norm) and, with an lse, lse_err, its greatest difference. out may have more heads than
+    q [T, H, D]."""
     found, out = Errors(), out.reshape(len(q), -1, LATENT)[:, : q.shape[1]]
     for token, rows in keys.items():
         rows = rows.double()
@@ -82,7 +82,7 @@ def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any =
 
 
 def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:
-    """sparse_mla's kernel for so many heads and tokens, each of which gathers for itself."""
+    """The kernel of sparse_mla for `h` heads and `tokens` tokens, of the form "direct" unless `more` names another."""
     v4 = {"layout": "v4", "window": WINDOW, "sinks": True} if is_v4 else {}
     return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, "form": "direct", **v4, **more}
 

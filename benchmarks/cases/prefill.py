@@ -1,6 +1,6 @@
 """mla_prefill, causal, random normal bf16; "tsmla_fp8" takes them rounded to e4m3. A point is requests x tokens and
-heads, 32 ragged requests, or 512 tokens after 65,536 others; head dims are 192 and 128, or both 256 where it ends in
--256. Errors are those of the last head, against float64 over the inputs that a function was given.
+heads, 16 or 32 ragged requests, or new tokens after others, as 512on65536; head dims are 192 and 128, or both 256 where
+its name ends in -256. Errors are those of the last head, against float64 over the inputs that a function was given.
 """
 
 from __future__ import annotations

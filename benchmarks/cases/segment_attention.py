@@ -1,13 +1,13 @@
 """Attention over packed rows, forward and with its gradient, beside cuDNN's: what a trainer calls. A point is rows x
-tokens, heads, and segments a row; the lengths of segments are random and the same in every run, and the last of a row
-is cut short by padding. Head dims are 192 and 128, masks causal, inputs random normal bf16.
+tokens, heads, and segments a row; the lengths of segments are random and the same in every run, and padding may cut the
+last of a row short. Head dims are 192 and 128, masks causal, inputs random normal bf16.
 
 "tsmla" is `nn.segment_attention`, "tsmla_kv" `nn.segment_attention_kv` (which also saves making k, and gets no credit
 for that here), "cudnn" jax's private operation with the same segments as its packed layout. cuDNN finds the segments of
-v by the head dim of q, so its v is padded to 192 beforehand, and its result is cut. Ids become offsets, or cuDNN's
-lengths, outside of what is timed for cuDNN and inside for ours. Times are the shortest of several turns of ten jitted
-calls by the host's clock. Errors are relative (Frobenius), of tokens that are no padding, against the reference in
-float32, at 16 heads and 512 tokens.
+v by the head dim of q, so its v is padded to 192 beforehand, and its result is cut. Making offsets of the ids is timed
+with ours; cuDNN's lengths and starts are made beforehand. Times are the shortest of several turns of ten jitted calls
+by the host's clock. Errors are relative (Frobenius), of tokens that are no padding, against the reference in float32,
+at 16 heads and 512 tokens.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class SegmentAttention(Case):
         return functions(Shape.of(self.point))[name]()  # type: ignore[no-any-return]
 
     def time(self, functions: dict[str, Any]) -> dict[str, float]:
-        """Microseconds a call, the mean of CALLS calls in a row, of which the host waits only for the last."""
+        """Microseconds a call with the gradient: the least of TURNS means of CALLS calls in a row, of which the host
+        waits only for the last. `forward_us` gets the same of the forward alone."""
 
         def of(run: Run) -> float:
             return least_seconds(lambda: jax.block_until_ready([run() for _ in range(CALLS)][-1]), TURNS) / CALLS * 1e6

@@ -1,9 +1,10 @@
 """SGLang's decode attention through its import of `flash_mla`: these kernels by `tsmla_bridge.engines.flash_mla`, and
 sgl-flash-mla's own ("legacy"), with the arguments of SGLang 0.5.23's backends dsa, dsv4 and flashmla.
 
-Modes: "v3.2 decode", 2048 random slots of a request's packed rows; "v4-flash" and "v4-pro decode", a layer's window of
-128 slots, alone ("window") or beside the 512 or 1024 slots that the indexer selects of entries of 4 tokens ("c4") or
-beside all 128 entries of 128 tokens ("c128"), with lengths and sinks; "v3 decode" and "v3 fp8 decode", dense.
+Modes: "v3.2 decode", 2048 random slots of a request's packed rows; "v4-flash" and "v4-pro" with "window decode", a
+window of 128 slots, with "c4 decode", 512 or 1024 random slots beside it, as many as the indexer selects of entries of
+4 tokens, or with "c128 decode", 128 random slots beside it, all with lengths and sinks; "v3 decode" and "v3 fp8
+decode", dense, with requests of different lengths.
 
 h is how many heads a GPU has: all of a model's, or an eighth of them. For sgl-flash-mla SGLang pads sparse models'
 queries to 64 or 128 heads, and makes a schedule once a step. Here both are done before the timing.
@@ -39,7 +40,7 @@ class Point(NamedTuple):
     mode: str
     b: int
     h: int
-    keys: int  # keys of a request in dense modes, else how many keys a token selects
+    keys: int  # in dense modes about the mean of requests' keys, else how many keys a token selects
 
 
 def v4_mode(model: str, layer: str) -> str:
@@ -56,7 +57,7 @@ BATCHES = (1, 8, 32, 64, 128)
 
 
 def heads_of(mode: str) -> tuple[int, int]:
-    """An eighth of a sparse model's heads, and all of them."""
+    """An eighth of the heads of a sparse mode's model, and all of them."""
     heads = 64 if mode.startswith("v4-flash") else 128
     return heads // 8, heads
 
@@ -131,7 +132,7 @@ class Sparse(packed.PackedCase):
 
 
 class Dense:
-    """A dense point, with the inputs of the cases decode_bf16 and decode_fp8."""
+    """A dense point, with the inputs of decode_bf16 or decode_fp8 at a point of its keys and "varlen"."""
 
     def __init__(self, point: Point) -> None:
         kind = DecodeFp8 if point.mode == DENSE_FP8 else DecodeBf16

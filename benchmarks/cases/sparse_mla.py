@@ -1,11 +1,11 @@
 """sparse_mla of decode steps over packed caches. Mode v32: 2048 random slots of a request's V3.2 rows; shared80: the
 same of 131,072 rows, where the tokens of a request share 80 % with the token before, also in the form "union" ("tsmla
-union", otherwise "direct"; a row's `form` says which); v4-512 and v4-1024: a window of 128 and as many compressed slots
-of V4 pages, with sinks.
+union", otherwise "direct"; a row's `form` says which); v4-512 and v4-1024: a window of 128 and 512 or 1024 compressed
+slots of V4 pages, with sinks.
 
-FlashMLA and SGLang's frozen build of it ("legacy") get queries of 64 or 128 heads, padded beforehand; FA3 reads the
-same values as a bf16 cache of pages of one token. Errors are against float64 over what the packed rows hold, on the
-first and the last token.
+FlashMLA and SGLang's frozen build of it ("legacy") get queries of 64 or 128 heads, padded beforehand; FA3, in mode v32
+alone, reads the same values as a bf16 cache of pages of one token. Errors are against float64 over what the packed rows
+hold, on the first and the last token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Point(NamedTuple):
 
 @functools.cache
 def caches_of(is_v4: bool, batch: int, context: int) -> tuple[Any, ...]:
-    """Random packed caches for so many requests: V3.2's of so many rows, or V4's window and compressed pages."""
+    """Random packed caches for `batch` requests: V3.2's with `context` rows a request, or V4's window and compressed
+    pages, for which `context` is ignored."""
     if not is_v4:
         return (packed.v32_cache(batch * context),)
     return packed.v4_pages(batch * WINDOW_PAGES), packed.v4_pages(batch * COMPRESSED // PAGE)

@@ -181,7 +181,7 @@ class SparsePrefill(packed.PackedCase):
         return sparse.prefill(sparse.padded(self.q, -2), self.bf16, indices, self.scale, self.lengths, sinks)
 
     def floor_us(self, name: str) -> float:
-        """The time of the arithmetic or, if it is longer, that of the bytes: each row of the context is read once."""
+        """The time of the arithmetic or of the bytes, whichever is longer; each row of the context is read at most once."""
         if name == "widen":
             return CONTEXT * (656 + 1152) / BYTES_PER_S * 1e6
         t, h = self.point[1:]
@@ -201,7 +201,8 @@ class SparsePrefill(packed.PackedCase):
         return max(2 * pairs * h * (scores + LATENT) / FLOPS_PER_S["bf16"], moved / BYTES_PER_S) * 1e6
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        """Errors on a sample of tokens: with lse_err of ours, and with own_err of fp8 queries."""
+        """The fields of a function's row. Attention has errors on a sample of tokens, ours with lse_err, fp8 queries
+        also with own_err; the copy in bf16 has the error of all of it."""
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
         case |= {"form": FORMS.get(name, "direct")}

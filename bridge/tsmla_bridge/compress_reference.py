@@ -47,9 +47,9 @@ def compress_write_kv_cache(spec: CompressWriteSpec, arrays: Arrays, kv_scale: S
 
 
 def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each place: its request, the index of its entry among the request's entries, and whether the entry is
-    complete. The first place of request r is cu_seqlens_q[r] // ratio + r, so there is a place for every entry that a
-    call can complete."""
+    """Places [E], one for every entry that a call can complete: the request of each, the index of its entry among the
+    request's entries, and whether the entry is complete. The first place of request r is cu_seqlens_q[r] // ratio + r.
+    """
     compress, offsets = spec.compress, arrays.cu_seqlens_q.long()
     places = torch.arange(compress.num_tokens // compress.ratio + compress.num_requests, device=offsets.device)
     first = offsets[:-1] // compress.ratio + torch.arange(compress.num_requests, device=offsets.device)
@@ -131,7 +131,7 @@ def _write_rows(
 
 
 def _keep(spec: CompressWriteSpec, arrays: Arrays) -> None:
-    """Write each request's last new tokens into its ring, the scores with their bias."""
+    """Write each request's last new tokens, the scores with their bias, and their positions into its ring."""
     compress = spec.compress
     offsets, lens = arrays.cu_seqlens_q.long(), arrays.seq_lens.long()
     token = torch.arange(compress.num_tokens, device=offsets.device)

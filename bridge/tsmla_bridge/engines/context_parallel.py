@@ -27,7 +27,8 @@ def visible_keys(
     Args:
       starts: [B + 1] int32, the first token of each request, and the end. Tokens past the end are padding, which sees
         nothing.
-      all_lens, local_lens: [B] int32, the keys of each request, new ones included, and those that the rank holds.
+      all_lens: [B] int32, the keys of each request, new ones included.
+      local_lens: [B] int32, how many of them the rank holds.
       num_tokens: T.
       deal: how keys are dealt out.
     """

@@ -17,7 +17,7 @@ from tsmla_kernels.contract.rules import show
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """The result of get_mla_metadata. It is empty: the kernels make their schedule on the device at every call.
+    """The first result of get_mla_metadata. It is empty: the kernels make their schedule on the device at every call.
 
     Attributes:
       tile_scheduler_metadata, num_splits: a schedule of get_mla_decoding_metadata, kept and never read.
@@ -28,8 +28,8 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """The metadata that flash_mla_with_kvcache takes. All arguments are ignored, as versions of the package differ in
-    them: one result serves any number of calls of any lengths."""
+    """The metadata that flash_mla_with_kvcache takes. One result serves any number of calls of any lengths. All
+    arguments are ignored: versions of the package differ in them."""
     return FlashMLASchedMeta(), None
 
 
@@ -44,8 +44,8 @@ def get_mla_decoding_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A schedule as tensors [1, 8] and [B + 1] int32, which engines slice, and copy to where a CUDA graph reads it.
 
-    The kernels make their own schedule on the device, so these hold zeros, and all arguments but seqlens_k [B], which
-    gives their device, are ignored.
+    The kernels make their own schedule on the device, so these hold zeros. seqlens_k [B] gives B and the device;
+    all other arguments are ignored.
     """
     batch, device = seqlens_k.shape[0], seqlens_k.device
     return (
@@ -80,9 +80,9 @@ def flash_mla_with_kvcache(
     """Attention of the last S query tokens of each request over its latent cache.
 
     Args:
-      q: [B, S, H, D], float16 or bfloat16, or float8_e4m3fn over a dense cache of that dtype. A q that isn't contiguous
-        is copied first; the cache is never copied.
-      k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn.
+      q: [B, S, H, D], float16, bfloat16, or float8_e4m3fn over a dense cache of that dtype or V3.2's packed rows. A q
+        that isn't contiguous may be copied first; the cache is never copied.
+      k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn; with indices packed, as indices says.
       block_table: [B, M] int32, pages of each request in order.
       cache_seqlens: [B] int32, keys of each request; 0 is legal.
       head_dim_v: L, the leading columns that are values.
@@ -96,8 +96,8 @@ def flash_mla_with_kvcache(
       topk_length: with indices, [B] int32, how many of a request's K columns count.
       attn_sink: with indices, [H] float32, one more logit for each head, which takes weight and has no value; lse does
         not count it.
-      extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of V4's pages, with pages of a size of
-        their own, that is attended to as well.
+      extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of V4's pages, attended to beside a
+        k_cache of V4's pages, with its own page size, indices and lengths.
       enable_batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       use_legacy: which of sgl-flash-mla's two sets of kernels; ignored.
       kv_format: with indices, None or "V32" for V3.2's rows of 656 bytes.
@@ -110,7 +110,8 @@ def flash_mla_with_kvcache(
 
     Raises:
       ValueError, TypeError: an argument is not legal.
-      NotImplementedError: no kernel runs the call.
+      NotImplementedError: no kernel runs the call, or kv_format names another format than that of k_cache.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     extra = dict(zip(FAR, (extra_k_cache, extra_indices_in_kvcache, extra_topk_length), strict=True))
     selecting = {"attn_sink": attn_sink, "topk_length": topk_length}
@@ -208,7 +209,7 @@ def flash_mla_sparse_fwd(
       d_v: the leading columns that are values.
       attn_sink: [h_q] float32, one more logit for each head, which takes weight and has no value; lse does not count
         it.
-      topk_length: [s_q] int32, how many columns of indices count.
+      topk_length: [s_q] int32, how many columns of each row of indices count.
       indexer_topk, use_legacy: ignored.
       return_log2_lse: True for lse in base 2, False for none, None for the natural logarithm.
 
@@ -220,6 +221,7 @@ def flash_mla_sparse_fwd(
     Raises:
       ValueError, TypeError: an argument is not legal.
       NotImplementedError: no kernel runs the call.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     optional = {"attn_sink": attn_sink, "topk_length": topk_length}
     naming.given_tensors({"q": q, "kv": kv, "indices": indices}, optional)

@@ -17,16 +17,16 @@ _BLOCK = 256
 
 
 class Columns(NamedTuple):
-    """Slots of a cache that each query token sees, [T, K] int32, and how many of a request's columns count [B] int32:
-    None for all K."""
+    """Slots of a cache that each query token sees, [T, K] int32, and how many of the K columns count, int32: for each
+    request [B] or, in what `joined` returns, for each token [T]; None for all K."""
 
     slots: torch.Tensor
     lengths: torch.Tensor | None
 
 
 def joined(near: Columns, far: Columns, multiple: int) -> Columns:
-    """The columns of near, followed by those of far, as one selection whose width is a multiple of `multiple`. It has a
-    length a token if far has lengths. Columns of near past its lengths become -1."""
+    """The columns of `near`, followed by the columns of `far` and by -1 up to a multiple of `multiple` columns. It has
+    a length for each token if `far` has lengths. Columns of `near` past its lengths become -1."""
     tokens, window = near.slots.shape
     count = far.slots.shape[1]
     width = -(-(window + count) // multiple) * multiple
