@@ -9,17 +9,18 @@ BYTES_PER_KEY = {"bf16": 2 * (LATENT + ROPE), "fp8": LATENT + ROPE}
 
 # Measured on an H200: the reads of a large copy, and a plain matrix product on random data.
 BYTES_PER_S = 4.35e12
-# An H100's products are as fast.
+# An H100's memory; its products are as fast as an H200's.
 H100_BYTES_PER_S = 3.09e12
 FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
 
 
 def bytes_per_s(device: str) -> float:
-    """Bytes that the memory of a GPU of that name reads in a second, as measured."""
+    """Bytes that the memory of a GPU reads in a second, as measured: of an H100 if `device` names one, else of an
+    H200."""
     return H100_BYTES_PER_S if "H100" in device else BYTES_PER_S
 
 
 def floor_us(flops: float, moved: float, dtype: str = "bf16") -> float:
-    """Microseconds that an H200 takes for so many operations of that dtype or for so many bytes, whichever is
-    longer."""
+    """Microseconds that an H200 takes at the measured rates for so many operations of that dtype or for so many bytes,
+    whichever is longer."""
     return max(flops / FLOPS_PER_S[dtype], moved / BYTES_PER_S) * 1e6

@@ -35,7 +35,7 @@ PACKAGES = (
     "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
     "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend",
 )  # fmt: skip
-FIRST_PATIENCE = 180  # seconds before a process' first word, which follows imports, peers' libraries and inputs
+FIRST_PATIENCE = 180  # seconds, at least, before a process' first word, which follows imports and inputs
 PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--compare": "FILE",
           "--compilation_cache": "DIR", "--profile": "DIR"}  # fmt: skip
 """Flags whose values are paths, and the word that a recorded command has in the place of each path."""
@@ -49,7 +49,7 @@ class Case:
     """A benchmark of one operation at one point; its subclasses hold the operands and say what is timed.
 
     Attributes:
-      points: all that are measured by default, tuples of plain values.
+      points: all that are measured by default, tuples of plain values or names.
       common: fields of all rows.
       peers: the names of the peers that may run, and the library of `benchmarks.peers` that each needs.
       read: if points are names, the function that reads one; ValueError if there is no such point.
@@ -105,11 +105,11 @@ class Case:
         raise NotImplementedError
 
     def floor_us(self, name: str) -> float:
-        """The least time that the point's bytes or products can take; 0 if the record has rates in place of it."""
+        """The least time that the point's bytes or products can take; 0 if the record has no such time."""
         return 0.0
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        """The fields of a function's row, beside its name, its time and its floor."""
+        """The fields of a function's row, beside `common`, its name, its time and its floor."""
         raise NotImplementedError
 
     def time(self, functions: dict[str, Run]) -> dict[str, float]:
@@ -117,7 +117,8 @@ class Case:
         return time_all(functions, self.iterations)
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
-        """The rows of the point; `hear` is told each function's name before its first run."""
+        """The rows of the point. `hear` is told `OURS` before our functions are made and each peer's name before its
+        function is."""
         functions: dict[str, Run] = {}
         hear(OURS)
         for name, run in self.ours().items():
@@ -160,7 +161,7 @@ class Errors:
 
     def add(self, out: Any, lse: Any, scores: Any, values: Any, sinks: Any = None) -> None:
         """Add rows [n, V], and their lse [n] or None, of attention with scaled scores [n, N] over values [N, V], both
-        float64."""
+        float64. `sinks` [n] take weight in `out` and are not in `lse`."""
         want_lse = scores.logsumexp(-1)
         want = scores.softmax(-1) @ values
         if sinks is not None:
@@ -258,8 +259,12 @@ def in_processes(
 ) -> Iterator[tuple[Any, Any]]:
     """The points and their rows; a process that ends or hangs is followed by another one for the points left.
 
-    measure(points, skipped, said, argv) runs in a process of its own and puts ("at", name, point) into `said`, a
-    pipe's end, before each function's first run, and ("rows", point, rows) after each point."""
+    measure(points, skipped, said, argv) runs in a process of its own and puts what `Case.rows` tells `hear` into
+    `said`, a pipe's end, as ("at", name, point), and ("rows", point, rows) after each point.
+
+    Raises:
+      RuntimeError: a process ended or hung before it named a peer at its point.
+    """
     spawn = multiprocessing.get_context("spawn")
     left, end = list(points), time.monotonic() + SECONDS.value
     while left and time.monotonic() < end:
@@ -297,9 +302,9 @@ def in_processes(
 
 
 def compile_all(wanted: Iterable[Object]) -> None:
-    """Compile what these calls load, a process a core: before the clock runs, or with --compile_only on another
-    machine, without a GPU. If TSMLA_CACHE_DIR names a folder, the objects go there, and a run elsewhere finds them in a
-    copy of it. With --compile_only the program ends then."""
+    """Compile what these calls load, in up to a process a core: before the clock runs, or with --compile_only on
+    another machine, without a GPU. If TSMLA_CACHE_DIR names a folder, the objects go there, and a run elsewhere finds
+    them in a copy of it. With --compile_only the program ends then."""
     from tsmla_kernels import catalog, object_cache
 
     known = catalog.KERNELS | catalog.CHAINS
@@ -329,7 +334,8 @@ def _compile_one(wanted: tuple[str, Any]) -> None:
 
 
 class Record:
-    """Rows of results, written to --out as they come; `common` and the run's provenance go into each of them."""
+    """Rows of results, written to --out, if it is given, as they come; `common` and the run's provenance go into each
+    of them."""
 
     def __init__(self, **common: Any) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -362,7 +368,7 @@ def command(argv: list[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that are installed here, and of the peers."""
+    """Versions of Python, of those of PACKAGES that are installed here, and of the peers in --peers."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}

@@ -14,7 +14,7 @@ Draw = Callable[[Loaded, Path], bool]
 
 
 class Mark(NamedTuple):
-    """A dot: the panel and the line that it is in, and its place. There is no dot where y is None."""
+    """A dot or a bar: the panel and the line that it is in, and its place. There is none where y is None."""
 
     panel: str
     line: str
@@ -54,7 +54,7 @@ class Style(NamedTuple):
 
     y, x: the names of the axes.
     dots, bars: whether marks are dots or bars; if neither, they are joined by lines.
-    spread: how far the dots of different lines stand apart.
+    spread: how far the dots or bars of different lines stand apart.
     x_name: the text of a place on the x axis.
     log: whether the x axis is logarithmic.
     width: the plot's width in inches is width[0], and width[1] more for each panel in a row.
@@ -87,7 +87,8 @@ class Style(NamedTuple):
 
 
 def chart(marks: Callable[[Loaded], Iterable[Mark]], style: Style) -> Draw:
-    """Times, or times over others': a panel for each of the marks' panels, a line or a row of dots for each line."""
+    """The drawing of times, or of times over others': a panel for each of the marks' panels, and in it a line, a row
+    of dots or bars for each of their lines. It returns whether there was anything to draw."""
 
     def draw(loaded: Loaded, path: Path) -> bool:
         if not (found := [mark for mark in marks(loaded) if mark.y is not None]):

@@ -3,10 +3,10 @@
     python -m benchmarks.run CASE --out FILE.json [--peers DIR] [--points 1,1,16,4096,fixed/...] [--seconds 500]
     python -m benchmarks.run --list
 
-A case bears the name of its record, and its file in benchmarks/cases says what it measures. All functions of a point
-are timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians, unless the case says
-otherwise; ours is the public operation on torch tensors. A peer may end its process with an illegal access, so a
-process of its own runs the points, and another one the points left, without that peer at that point.
+A case bears the name of its record, and its file says what it measures. Unless the file says otherwise, ours is the
+public operation on torch tensors, and all functions of a point are timed interleaved, as CUDA-graph replays with the L2
+cache flushed before each, medians. A peer may end its process with an illegal access, so a process of its own runs the
+points, and another one the points left, without that peer at that point.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: l
 
 
 def show_list() -> None:
-    """Print a line for each case: what can run here, ours and peers, and what the other peers lack."""
+    """Print for each case what can run here, ours and peers, and a line on what each of the others lacks."""
     for name in CASES:
         try:
             reasons = {harness.OURS: peers.no_gpu()}

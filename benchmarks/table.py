@@ -59,8 +59,8 @@ Blocks = Callable[[Loaded], Sequence[str]]
 
 
 class Panel(NamedTuple):
-    """A plot: its file, its text, and what draws it, if there is anything to draw; on the short page too if `shown`,
-    below a `section`'s heading if one is named."""
+    """A plot: its file, its text, and what draws it, if there is anything to draw. On the full page it stands below the
+    heading of its `section`, or above all blocks without one; it is on the README, too, if `shown`."""
 
     file: str
     text: str
@@ -78,8 +78,8 @@ class Record:
       folder: the file's folder.
       title: the title of the full page; empty if there is no such page.
       key: the fields that tell points apart; none of them if each row is a point.
-      caption: the paragraph that both pages begin with.
-      full, short: the blocks of the full page, and those between caption and plots on the README.
+      caption: the paragraph that the full page and the README's part begin with.
+      full, short: the blocks of the full page, and the blocks between caption and plots in the README's part.
       panels: the plots.
       unit: the text before the caption on the full page.
       peer: a function of a row that gives the name of its peer.
@@ -112,7 +112,7 @@ class Record:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns errors over a row that lacks something into a ValueError that names the record's file."""
+    """Turn errors over what a record lacks or has wrong into a ValueError that names its file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
@@ -124,7 +124,8 @@ def load(path: Path, record: Record) -> Loaded:
 
     Raises:
       ValueError: the file is no list of rows, has none, or a time is not positive.
-      KeyError: a row lacks a field.
+      KeyError, TypeError: a row lacks a field, or its time is no number.
+      OSError: the file can't be read.
     """
     rows = json.loads(path.read_text())
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -163,7 +164,7 @@ def mean_and_worst(ratios: Iterable[float | None]) -> str:
 
 
 def means(points: Sequence[Point], ours: Any, peers: Mapping[Any, str]) -> str:
-    """ "FA3 0.95 (...), cuDNN ...": our time over each peer's that was measured."""
+    """ "FA3 0.95 (...), cuDNN ...": our time over the time of each peer that was measured."""
     said = {name: mean_and_worst(point.ratio(ours, peer) for point in points) for peer, name in peers.items()}
     return ", ".join(f"{name} {each}" for name, each in said.items() if each)
 
@@ -208,7 +209,7 @@ def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def table(points: Sequence[Point], columns: Sequence[Column], among: Sequence[Point] = ()) -> str:
-    """A table of points, without the columns that show nothing at any of the points `among`, by default these."""
+    """A table of `points`, without the columns that show nothing at any of the points `among`, by default `points`."""
     used = [column for column in columns if any(column[1](point) != "-" for point in among or points)]
     return table_of([head for head, _ in used], ([cell(point) for _, cell in used] for point in points))
 
@@ -251,7 +252,12 @@ def between_markers(text: str, name: str, body: str) -> str:
 
 
 def write(record: Record, path: Path, figures: Path, root: Path) -> str:
-    """Write a record's plots, its full page and its part of a README of the tree `root`; return its caption."""
+    """Write a record's plots, its full page and its part of a README of the tree `root`; return its caption.
+
+    Raises:
+      ValueError: the record can't be shown, or the README lacks its comments.
+      OSError: a file can't be read or written.
+    """
     figures.mkdir(parents=True, exist_ok=True)
     with reading(path):
         loaded = load(path, record)

@@ -1,7 +1,7 @@
 """Kernels of other projects, beside which ours are timed: where they come from, whether they are here, and how they are
 loaded.
 
-Libraries are taken from the folder that --peers names, or from installed packages. `python -m benchmarks.peers DIR`
+Libraries are taken from the folder that --peers names, else from installed packages. `python -m benchmarks.peers DIR`
 downloads the wheels and puts their libraries into DIR, which needs no installation of vLLM or SGLang; the kernels are
 built for torch 2.11 with CUDA 13 and run on Hopper.
 """
@@ -98,7 +98,7 @@ def load(name: str) -> None:
     """Load a library that is here: then its operators are in torch.ops, or its package can be imported.
 
     Raises:
-      OSError, ImportError: it does not load, for example because of another version of torch.
+      OSError: its file of operators does not load, for example because of another version of torch.
     """
     if not LIBRARIES[name].wheel:
         return
@@ -120,13 +120,14 @@ def load(name: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions that versions.json in the folder of --peers has."""
+    """The versions that versions.json in the folder of --peers has; none without the file."""
     path = Path(PEERS.value or ".") / "versions.json"
     return json.loads(path.read_text()) if PEERS.value and path.exists() else {}
 
 
 def unpack(folder: Path, names: Iterable[str]) -> None:
-    """Download the wheels of libraries and put these into `folder`, with a versions.json.
+    """Download the wheels of those of `names` that have one, and put their libraries into `folder`, with a
+    versions.json.
 
     Raises:
       subprocess.CalledProcessError: pip can't get a wheel.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers DIR [NAME...]`: get the peers' libraries, all or those named."""
+"""`python -m benchmarks.peers DIR [NAME...]`: get the peers' libraries that have wheels, all or the named ones."""
 
 import sys
 from pathlib import Path

@@ -129,7 +129,7 @@ def sglang() -> tb.Record:
     )  # fmt: skip
 
     def kind(mode: str) -> str:
-        """The first word of a sparse mode, which a model's modes have in common; "v3" for dense modes."""
+        """The first word of a mode, which a model's modes have in common."""
         return mode.partition(" ")[0]
 
     def caption(loaded: tb.Loaded) -> str:
@@ -249,7 +249,8 @@ def prefill() -> tb.Record:
     )  # fmt: skip
 
     def earlier(loaded: tb.Loaded) -> tuple[str, tb.Loaded] | None:
-        """The text on an earlier run with FA4, and its record. Times of that run are compared only with each other."""
+        """The text on an earlier run with FA4, and its record, if there is one. Times of that run are compared only
+        with each other."""
         path = loaded.path.with_name("prefill_fa4.json")
         if not path.exists():
             return None

@@ -1,4 +1,5 @@
-"""Records of the indexer, of the caches' kernels and of a sparse layer, and the errors of all records."""
+"""Records of the indexer, of the caches' kernels, of a sparse layer and of products with fp8 weights, and the errors of
+records of attention."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ MANY_TOKENS = 4096  # the caption compares with copies from here on: with fewer 
 
 
 def copies(name: str, title: str, what: str) -> tb.Record:
-    """A record of `cache`: times beside that of copying the same bytes."""
+    """A record of the case `cache` or `merge`: times beside the time of copying the same bytes."""
 
     def dtypes(row: tb.Row) -> str:
         return " to ".join(dict.fromkeys(row["dtypes"]))
@@ -218,7 +219,7 @@ def sparse_layer() -> tb.Record:
     )  # fmt: skip
 
 
-# ---- errors, of all records that have them
+# ---- errors, of the records in ERRORS
 
 ERROR_PEERS = {
     "tsmla": "tsmla", "tsmla_bf16_q": "tsmla, bf16 q", "tsmla_fp8": "tsmla, fp8", "tsmla fp8 queries": "tsmla, fp8 q",
@@ -240,8 +241,8 @@ def errors_of(row: tb.Row) -> Iterator[float]:
 
 
 def write_errors(results: Path, figures: Path) -> str:
-    """Draw the relative errors that the records of a folder hold, and write a page with their caption, if there are
-    any. Return the caption, or "none recorded".
+    """Draw the relative errors that the folder's records in ERRORS hold, and write a page with their caption, if there
+    are any. Return the caption, or "none recorded".
 
     Raises:
       ValueError: a record can't be read.
