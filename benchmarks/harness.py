@@ -73,7 +73,7 @@ class Case:
         """The point of a text: the name itself, or values separated by commas.
 
         Raises:
-          ValueError: it is no such text; says what is legal.
+          ValueError: `text` is no point; the message says what is legal.
         """
         if cls.read is not None:
             cls.read(text)

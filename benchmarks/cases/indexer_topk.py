@@ -3,10 +3,13 @@
   tsmla           with the workspace of the library
   tsmla_two       our two kernels one after the other, all logits in memory; the lengths of rows are given
   tsmla_logits    the first of the two alone
-  deep_gemm, and vllm_cooperative, vllm_persistent, vllm_rows and sgl on rows of its logits: what is compared is
-                  deep_gemm's time and the least of theirs, each timed alone
+  deep_gemm       its logits alone
+  vllm_cooperative, vllm_persistent, vllm_rows, sgl, cudnn, cudnn_ordered
+                  a top-k of deep_gemm's logits alone
 
-Ours are compared with each other first: the positions must be equal.
+The page of the record compares ours with the sum of deep_gemm's time and the least time of vLLM's and SGLang's top-k.
+
+The positions of tsmla and tsmla_two are compared first: they must be equal.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class SparseBackward(Case):
         return sparse.cudnn_gradient(self.q, self.kv, self.indices, (out, lse, self.d_out), SCALE)
 
     def operator(self, deterministic: bool) -> Run:
-        """The backward operator."""
+        """The backward operator with its operands."""
         out, lse = tsmla_bridge.sparse_mla(self.q, self.kv, self.indices, softmax_scale=SCALE, return_lse=True)
         inputs = (self.q, self.kv, None, self.indices, None, None)
         scales = torch.tensor([SCALE, 1.0, 1.0], device=device())

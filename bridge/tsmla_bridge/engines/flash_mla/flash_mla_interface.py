@@ -82,7 +82,7 @@ def flash_mla_with_kvcache(
     Args:
       q: [B, S, H, D], float16, bfloat16, or float8_e4m3fn over a dense cache of that dtype or V3.2's packed rows. A q
         that isn't contiguous may be copied first; the cache is never copied.
-      k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn; with indices packed, as indices says.
+      k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn; with indices one of the packed layouts below.
       block_table: [B, M] int32, pages of each request in order.
       cache_seqlens: [B] int32, keys of each request; 0 is legal.
       head_dim_v: L, the leading columns that are values.
