@@ -1,10 +1,13 @@
 """SGLang's decode attention through its import of `flash_mla`: these kernels by `tsmla_bridge.engines.flash_mla`, and
 sgl-flash-mla's own ("legacy"), with the arguments of SGLang 0.5.23's backends dsa, dsv4 and flashmla.
 
-Modes: "v3.2 decode", 2048 random slots of a request's packed rows; "v4-flash" and "v4-pro" with "window decode", a
-window of 128 slots, with "c4 decode", 512 or 1024 random slots beside it, as many as the indexer selects of entries of
-4 tokens, or with "c128 decode", 128 random slots beside it, all with lengths and sinks; "v3 decode" and "v3 fp8
-decode", dense, with requests of different lengths.
+Modes, of which V4's have lengths and sinks:
+
+  v3.2 decode                      2048 random slots of a request's packed rows
+  v4-flash, v4-pro window decode   a window of 128 slots
+  v4-flash, v4-pro c4 decode       the window, and 512 (pro: 1024) random slots, as many as the indexer selects
+  v4-flash, v4-pro c128 decode     the window, and 128 random slots, as many as 16,384 tokens have entries
+  v3 decode, v3 fp8 decode         a dense cache, requests of different lengths
 
 h is how many heads a GPU has: all of a model's, or an eighth of them. For sgl-flash-mla SGLang pads sparse models'
 queries to 64 or 128 heads, and makes a schedule once a step. Here both are done before the timing.
