@@ -26,10 +26,12 @@ def alias(name: str) -> None:
 def install_as_tokenspeed_mla() -> ModuleType:
     """Make `import tokenspeed_mla` give tsmla_bridge.tokenspeed_mla in this process, and return the module it gives.
 
-    Call it before the engine imports the package, in each process that runs the model. On a machine with Blackwell GPUs
-    where the real package is installed, that one is returned and nothing is changed: its kernels are written for them.
+    Call it before the engine imports the package, in each process that runs the model. If the current device is a
+    Blackwell GPU and the real package is installed, that package is returned and nothing is changed: its kernels are
+    written for Blackwell.
 
-    Raises RuntimeError if the real package was imported already: what others took from it would stay as it is.
+    Raises RuntimeError elsewhere if the real package was imported already: what others took from it would stay as it
+    is.
     """
     name = blackwell.PACKAGE
     imported = sys.modules.get(name)

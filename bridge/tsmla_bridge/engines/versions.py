@@ -58,7 +58,7 @@ class Found:
     """An engine, for `tsmla doctor`.
 
     version: None where it isn't installed.
-    status: whether that version was tested, in words.
+    status: what `status_of` says of that version; the tested versions where the engine isn't installed.
     flags, sparse_flags: the Engine's.
     """
 
@@ -91,7 +91,8 @@ def _examine(engine: Engine, version: str | None) -> Found:
 
 
 def status_of(engine: Engine, version: str) -> str:
-    """Whether the tests ran this version's own code, in words."""
+    """In words, whether a version counts as tested: its leading numbers, `engine.significant` of them, are those of a
+    version whose own code the tests run."""
     if any(numbers(version, engine.significant) == numbers(tested, engine.significant) for tested in engine.tested):
         return "tested"
     oldest, newest = numbers(engine.tested[0]), numbers(engine.tested[-1])
@@ -100,7 +101,7 @@ def status_of(engine: Engine, version: str) -> str:
 
 
 def warn_if_untested(engine: Engine, version: str) -> None:
-    """Log a warning if the engine's version is not tested and older or newer than all tested ones. To be called where a
+    """Log a warning if the engine's version neither counts as tested nor lies between tested ones. To be called where a
     backend is chosen."""
     if status_of(engine, version).startswith("untested"):
         logger.warning(

@@ -1,4 +1,4 @@
-"""The Triton kernel of joining.py, in a module of its own, which needs Triton."""
+"""The Triton kernel of joining.py. It has its own module because only this one imports Triton at once."""
 
 import triton
 import triton.language as tl
@@ -13,14 +13,14 @@ def join(
     near, near_lengths, far, far_lengths, out, out_lengths, near_stride, far_stride, per_request, window, count, width,
     HAS_NEAR: tl.constexpr, HAS_FAR: tl.constexpr, BLOCK: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK columns of a token's row in `out`; the first program of a token also writes its length. SIGNALS:
-    whether the next kernel may begin at once; it waits for this one before it reads."""
+    """Write BLOCK columns of a token's row in `out`; with HAS_FAR a token's first program also writes its length.
+    SIGNALS: whether the next kernel may begin at once; that kernel waits for this one before it reads."""
     if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     behind = columns - window
-    # All loads are issued before any is used, so that no column waits for its row's length.
+    # Columns are loaded without regard to lengths, so that no load waits for its row's length.
     a = tl.load(near + token * near_stride + columns, mask=columns < window, other=-1)
     b = tl.load(far + token * far_stride + behind, mask=(behind >= 0) & (behind < count), other=-1)
     if HAS_FAR:

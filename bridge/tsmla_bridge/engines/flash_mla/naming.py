@@ -35,7 +35,7 @@ _ARGUMENT = re.compile(
     r"|\b(latent_dim|kv_cache|compressed_kv_cache|block_tables|seq_lens|softmax_scale|q_scale|kv_scale|batch_invariant)\b"
 )
 """An argument of this project's operations in an error's text. `lengths` and `sinks`, which are also plain words, count
-at its start alone."""
+only at the start of the text."""
 
 
 def given_tensors(required: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -29,8 +29,8 @@ FAR = Names("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
 
 class Selection(NamedTuple):
-    """A cache [P, Z, 1, bytes a token], the slots of it that each query token sees [B, S, K] int32, and how many of a
-    request's columns count [B] int32."""
+    """A cache [P, Z, 1, bytes a token], its slots that each query token sees, [B, S, K] int32, and how many of a
+    request's columns count: [B] int32, or None for all K."""
 
     names: Names
     cache: torch.Tensor
@@ -102,7 +102,8 @@ def attend(
     returns them.
 
     Raises:
-      ValueError: shapes or caches that don't fit each other, or a second cache beside V3.2's.
+      ValueError: shapes or caches that don't fit each other, or two caches that don't both have V4's rows.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as sparse_mla says.
     """
     batch, q_len, heads, head_dim = q.shape
     near.check(batch, q_len)
@@ -143,6 +144,7 @@ def attend_rows(
 
     Raises:
       ValueError: shapes that don't fit each other.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as sparse_mla says.
     """
     if q.dim() != 3:
         raise ValueError(f"q: got shape {show(tuple(q.shape))}; legal: [s_q, h_q, d_qk]")
@@ -179,7 +181,7 @@ def read_no_lse() -> None:
 
 
 def lse_of_selected(lse: torch.Tensor) -> torch.Tensor:
-    """The lse of a call with indices as the package gives it, if anybody reads it."""
+    """The lse of a call with indices as the package gives it; unchanged after `read_no_lse`."""
     return as_the_packages(lse) if _lse_is_read else lse
 
 

@@ -8,7 +8,7 @@ Variables of the environment:
 
   TSMLA_SGLANG=flash_mla: `import flash_mla` gives these kernels, so SGLang's own backends of FlashMLA run on them:
     flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch. Before SGLang 0.5.23
-    it is `import sgl_kernel.flash_mla`.
+    `import sgl_kernel.flash_mla` gives them, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _choices() -> Any:
-    """SGLang's module with the lists of backends' names, which had its place among the arguments up to 0.5.17."""
+    """SGLang's module with the lists of backends' names; up to 0.5.17 they are in the module of its arguments."""
     try:
         return importlib.import_module("sglang.srt.arg_groups.choices")
     except ModuleNotFoundError:

@@ -49,9 +49,9 @@ versions.warn_if_untested(versions.SGLANG, sglang.__version__)
 
 
 def forward_method(attention: Any, forward_batch: Any) -> Any:
-    """How an MLA layer runs a batch: prompts expanded, with their cached prefix in chunks; absorbed if that is disabled
-    and there is a prefix; all other batches absorbed. In a CUDA graph of prefill prompts are absorbed, too, because the
-    shapes of that form don't depend on the lengths."""
+    """How an MLA layer runs a batch. Prompts are expanded, with their cached prefix in chunks; if chunks are disabled,
+    prompts with a prefix are absorbed. All other batches are absorbed. In a CUDA graph of prefill prompts are absorbed,
+    too, because the shapes of that form don't depend on the lengths."""
     if is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph():
         return AttnForwardMethod.MLA
     prefix = sum(forward_batch.extend_prefix_lens_cpu or [0])
@@ -66,8 +66,9 @@ AttentionBackendRegistry.register(NAME, forward_method)
 
 
 def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A query's two parts as the kernel reads them: where they lie, or joined in one tensor if a part has a layout that
-    the kernel can't read, as the product over heads gives the latent part."""
+    """A query's two parts as the kernel reads them: where they lie, or joined in one tensor if the latent part isn't
+    contiguous (a product over heads gives such a one), or the rope part is empty or has rows that the kernel can't
+    read."""
     if rope.shape[-1] and row_step(rope) and latent.is_contiguous():
         return latent, rope
     return (torch.cat((latent, rope), -1),)
@@ -80,7 +81,7 @@ def _write_place(forward_batch: Any) -> Any:
 
 
 def _hf_configs(config: Any) -> list[Any]:
-    """A model's configurations of Hugging Face: its own, and that of its text where it has several parts."""
+    """A model's Hugging Face configurations: its own, and its text part's where it has one."""
     found = (getattr(config, name, None) for name in ("hf_config", "hf_text_config"))
     return [each for each in found if each is not None]
 
@@ -101,7 +102,7 @@ def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_si
     """The rows of requests, one after the other, in pages of their own. Slots past a request's end repeat its last row.
 
     Args:
-      starts: [B + 1] int32, where each request begins in `rows`, and the end; lens: its lengths, on the host.
+      starts: [B + 1] int32, where each request begins in `rows`, and the end; lens: the requests' lengths, on the host.
       rows: [N] int32.
     """
     counts = [-(-n // page_size) for n in lens]
@@ -122,12 +123,12 @@ class Metadata:
 
     Attributes:
       block_tables: [B, M] int32, the pages of each request.
-      seq_lens: [B] int32, the keys of each request; in decode and verify those that this rank holds.
-      q_len: the query tokens of every request; None if requests differ.
+      seq_lens: [B] int32, the keys of each request; unless q_len is None, only the keys that this rank holds.
+      q_len: the query tokens of every request; None in a step of prompts.
       cu_seqlens_q, max_q_len: if q_len is None, [B + 1] int32, the first query token of each request and the end, and a
         bound on a request's query tokens.
       visible_lens: [B, q_len] int32, how many of this rank's keys each token sees; None unless keys are dealt out to
-        several ranks and a request has several query tokens.
+        several ranks and q_len is 2 or more.
       gathered: the pages of SGLang's buffer of all ranks' keys, once a layer has asked for them."""
 
     block_tables: torch.Tensor
@@ -155,7 +156,7 @@ class TsmlaBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        # Of the unified memory pool; SGLang 0.5.17 has none.
+        # The unified memory pool has one; SGLang 0.5.17 has none.
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.device = torch.device(runner.device)
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
@@ -167,7 +168,7 @@ class TsmlaBackend(AttentionBackend):
         self.num_heads: int = config.num_attention_heads // parallel.attn_tp_size
         # Decode context parallelism: key i of a request is key i // world of rank i % world.
         self.deal = Deal(parallel.attn_dcp_size, parallel.attn_dcp_rank, 1)
-        # Prompts in the absorbed form have one kernel: the bound on their lengths does not change a result.
+        # One bound on the lengths of absorbed prompts, so that one kernel serves all: it does not change a result.
         self.longest = 1 << (max(1, self.max_context_len) - 1).bit_length()
         self.forward_metadata: Metadata | None = None
         self._check(runner)
@@ -249,9 +250,9 @@ class TsmlaBackend(AttentionBackend):
                 raise NotImplementedError(f"--dcp-size: got {self.deal.world}; legal with {NAME}: 1 for {said}")
 
     def _take_rope_apart(self, config: Any) -> None:
-        """Enter this backend's name in the list of those to which models hand latent and rope columns as they are, not
-        concatenated. In a process with a model that scales its queries by position, a draft or its target, the name is
-        taken out: such a model scales only concatenated queries."""
+        """Enter this backend's name in the list of backends to which models hand latent and rope columns as they are,
+        not concatenated. In a process with a model that scales its queries by position, a draft or its target, the name
+        is taken out: such a model scales only concatenated queries."""
         if _scales_queries(config):
             TsmlaBackend.has_scaled_queries = True
         names = FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
@@ -298,7 +299,7 @@ class TsmlaBackend(AttentionBackend):
     # ---- metadata of a step
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a step outside of graphs."""
+        """Prepare a step outside of graphs, or a step of prompts in one."""
         mode, lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
             self.forward_metadata = self._metadata(forward_batch, lens, 1)
@@ -325,8 +326,8 @@ class TsmlaBackend(AttentionBackend):
         return Metadata(tables, seq_lens, q_len, visible_lens=visible_lens)
 
     def _lens_here(self, lens: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """How many keys of each request this rank holds, of `lens` on all ranks, [B] int32, and how many of those each
-        of the last q_len tokens sees, [B, q_len] int32; the latter is None where the causal rule gives it."""
+        """How many keys of each request this rank holds, of `lens` on all ranks, [B] int32, and how many of the held
+        keys each of the last q_len tokens sees, [B, q_len] int32, or None where the causal rule says it."""
         if self.deal.world == 1:
             return lens.to(torch.int32), None
         visible_lens = visible_keys_of_last(lens, q_len, self.deal)
@@ -460,9 +461,9 @@ class TsmlaBackend(AttentionBackend):
     ) -> Results:
         """Attention of several tokens a request.
 
-        Where the layer's widths are those of absorbed attention (verified tokens, drafts, captured prompts) this is
-        forward_decode. Other prompts are expanded: q [T, H, K], k [Tk, H, K] and v [Tk, H, V] make out [T, H, V], with
-        lse [T, H] (natural logarithm) if forward_batch.mha_return_lse is set."""
+        Where the layer has the widths of absorbed attention (verified tokens, drafts, prompts that `forward_method` runs
+        absorbed) this is forward_decode. Other prompts are expanded: q [T, H, K], k [Tk, H, K] and v [Tk, H, V] make
+        out [T, H, V], with lse [T, H] (natural logarithm) if forward_batch.mha_return_lse is set."""
         if layer.head_dim == self.latent_dim + self.rope_dim and layer.v_head_dim == self.latent_dim:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, **others)
         self._check_call(layer, others)

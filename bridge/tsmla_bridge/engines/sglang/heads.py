@@ -99,8 +99,8 @@ def _prompt(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dsa's sparse attention of prompts. As in dsa's own method, topk_length is left out if it has other rows than
-    the queries."""
+    """dsa's sparse attention of prompts. As in dsa's own method, topk_length is left out if it has another length
+    than the queries."""
     name = "sglang.kernels.ops.attention.flash_mla_interface"
     if importlib.util.find_spec(name) is None:
         name = "sgl_kernel.flash_mla"  # before SGLang 0.5.23

@@ -1,7 +1,7 @@
 """`sgl_kernel.flash_mla` on these kernels: FlashMLA as SGLang imports it up to 0.5.22, from sgl-kernel.
 
-Its functions have the parameters and the results of package flash_mla; only schedules are tensors, where lengths are
-given.
+Its functions give the results of package flash_mla, except that schedules are tensors where lengths are given. The
+parameters have sgl-kernel's order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """flash_mla's function of that name, with sgl-kernel's order of parameters.
 
-    is_fp8_kvcache: may be False for an fp8 cache, too, if there are no indices.
+    is_fp8_kvcache: may be False for an fp8 cache, too.
     selecting: indices, and the arguments that go with them.
     """
     return flash_mla_interface.flash_mla_with_kvcache(
