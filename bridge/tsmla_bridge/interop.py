@@ -44,9 +44,10 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     Raises:
       TypeError: it is no torch tensor.
-      ValueError: it isn't contiguous, is a lazily negated or conjugated view, jax would have to copy it, or has its
-        dtype only under jax_enable_x64.
+      ValueError: it isn't contiguous, it is a lazily negated or conjugated view, jax would have to copy it, or jax has
+        its dtype only under jax_enable_x64, which is off.
       RuntimeError: jax has no such device.
+      ImportError: jax isn't installed.
     """
     jax = _jax()
     if not isinstance(tensor, torch.Tensor):
@@ -79,6 +80,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     Raises:
       TypeError: it is no jax array, or one of keys or of integers of 2 or 4 bits.
       ValueError: it lies on several devices.
+      ImportError: jax isn't installed.
     """
     jax = _jax()
     if not isinstance(array, jax.Array):
@@ -103,9 +105,10 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
       jit_options: the options of jax.jit: static_argnames, donate_argnums and others.
 
     Raises:
-      TypeError, ValueError, RuntimeError: at a call, as to_jax.
-      ValueError: a tensor requires a derivative, in reverse or in forward mode, which does not pass through jax;
-        torch.no_grad() allows the call.
+      ImportError: at once, if jax isn't installed.
+      TypeError, ValueError, RuntimeError: at a call, as to_jax and to_torch say.
+      ValueError: at a call, a tensor requires a derivative, in reverse or in forward mode, which does not pass through
+        jax; torch.no_grad() allows the call.
     """
     jax = _jax()
     compiled = jax.jit(function, **jit_options)

@@ -1,9 +1,9 @@
 """Common parts of the operators of torch.library, by which torch.compile, torch.export and dispatch modes know the
 operations.
 
-Each module of ops/ registers its own operators beside its eager function. An eager call on plain tensors goes past
-them: the dispatcher and its Python bindings would cost more than all the rest of a call. A pair of scales arrives as
-the two numbers that the kernels multiply by, or as one tensor [2] of them; a single scale as a number or a tensor.
+An operation's module in ops/ registers its operators beside its eager function. Most eager calls on plain tensors go
+past them: the dispatcher and its Python bindings would cost more than all the rest of a call. A pair of scales arrives
+as the two numbers that the kernels multiply by, or as one tensor [2] of them; a single scale as a number or a tensor.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def asks_for_derivative(*values: Any) -> bool:
 
 
 def derivative_reasons(*values: Any) -> list[str]:
-    """The reason against a kernel without a derivative if one of these, tensors or not, asks for it."""
+    """The reason against a kernel without a derivative if one of these, tensors or not, asks for a derivative."""
     return ["a derivative is asked for; the kernel has none"] if asks_for_derivative(*values) else []
 
 

@@ -1,4 +1,5 @@
-"""The operations: each module has the public function and the torch operator that torch.compile sees in its place.
+"""The operations: each module imported here has public functions and the torch operators that torch.compile sees in
+their place.
 
 All are imported together: an exported program may call any of the operators."""
 

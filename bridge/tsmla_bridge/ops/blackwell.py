@@ -88,7 +88,7 @@ def indexer_logits(spec: IndexerLogitsSpec, given: Mapping[str, torch.Tensor]) -
 def sparse_mla(spec: SparseMLASpec, inputs: SparseInputs, factors: tuple[float, float, float]) -> Computed:
     """out and lse as sparse_mla documents them, by cuDNN's kernel.
 
-    factors: the factor of the logits, then those of the rows of the two caches, which are equal if there are two.
+    factors: the factor of the logits, then one factor for each cache's rows. With two caches these two are equal.
     """
     q, library = inputs.q, library_of(inputs.q.device)
     caches, indices, of_rows = inputs.caches, inputs.indices, spec
@@ -121,7 +121,7 @@ def _run(
     pair: Pair | None = None,
 ) -> None:
     """Launch a kernel on the current stream. A pair of scales in a tensor is an operand before the outputs. Two numbers
-    are passed as the sizes of SCALE_OPERANDS after the outputs, whose memory nothing reads."""
+    are passed after the outputs, as the sizes of SCALE_OPERANDS; nothing reads the memory of these operands."""
     device = next(iter(inputs.values())).device
     index = devices.index_of(device)
     given: dict[str, Any] = {name: tensor.contiguous() for name, tensor in inputs.items()}

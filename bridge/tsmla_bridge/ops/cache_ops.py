@@ -1,9 +1,10 @@
 """write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
 
-On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs, and
-where the kernels can't serve the call: a dtype or width that cache_ops.config refuses, a cache, table or list of slots
-with gaps, rows that don't start at multiples of 16 bytes. Kernels and torch operations give the same bits. No call
-reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
+On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs,
+where gather_kv_cache's derivative is asked for, and where the kernels can't serve the call: a dtype or width that
+cache_ops.config refuses, a cache, table or list of slots with gaps, rows that don't start at multiples of 16 bytes.
+Kernels and torch operations give the same bits. No call reads a value on the host, except under TSMLA_CHECK=1 outside
+of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def write_kv_cache(
     tsmla_jax.write_kv_cache defines it.
 
     Args:
-      kv_cache: [P, Z, D] or [P, 1, Z, D] with D = L + R, L at least R, of any strides; float16, bfloat16,
-        float8_e4m3fn, float32 or float64.
+      kv_cache: [P, Z, D] or [P, 1, Z, D] with D = L + R, L at least R, of any strides that give each element its own
+        place; float16, bfloat16, float8_e4m3fn, float32 or float64.
       latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
       slot_mapping: [T] int32, or int64 as vLLM and SGLang have it; slot = page * Z + offset; -1 skips the token. Slots
         must differ: what two tokens leave in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1
@@ -51,6 +52,7 @@ def write_kv_cache(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason, or a tensor requires a
         derivative.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     operators.refuse_derivative("write_kv_cache", kv_cache, latent, k_rope, kv_scale)
     arguments = (kv_cache, latent, k_rope, slot_mapping, *operators.scale_arguments(kv_scale), implementation)
@@ -132,7 +134,7 @@ def gather_kv_cache(
       torch.compile the derivative raises NotImplementedError.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as write_kv_cache says, except for derivatives.
     """
     scale = operators.scale_arguments(kv_scale)
     arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)

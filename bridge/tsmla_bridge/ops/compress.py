@@ -75,7 +75,7 @@ def compress_write_kv_cache(
       cache itself.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as write_kv_cache says.
     """
     derivable = (cache, kv_score, ape, state, norm_weight, cos_sin, kv_scale)
     operators.refuse_derivative("compress_write_kv_cache", *derivable)

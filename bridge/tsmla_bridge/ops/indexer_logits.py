@@ -1,9 +1,9 @@
 """indexer_logits on torch tensors: the V3.2 indexer's score of every cached key for every query token.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell FlashInfer's, if "cute" is named. Torch
-operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel can't serve the
-call (`logits_reasons`, tensors with gaps). Without TSMLA_CHECK=1 no call reads a value on the host, so all can be
-captured into CUDA graphs.
+operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where a derivative is asked for or
+the kernel can't serve the call (`logits_reasons`, tensors with gaps). Without TSMLA_CHECK=1 no call reads a value on
+the host, so all can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def indexer_logits(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)
     if torch.compiler.is_compiling() or operators.is_traced(q, weights, k_cache, derivatives=False):

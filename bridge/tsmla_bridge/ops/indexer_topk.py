@@ -1,9 +1,9 @@
 """indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
 
 On a Hopper GPU, and on Blackwell if "cute" is named, the kernels of indexer_logits and select_topk run the call, in
-turn on chunks of query tokens. Torch operations run all other calls: on CPUs, on other GPUs, and where the kernels
-can't serve the call. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs
-can capture all of them.
+turn on chunks of query tokens. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is
+named, where the kernels can't serve the call or the scores' derivative is asked for. No call reads a value on the host,
+except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def indexer_topk(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     if counts is not None and not return_slots:
         raise ValueError("counts: got a tensor without return_slots; legal: None")

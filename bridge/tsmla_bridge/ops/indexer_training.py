@@ -47,7 +47,7 @@ def indexer_selected_logits(
       implementation: "reference" (torch operations by blocks of tokens and columns) or None, which is the same.
 
     Returns:
-      [T, K] float32 (float64 for float64 weights), -inf where a row has no key.
+      [T, K] float32 (float64 for float64 weights), -inf in a column that selects no key.
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
@@ -88,7 +88,8 @@ def indexer_loss(
       index_cache: [P, Z, Di], the indexer's keys.
       q: [T, H, D], the attention's queries against kv_cache, as sparse_mla takes them.
       kv_cache: [P, Z, D], the attention's keys. Values of 8 bits are refused in all of these.
-      lse: [T, H] float32, natural logarithm, without sinks: sparse_mla's, or mla_prefill's in the dense warm-up.
+      lse: [T, H] float32 or float64, natural logarithm, without sinks: sparse_mla's, or mla_prefill's in the dense
+        warm-up.
       softmax_scale: the attention's, float or float32 scalar tensor.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
       lengths: [T] int32, the active columns of indices; None: all K.

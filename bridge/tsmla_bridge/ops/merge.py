@@ -34,7 +34,8 @@ def merge_attention_states(
     parallelism.
 
     Args:
-      outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.
+      outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16, bfloat16,
+        float32 or float64.
       lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf, or +inf as
         FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
@@ -47,6 +48,7 @@ def merge_attention_states(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
     derived = operators.asks_for_derivative(*outs, *lses)

@@ -101,9 +101,9 @@ def mla_decode(
       q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
         pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
         one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. The latent one may also be dense as
-        [H, ..., L], if H is a power of 2. Hopper's kernels copy nothing, except such a latent part where a
-        batch_invariant call takes several launches. float16, bfloat16 or float8_e4m3fn; in torch operations also
-        float32 and float64.
+        [H, ..., L], if H is a power of 2 and L a multiple of 64. Hopper's kernels copy nothing, except such a latent
+        part where a batch_invariant call takes several launches; torch.compile joins a pair by a copy. float16,
+        bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
@@ -111,8 +111,8 @@ def mla_decode(
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       latent_dim: L; R = 0 (L = D) is legal.
-      cu_seqlens_q, max_q_len: [B + 1] int32, row where each request's query tokens start, and their end, and the bound
-        on a request's; with ragged q only. Rows past the bound give 0, -inf.
+      cu_seqlens_q, max_q_len: with ragged q only: [B + 1] int32, the row where each request's query tokens start, and
+        their end; and a bound on the number of a request's query tokens. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: a token with the entry n sees the
         first min(n, seq_len) keys of its request. For decode context parallelism, which deals a request's keys out to
@@ -136,11 +136,11 @@ def mla_decode(
     NaN in new tokens' keys and unsound lengths, pages and offsets do what tsmla_jax.mla_decode says; rows that have no
     meaning there may differ from jax's.
 
-    The kernels run on torch's current stream and nothing waits for the device, so CUDA graphs can capture calls once a
-    call of the same static sizes has loaded its kernel. Calls from several threads and on several streams are
-    independent. torch.compile takes them as one operator. The kernels have no derivative; the reference has.
-    TSMLA_CHECK=1 checks what only the data shows: lengths, pages and offsets. For the kernels it counts when a call's
-    shapes are first seen.
+    The kernels run on torch's current stream and, but for TSMLA_CHECK=1, nothing waits for the device. In a capture
+    nothing is checked, so CUDA graphs can capture calls once a call of the same static sizes has loaded its kernel.
+    Calls from several threads and on several streams are independent. torch.compile takes them as one operator. The
+    kernels have no derivative; the reference has. TSMLA_CHECK=1 checks what only the data shows: lengths, pages,
+    offsets and visible_lens. For the kernels it counts when a call's shapes are first seen.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

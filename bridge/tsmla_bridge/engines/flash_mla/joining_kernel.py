@@ -1,4 +1,4 @@
-"""The Triton kernel of joining.py. It has its own module because only this one imports Triton at once."""
+"""The Triton kernel of joining.py. It has its own module so that joining.py can be imported without Triton."""
 
 import triton
 import triton.language as tl

@@ -461,9 +461,9 @@ class TsmlaBackend(AttentionBackend):
     ) -> Results:
         """Attention of several tokens a request.
 
-        Where the layer has the widths of absorbed attention (verified tokens, drafts, prompts that `forward_method` runs
-        absorbed) this is forward_decode. Other prompts are expanded: q [T, H, K], k [Tk, H, K] and v [Tk, H, V] make
-        out [T, H, V], with lse [T, H] (natural logarithm) if forward_batch.mha_return_lse is set."""
+        Where the layer has the widths of absorbed attention (verified tokens, drafts, prompts that `forward_method`
+        runs absorbed) this is forward_decode. Other prompts are expanded: q [T, H, K], k [Tk, H, K] and v [Tk, H, V]
+        make out [T, H, V], with lse [T, H] (natural logarithm) if forward_batch.mha_return_lse is set."""
         if layer.head_dim == self.latent_dim + self.rope_dim and layer.v_head_dim == self.latent_dim:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, **others)
         self._check_call(layer, others)

@@ -2,7 +2,8 @@
 
 The same functions with the same parameters, defaults, dtypes and results. Where that package reads out of bounds or
 answers quietly wrong (requests without keys, query tokens that see none, values that are a slice of a wider tensor),
-this one is right or raises. On Blackwell GPUs calls go to the real package, if it is installed.
+this one is right or raises. On Blackwell GPUs the real package runs the calls of attention; NotImplementedError if it
+can't be called.
 
 `tsmla_bridge.install_as_tokenspeed_mla()` makes `import tokenspeed_mla` find this one. The submodules are there because
 engines import from them.

@@ -68,7 +68,8 @@ def tokenspeed_mla_decode(
       return_lse: also return lse, in base 2.
       causal_seqs, cp_world, cp_rank, cp_interleave_size: decode context parallelism. Keys are dealt to cp_world ranks
         cp_interleave_size at a time, seq_lens counts this rank's, and causal_seqs [B] counts all. The masks above hold
-        with causal_seqs for seq_len, and a query sees those of its keys that this rank holds.
+        with causal_seqs for seq_len, and a query sees only keys that this rank holds. With cp_world = 1 causal_seqs is
+        not read.
       local_visible_lens: [B, S] int32, how many keys each query token sees, instead of the masks above.
 
     Returns:
@@ -82,6 +83,7 @@ def tokenspeed_mla_decode(
     Raises:
       ValueError, TypeError: an argument is not legal.
       NotImplementedError: no kernel runs the call, with the reasons.
+      RuntimeError: as mla_decode says.
     """
     if blackwell.runs("tokenspeed_mla_decode", query):
         real: Any = blackwell.package()

@@ -34,7 +34,7 @@ def mla_kv_pack_quantize_fp8(
         greatest or least finite value.
 
     Raises:
-      ValueError: a shape or dtype is not legal.
+      ValueError: a shape, fp8_dtype or an output's dtype is not legal.
     """
     if fp8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"fp8_dtype: got {fp8_dtype}; legal: torch.float8_e4m3fn, torch.float8_e5m2")
@@ -66,6 +66,7 @@ def mla_kv_pack_quantize_fp8(
 
 
 def _scaled(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """x * scale in float32, clamped to the range of `dtype`: the conversion alone turns values outside into NaN."""
+    """x * scale in float32, clamped to the range of `dtype`: the conversion alone turns values outside into NaN
+    (float8_e4m3fn) or infinities (float8_e5m2)."""
     greatest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-greatest, greatest).to(dtype)

@@ -55,6 +55,7 @@ def tokenspeed_mla_prefill(
     Raises:
       ValueError, TypeError: an argument is not legal.
       NotImplementedError: no kernel runs the call, with the reasons.
+      RuntimeError: as mla_decode says.
     """
     if blackwell.runs("tokenspeed_mla_prefill", query):
         real: Any = blackwell.package()

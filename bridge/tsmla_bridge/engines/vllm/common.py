@@ -17,7 +17,7 @@ from tsmla_bridge.runtime.tensors import dtype_name
 PAGE_SIZES = (64, 128, 32, 16)  # the first is the best
 DIMENSIONS = {576: (512, 64), 512: (512, 0), 320: (256, 64)}  # head size: latent and rope width
 FP8_CACHES = ("fp8", "fp8_e4m3")
-SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode path
+SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode path, unless a builder sets less
 
 
 def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str:
@@ -55,8 +55,7 @@ def asked_by(layers: Iterable[Any]) -> list[Asked]:
 
 
 class HopperBackend(MLACommonBackend):
-    """Answers to what vLLM asks of a backend before it makes a layer, those included that vLLM's own class gives by
-    default."""
+    """The answers to what vLLM asks of a backend before it makes a layer, also where vLLM's own class has a default."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]

@@ -46,13 +46,13 @@ from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
 HEADS_FIRST = versions.is_before(vllm.__version__, (0, 28))
-"""Whether the latent part of a query has its heads in front in memory: it is a product over heads."""
+"""Whether vLLM gives a query's latent part with its heads in front in memory, as a product over heads leaves them."""
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
 
 def takes_fp8_queries(kv_cache_dtype: str | None, dtype: torch.dtype) -> bool:
-    """Whether queries are quantised, as the cache is. Only models of bfloat16 have it: a call with fp8 queries returns
+    """Whether queries are quantised, as the cache is. Only a bfloat16 model's are: a call with fp8 queries returns
     bfloat16, which vLLM multiplies by weights of the model's dtype. TSMLA_VLLM_FP8_QUERIES=0 leaves all queries in 16
     bits."""
     wanted = os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
@@ -92,7 +92,7 @@ class TsmlaMLABackend(HopperBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Blocks that also hold pages of other sizes, as a draft model's layers have them, must be whole pages apart:
-        the kernels count in pages. vLLM 0.33 can be asked for that."""
+        the kernels count in pages. vLLM can be asked for that from 0.32 on."""
         spec = super().customize_spec(spec)
         return align_blocks(spec, math.gcd(spec.block_size, max(PAGE_SIZES)))
 
@@ -214,8 +214,8 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         return bool(getattr(self, "non_causal_multi_token_decode", False))
 
     def _compile(self, index: int) -> None:
-        """Load every kernel that these layers' calls can ask for, from the cache on disk or compiled, so that no
-        request waits for the compiler."""
+        """Load the kernels that these layers' calls ask for, from the cache on disk or compiled, so that no request
+        waits for the compiler. Nothing is loaded where no kernel has the head size, or a block is no page."""
         page_size = self.kv_cache_spec.block_size
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
         if head_size not in DIMENSIONS or page_size not in PAGE_SIZES:
@@ -263,7 +263,7 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         starts: list[int] = query_start_loc_cpu.tolist()
         q_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         most = max(1, *q_lens)
-        # Padding of a CUDA graph: requests without tokens, after the others. Rows of them may be there, or not.
+        # Padding of a CUDA graph: requests without tokens, after the others. num_decode_tokens may count rows for them.
         last = max((i for i, count in enumerate(q_lens) if count), default=-1)
         rows, rest = divmod(num_decode_tokens, most)
         uniform = (

@@ -97,7 +97,7 @@ class TsmlaMLASparseBackend(HopperBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Pages of several layers that share memory must lie whole rows apart (vLLM 0.30 and later)."""
+        """Pages of several layers that share memory must lie whole rows apart (vLLM 0.32 and later)."""
         return align_blocks(spec)
 
     @classmethod
@@ -208,8 +208,8 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         versions.say_active(versions.VLLM, "sparse MLA runs on this backend")
 
     def _compile(self, index: int) -> None:
-        """Load every kernel that these layers' calls can ask for, from the cache on disk or compiled, so that no
-        request waits for the compiler."""
+        """Load the kernels that these layers' calls ask for, from the cache on disk or compiled, so that no request
+        waits for the compiler."""
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
         for asked in asked_by(self.layers.values()):
             for num_tokens, per_request in itertools.product(op.WARM_TOKENS, (1, SEVERAL)):
@@ -319,8 +319,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
 
 
 def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tensor:
-    """A query's latent and rope parts as one tensor, by vLLM's own kernel if it takes them: torch would copy them by
-    two kernels, as the latent part has its heads in front."""
+    """A query's latent and rope parts as one tensor: by vLLM's own kernel if it takes them, else by torch."""
     latent, rope = q
     has_kernel = latent.is_cuda and hasattr(torch.ops._C_cache_ops, "concat_mla_q")
     if not has_kernel or latent.dtype != torch.bfloat16 or (latent_dim, rope.shape[-1]) != (512, 64):
