@@ -38,7 +38,7 @@ def indexer_logits(
 
     Args:
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache, any float with a plain one.
-      weights: [T, Hi] float32, scales and constants folded in.
+      weights: [T, Hi] float32, scales and constants folded in; float64 is rounded to float32 by torch operations.
       k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or plain floats
         [P, Z, Di].
       block_tables: [T, M] int32, one row a token, or with cu_seqlens_q [B, M], one row a request; entries past a row's

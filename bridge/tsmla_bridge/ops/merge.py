@@ -1,8 +1,8 @@
 """merge_attention_states on torch tensors: one attention result from partial results over disjoint keys.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, where a
-derivative is asked for, and where the kernel can't serve the call: a dtype or width that merge.config refuses, rows of
-uneven strides or not at multiples of 16 bytes.
+derivative is asked for, and where the kernel can't serve the call: a dtype, width or number of parts that merge.config
+refuses, rows of uneven strides or not at multiples of 16 bytes.
 """
 
 from __future__ import annotations

@@ -105,13 +105,13 @@ def mla_decode(
         part where a batch_invariant call takes several launches; torch.compile joins a pair by a copy. float16,
         bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
-        float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
+        float32 or float64 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
         table.
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       latent_dim: L; R = 0 (L = D) is legal.
-      cu_seqlens_q, max_q_len: with ragged q only: [B + 1] int32, the row where each request's query tokens start, and
+      cu_seqlens_q, max_q_len: for ragged q: [B + 1] int32, the row where each request's query tokens start, and
         their end; and a bound on the number of a request's query tokens. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: a token with the entry n sees the

@@ -2,7 +2,7 @@
 
 vLLM loads it in every process, chosen or not. So it imports nothing but the registries, touches no GPU, and raises
 nothing. The backends are chosen with `--attention-backend CUSTOM` and `--attention-config '{"mla_prefill_backend":
-"CUSTOM"}'`, or by the names TSMLA and TSMLA_SPARSE where vLLM lets a plug-in add some (0.33).
+"CUSTOM"}'`, or by the names TSMLA and TSMLA_SPARSE where vLLM lets a plug-in add some (from 0.32 on).
 
 Environment variables:
   TSMLA_VLLM=auto: vLLM's automatic choice on Hopper (FLASH_ATTN_MLA) means this decode backend.
