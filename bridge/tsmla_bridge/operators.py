@@ -112,7 +112,7 @@ def refuse_backward(operator: Any, name: str, alternative: str) -> None:
 
 def refuse_derivative(name: str, *values: Any) -> None:
     """NotImplementedError if one of these, tensors or not, asks for a derivative, in reverse or in forward mode. The
-    operation `name` writes in place or returns integers, so it would drop the derivative."""
+    operation `name` writes in place or quantises, so it would drop the derivative."""
     if asks_for_derivative(*values):
         raise contract.not_differentiable(name, "call it under torch.no_grad(), or on detached tensors")
 

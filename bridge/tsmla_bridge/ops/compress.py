@@ -67,7 +67,7 @@ def compress_write_kv_cache(
       overlap: whether an entry pools the last 2 * ratio tokens, from two series of columns, and not the last ratio.
       eps: the norm's epsilon.
       kv_scale: the scale of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
-      page_size: rows of a V4 page, 64 unless given.
+      page_size: rows of a V4 page, 64 unless given; for other caches None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
 

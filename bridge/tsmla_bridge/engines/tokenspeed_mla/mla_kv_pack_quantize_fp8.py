@@ -66,7 +66,7 @@ def mla_kv_pack_quantize_fp8(
 
 
 def _scaled(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """x * scale in float32, clamped to the range of `dtype`: the conversion alone turns values outside into NaN
-    (float8_e4m3fn) or infinities (float8_e5m2)."""
+    """x * scale in float32, clamped to the range of `dtype`: the conversion alone can turn values outside into NaN or
+    infinities, by dtype and release of torch."""
     greatest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-greatest, greatest).to(dtype)

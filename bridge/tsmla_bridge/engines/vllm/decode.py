@@ -303,7 +303,7 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Latent attention of the decode tokens.
 
-        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which the kernel reads without joining it; fp8 if the
+        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which the kernel reads as two tensors; fp8 if the
         layer quantised it. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
         decode, fp8 = attn_metadata.decode, torch.float8_e4m3fn
         parts: tuple[torch.Tensor, ...] = q if isinstance(q, tuple) else (q,)

@@ -65,7 +65,7 @@ class LayerScales:
         self._columns = columns
         one = torch.ones(0)
         # Every value is written in every step: while vLLM sleeps, the memory of builders may be taken away.
-        with torch.inference_mode(False):  # so that it can be written in either mode
+        with torch.inference_mode(False):  # so that it can be written inside and outside of that mode
             self._factors = torch.empty((len(self._layers), len(columns(one, one, one))), device=device)
 
     def of(self, name: str, step: OncePerStep) -> Premultiplied:
