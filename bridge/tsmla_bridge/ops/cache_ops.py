@@ -1,10 +1,11 @@
 """write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
 
-On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs,
-where gather_kv_cache's derivative is asked for, and where the kernels can't serve the call: a dtype or width that
-cache_ops.config refuses, a cache, table or list of slots with gaps, rows that don't start at multiples of 16 bytes.
-Kernels and torch operations give the same bits. No call reads a value on the host, except under TSMLA_CHECK=1 outside
-of a capture, so CUDA graphs can capture all of them.
+On a Hopper GPU, and on later ones (cache_ops.config.ARCHS) if "cute" is named, the catalog's kernels run the calls, one
+launch each. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where
+gather_kv_cache's derivative is asked for or the kernels can't serve the call: a dtype or width that cache_ops.config
+refuses, a cache, table or list of slots with gaps, rows that don't start at multiples of 16 bytes. Kernels and torch
+operations give the same bits. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so
+CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

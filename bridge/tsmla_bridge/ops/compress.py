@@ -1,10 +1,11 @@
 """compress_write_kv_cache on torch tensors: V4's compressor with the norm, rope, quantisation and cache write of its
 entries.
 
-On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
-the kernel can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or
-are not aligned to 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA
-graphs can capture all of them.
+On a Hopper GPU, and on later ones (cache_ops.config.ARCHS) if "cute" is named, the catalog's kernel runs the call, one
+launch. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel
+can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or are not
+aligned to 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs
+can capture all of them.
 """
 
 from __future__ import annotations

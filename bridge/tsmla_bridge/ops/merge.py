@@ -1,8 +1,9 @@
 """merge_attention_states on torch tensors: one attention result from partial results over disjoint keys.
 
-On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, where a
-derivative is asked for, and where the kernel can't serve the call: a dtype, width or number of parts that merge.config
-refuses, rows of uneven strides or not at multiples of 16 bytes.
+On a Hopper GPU, and on later ones (cache_ops.config.ARCHS) if "cute" is named, the catalog's kernel runs the call, one
+launch. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where a derivative is
+asked for or the kernel can't serve the call: a dtype, width or number of parts that merge.config refuses, rows of
+uneven strides or not at multiples of 16 bytes.
 """
 
 from __future__ import annotations

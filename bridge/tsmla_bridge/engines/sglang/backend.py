@@ -67,7 +67,7 @@ AttentionBackendRegistry.register(NAME, forward_method)
 
 def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A query's two parts as the kernel reads them: where they lie, or joined in one tensor if the latent part isn't
-    contiguous (a product over heads gives such a one), or the rope part is empty or has rows that the kernel can't
+    contiguous (a product over heads gives such a part), or the rope part is empty or has rows that the kernel can't
     read."""
     if rope.shape[-1] and row_step(rope) and latent.is_contiguous():
         return latent, rope
