@@ -162,9 +162,9 @@ def mla_prefill(
 
     Args:
       q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
-      k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. The kernels want q and k contiguous, and v contiguous or columns of
-        a wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is; they raise for any other view. A call
-        that has a derivative, or that torch.compile traces, raises for columns of a wider tensor, too.
+      k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. The kernels want q, k and v contiguous, and raise for other views.
+        Hopper's also takes a v of columns of a wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is,
+        in a call without a derivative that torch.compile doesn't trace.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.
@@ -245,7 +245,7 @@ def run(
 ) -> Results:
     """out and lse of a checked call, in the caller's memory where it is given.
 
-    max_logits: where these go, if the spec has them.
+    max_logits: where the greatest logits go, if the spec has them.
     wide_v: whether v may be columns of a wider tensor.
     """
     device, read = inputs.q.device, inputs._asdict()

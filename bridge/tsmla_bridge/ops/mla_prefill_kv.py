@@ -1,7 +1,8 @@
 """mla_prefill_kv: mla_prefill on keys and values as the layer makes them, on torch tensors.
 
-The Hopper kernels read kv and k_rope where they lie. For other dtypes and widths, and on a CPU, k and v are made first
-and go to mla_prefill; the gradients of k and v are then added up to those of kv and k_rope.
+The Hopper kernels read kv and k_rope where they lie. For other dtypes and widths, and in calls that no Hopper kernel
+runs, k and v are made first and go to mla_prefill; the gradients of kv and k_rope are then put together from those of k
+and v.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def mla_prefill_kv(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
-    Where Hopper's kernels read kv and k_rope in place, neither the slices nor the broadcast are made, in either pass.
+    Where Hopper's kernels read kv and k_rope in place, neither the slices nor the broadcast are made: in the forward
+    pass in float16 and bfloat16 if R is a multiple of 64, in the gradient if R is 64.
 
     Args:
       q: [Tq, H, K], rope columns last.
@@ -155,7 +157,7 @@ def mla_prefill_kv(
         mla_prefill.
     Returns:
       The results of `mla_prefill`. q, kv, k_rope (summed over the heads) and the sinks have gradients: by the kernel
-      where mla_prefill's gradient is a kernel and R is 64. Derivatives that mla_prefill refuses are refused here.
+      where mla_prefill's gradient is a kernel. Derivatives that mla_prefill refuses are refused here.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
@@ -196,13 +198,14 @@ def _expanded(inputs: KvInputs) -> PrefillInputs:
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, *selected = inputs
     nope = q.shape[-1] - k_rope.shape[-1]
     rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
-    # k and v are made dense, because the kernels take no others.
+    # v is made dense, too: mla_prefill.run takes columns of a wider tensor only with wide_v.
     k, v = torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous()
     return PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, *selected)
 
 
 def _reads_in_place(spec: PrefillSpec, inputs: KvInputs, implementation: str | None) -> bool:
-    """Whether the Hopper kernel reads kv and k_rope as they are. NotImplementedError if no kernel can run the call."""
+    """Whether the Hopper kernel reads kv and k_rope as they are. NotImplementedError if the call needs a kernel and
+    none can run it."""
     if loaded_kernels.is_by_definition(implementation, inputs.q.device):
         return False
     if reasons := prefill_launch.reasons(spec, inputs.q.device):

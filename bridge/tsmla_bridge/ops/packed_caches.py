@@ -1,10 +1,11 @@
 """write_packed_kv_cache, write_indexer_cache and indexer_quantize on torch tensors: rope and quantisation of V3.2's
 cached rows, of the indexer's keys and of its queries, and the writes into both caches.
 
-On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs, and
-where the kernels can't serve the call: a dtype or width that sparse_cache.config refuses, a cache with gaps, rows that
-don't start at multiples of 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a
-capture, so CUDA graphs can capture all of them.
+On a Hopper GPU the catalog's kernels run the calls, one launch each; on Blackwell only where implementation="cute"
+names them. Torch operations run the calls on CPUs, on other GPUs, and where the kernels can't serve the call: a dtype,
+width or page size that sparse_cache.config refuses, a cache with gaps, rows that don't start at multiples of 16 bytes.
+No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of
+them.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class Saved(NamedTuple):
         return self if self.dlse is not None else self._replace(dlse=torch.zeros_like(self.lse))
 
     def checked(self, spec: PrefillSpec, q: torch.Tensor) -> Saved:
-        """A copy with dense cotangents. ValueError / TypeError unless all have the results' shapes and dtypes."""
+        """These tensors, with dense cotangents. ValueError / TypeError unless all have the results' shapes, dtypes and
+        device."""
         layout = result_layout(spec, q)
         dlse = None if self.dlse is None else self.dlse.contiguous()
         saved = self._replace(dout=self.dout.contiguous(), dlse=dlse)
@@ -187,7 +188,7 @@ def launch(
     """Write the results of a call.
 
     rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill.
-    max_logits: given if the spec has them.
+    max_logits: the memory for the greatest logits, if the spec has them.
     wide_v: whether v is columns of a wider tensor.
     """
     rows = tuple(inputs.q.shape[:2])

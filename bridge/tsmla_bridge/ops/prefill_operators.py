@@ -37,7 +37,7 @@ class Form(NamedTuple):
     run: makes the results of a checked call from (spec, inputs, pair, implementation, return_lse, out, lse,
       max_logits).
     gradients: makes the gradients from (inputs, pair, options, saved).
-    value_width: finds out's last axis from the first three inputs.
+    value_width: takes the first three inputs; returns the size of out's last axis.
     run_eagerly: `run` for calls past the operators, which may take views that the operators don't; None is `run`
       itself.
     """

@@ -38,8 +38,8 @@ def block_scaled_matmul(
     implementation: str | None = None,
 ) -> Result:
     """The product of activations and the transpose of a weight: e4m3 with a scale for every 128 x 128 block, or e2m1
-    with a scale for every 32 columns of a row (MXFP4), as tsmla_jax.block_scaled_matmul defines it:
-    out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128].
+    with a scale for every 32 columns of a row (MXFP4), as tsmla_jax.block_scaled_matmul defines it. If both are e4m3,
+    out[t, n] = sum over k of x[t, k] * x_scales[t, k // 128] * weight[n, k] * weight_scales[n // 128, k // 128].
 
     Args:
       x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which are multiplied without being
@@ -64,6 +64,7 @@ def block_scaled_matmul(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (x, weight, x_scales, weight_scales, gated, limit, out_dtype, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(x, weight, derivatives=False):
@@ -111,6 +112,7 @@ def grouped_block_scaled_matmul(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (x, weight, x_scales, weight_scales, cu_rows, rows, gated, limit, out_dtype, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(x, weight, derivatives=False):
@@ -136,6 +138,7 @@ def quantize_blocks(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     if torch.compiler.is_compiling() or operators.is_traced(x, derivatives=False):
         return torch.ops.tsmla.quantize_blocks(x, power_of_two, implementation)

@@ -1,8 +1,9 @@
 """select_topk on torch tensors: the positions or slots of the largest logits of each row, exact.
 
-On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
-the kernel can't serve the call: logits of another dtype than float32, tensors with gaps. No call reads a value on the
-host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
+On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell only where implementation="cute" names it.
+Torch operations run the call on CPUs, on other GPUs, and where the kernel can't serve it: logits of another dtype than
+float32, tensors with gaps. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA
+graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def select_topk(
     their slots in a cache, or their bits.
 
     Args:
-      logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
+      logits: [T, N] floats; columns outside of a row's change nothing, whatever they hold.
       seq_lens: [T] int32, 0 to N.
       k: at least 1.
       order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on
@@ -66,6 +67,7 @@ def select_topk(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     if counts is not None and block_tables is None:
         raise ValueError("counts: got a tensor without block_tables; legal: None")

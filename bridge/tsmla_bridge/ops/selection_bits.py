@@ -1,7 +1,8 @@
-"""selection_bits on torch tensors: the positions that a top-k chose as bits, by which mla_prefill selects keys.
+"""selection_bits on torch tensors: the bits by which mla_prefill selects keys, from the positions that a top-k chose.
 
-On a Hopper GPU the catalog's kernel runs the call, one launch. Torch operations do so on CPUs, on other GPUs, and where
-the kernel can't serve the call. No call reads a value on the host, so CUDA graphs can capture all of them.
+On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell only where implementation="cute" names it.
+Torch operations run the call on CPUs, on other GPUs, and for tensors with gaps. No call reads a value on the host, so
+CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def selection_bits(
     Args:
       positions: [T, k] int32, the keys that each token selects, counted from the first key of its request; in any
         order, also several times. Positions outside of a row's keys, -1 among them, select nothing.
-      num_keys: the keys that a row has bits for, at least 1. W is 4 * ceil(num_keys / 128), and a row has bits for all
+      num_keys: how many keys a row needs bits for, at least 1. W is 4 * ceil(num_keys / 128), and a row has bits for
         32 W keys.
-      lengths: [T] int32, how many of a row's positions count; None is all.
+      lengths: [T] int32, how many of a row's positions count, from the first on; None is all.
       starts: [T] int32, at least 0, the key that a row's first bit stands for, if the words are for a chunk of context.
         None is 0.
       out: int32 [T, W] for the words, or None.
@@ -47,6 +48,7 @@ def selection_bits(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (positions, num_keys, lengths, starts, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(positions, derivatives=False):

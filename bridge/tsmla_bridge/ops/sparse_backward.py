@@ -1,4 +1,5 @@
-"""The gradient of sparse_mla on torch tensors: by the kernel on a GPU, by torch operations on a CPU."""
+"""The gradient of sparse_mla on torch tensors: by Hopper's kernel, or by torch operations on a CPU and where the
+reference is named."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Saved(NamedTuple):
     d_lse: torch.Tensor
 
     def checked(self, spec: SparseMLASpec, q: torch.Tensor) -> Saved:
-        """A copy of dense tensors. ValueError / TypeError unless all have the results' shapes and dtypes."""
+        """These tensors, made dense. ValueError / TypeError unless all have the results' shapes, dtypes and device."""
         layout = ResultLayout.of(q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
         saved = Saved(*(tensor.contiguous() for tensor in self))
         for name, tensor in (("out", saved.out), ("d_out", saved.d_out)):
@@ -76,7 +77,8 @@ def check_derivable(
 
 def gradients(inputs: SparseInputs, options: SparseOptions, factors: Factors, saved: Saved) -> Gradients:
     """The gradients of q, the caches and the sinks. They are deterministic if the call or torch asks for that.
-    NotImplementedError if the device or the implementation asks for the kernel and it can't run."""
+    NotImplementedError if the call has no gradient, or if the device or the implementation asks for the kernel and it
+    can't run."""
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     spec = describe(inputs, options._replace(deterministic=deterministic))
     check_sparse_gradient(spec)

@@ -204,10 +204,10 @@ def sparse_mla(
         is read on the device at every call, and at every replay of a CUDA graph.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
       batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
-      form: how the kernel gathers: "direct", each token for itself; or "union", in groups of neighbouring tokens,
-        whose heads add up to 64, or to 32 over plain rows of 576 columns of 16 bits: a group gathers the union of its
-        slots once if the device finds that its tokens share enough of them.
-        "auto" chooses by the call's sizes.
+      form: how the kernel gathers: "direct", each token for itself; or "union", in groups of neighbouring tokens. A
+        group gathers the union of its slots once if the device finds that its tokens share enough of them. The heads
+        of its tokens add up to 64, or to 32 over plain rows of 576 columns of 16 bits. "auto" chooses by the call's
+        sizes.
       tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
         of one token a request, whose tokens share little. None: not known, or a prompt.
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
@@ -226,9 +226,9 @@ def sparse_mla(
     q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU
     by Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, on a CPU by torch operations.
     Slots that no token selects have a gradient of 0. Memory is linear in T and in the caches' slots: beside the
-    gradients float32 sums [P * Z, D]. Gradients of gradients, over other caches, with kv_scale or
-    compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise NotImplementedError;
-    implementation="reference" on plain tensors is ordinary torch operations and has them.
+    gradients float32 sums [P * Z, D]. On a GPU and under torch.compile, gradients of gradients, over other caches, with
+    kv_scale or compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise NotImplementedError.
+    An eager call on a CPU, or with implementation="reference", is ordinary torch operations and has them.
 
     Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
     mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
@@ -356,7 +356,7 @@ sparse_operator = operators.register_attention(
 def _run_backward(
     d_out: torch.Tensor, d_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients that a call's tensors have; an empty tensor for one that the call does not have."""
+    """The gradients of a call's tensors; an empty tensor in the place of one that the call does not have."""
     inputs, (in_memory, numbers) = SparseInputs(*arguments[:_INPUTS]), arguments[_INPUTS:_OPTIONS]
     factors = tuple(numbers) if in_memory is None else in_memory
     saved = sparse_backward.Saved(out, lse, d_out, d_lse)

@@ -105,7 +105,7 @@ class Plan(plans.Plan[SparseMLASpec]):
     ) -> Results:
         """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same.
 
-        max_logits: where these go, if the spec has them.
+        max_logits: where the greatest logits go, if the spec has them.
         """
         result, result_lse, *greatest = self.attend(SparseInputs(*inputs), factors)  # type: ignore[arg-type]
         if max_logits is not None:
