@@ -1,8 +1,8 @@
 """Sinks of prefill on torch tensors: a logit a head that takes weight from the keys and has no value.
 
 With a head's sink s and a row's lse, the row's weights are exp(score - whole) where exp(whole) = exp(lse) + exp(s). So
-the gradient of a call with sinks is that of one without, given `whole` in the place of lse and a cotangent of lse that
-is scaled to it.
+q, k and v have the gradients of a call without sinks if `whole` stands in the place of lse, and if lse's cotangent is
+scaled by exp(whole - lse).
 """
 
 from __future__ import annotations

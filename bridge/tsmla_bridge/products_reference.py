@@ -50,7 +50,7 @@ def _product(
 
 
 def _unpacked(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Packed weights [N, K / 2] of e2m1 times their powers of two [N, K / 32], in float32."""
+    """Packed weights [N, K / 2] of e2m1 times their powers of two [N, ceil(K / 32)], in float32."""
     codes = torch.stack([weight & 15, weight >> 4], dim=-1).view(weight.shape[0], -1)
     # 0, 0.5, 1, 1.5, 2, 3, 4 and 6, made on the device: a graph's capture refuses a copy from the host's memory.
     code = torch.arange(8, dtype=torch.float32, device=weight.device)
@@ -110,7 +110,7 @@ def quantize_blocks(spec: QuantizeBlocksSpec, x: torch.Tensor) -> tuple[torch.Te
 
 
 def _widened(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Values [..., K] times their scales [..., K / 128], if they have any, in float32."""
+    """Values [..., K] times their scales [..., ceil(K / 128)], if they have any, in float32."""
     if scales is None:
         return values.float()
     return values.float() * scales.repeat_interleave(BLOCK, -1)[..., : values.shape[-1]]

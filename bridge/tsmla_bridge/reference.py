@@ -1,9 +1,10 @@
 """The operations' definitions on torch tensors, in float32 (float64 for float64). They mean what tsmla_jax's mean.
 
-They serve CPU tensors, calls of the cache's operations, of merging and of the indexer that no kernel serves, and tests
-of the kernels. Attention gathers every key and computes every score; it reads lengths and offsets on the host, which on
-a GPU waits for the device. The others read no value on the host, so that they can be captured into CUDA graphs.
-Attention, merging, gathering and the indexer's logits can be differentiated.
+They serve CPU tensors, calls that name the reference, and tests of the kernels; on a GPU also calls of the cache's
+operations, of merging and of the indexer, and gradients of prefill, that no kernel serves. Attention gathers every key
+and computes every score; it reads lengths and offsets on the host, which on a GPU waits for the device. The others read
+no value on the host, so that they can be captured into CUDA graphs. Attention, merging, gathering and the indexer's
+logits can be differentiated.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def mla_decode(
             stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
-        # A NaN in a key reaches the queries that see it through their scores. As a value it is 0, because a weight of 0
-        # times NaN would bring it to all other queries.
+        # NaN and infinity in a key reach the queries that see it through their scores. As values they are 0, because a
+        # weight of 0 times either would be NaN for all other queries.
         latents = keys[:, None, : spec.latent_dim]
         latents = torch.where(latents.isfinite(), latents, 0)
         found = _attend(rows[mine].to(dtype), keys[:, None], latents, visible, logit_scale, out_scale)
@@ -125,7 +126,8 @@ def mla_prefill_backward(
     selection_rows: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of q, k, v and the sinks from mla_prefill's results and their cotangents, in their dtypes."""
+    """The gradients of q, k, v and the sinks, in the dtypes of these, from mla_prefill's results and their
+    cotangents."""
     dtype = accumulation_dtype(spec.q_dtype)
     d_sinks = None
     if sinks is not None:
@@ -156,7 +158,7 @@ def _requests(
     selection: torch.Tensor | None,
     selection_rows: torch.Tensor | None,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """The rows of each request's queries, those of its keys, and which query sees which key [S, K]."""
+    """For each request the rows of its queries, the rows of its keys, and which query sees which key [S, K]."""
     queries, keys = _spans(cu_seqlens_q, spec.total_q_len), _spans(cu_seqlens_kv, spec.total_kv_len)
     for (first_q, stop_q), (first_k, stop_k) in zip(queries, keys, strict=True):
         q_len, kv_len = stop_q - first_q, stop_k - first_k

@@ -16,8 +16,10 @@ class GPU(NamedTuple):
 
 
 class Torch(NamedTuple):
-    """The GPUs that torch can use, `failure`, the reason why torch can't be imported (None if it can), and the
-    operations of tsmla_bridge."""
+    """The GPUs that torch can use, and the operations of tsmla_bridge.
+
+    failure: why torch can't be imported; None if it can.
+    """
 
     gpus: tuple[GPU, ...]
     failure: str | None
@@ -57,7 +59,7 @@ def lines_of(report: Torch) -> list[str]:
 
 
 def _runs(arch: str) -> str:
-    """A sentence's end that names the kernels which run on a GPU of this architecture."""
+    """A sentence's end that says which kernels run on a GPU of this architecture."""
     if arch == "sm_90":
         return "kernels, for all of them"
     if f"{arch}a" in sm100.ARCHS:

@@ -1,4 +1,4 @@
-"""The definitions on torch tensors of how bits select keys. They read no value on the host."""
+"""The definitions, on torch tensors, of how bits select keys. They read no value on the host."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def selection_bits(
 
 
 def selected(words: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Which of the keys at `positions` [N], of 0 or more, the tokens with these `rows` [T] of a selection's words
-    select, [T, N] bool. Keys past the last word are not selected; a negative row selects all keys."""
+    """Whether each of T tokens selects each of the keys at `positions` [N], from 0, as bool [T, N].
+
+    words: the words of a selection. Keys past the last word are not selected.
+    rows: [T], the row of `words` that is the token's; a token with a negative row selects all keys.
+    """
     inside = positions < words.shape[1] * WORD_KEYS
     word = torch.where(inside, positions // WORD_KEYS, 0)
     each = words[rows.long().clamp(0, max(len(words) - 1, 0))][:, word]

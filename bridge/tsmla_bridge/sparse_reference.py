@@ -1,5 +1,5 @@
-"""The definitions of the sparse operations' torch front ends, in torch operations. They mean what tsmla_jax's mean,
-read no value on the host, and can be captured into CUDA graphs."""
+"""The sparse operations' definitions, in torch operations. They mean what tsmla_jax's mean, read no value on the host,
+and can be captured into CUDA graphs."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from tsmla_kernels.contract import values
 
 
 def check(checker: Callable[..., None], spec: object, *tensors: torch.Tensor | None) -> None:
-    """Call `checker`, a function of tsmla_kernels.contract.values, on the tensors' values if TSMLA_CHECK asks."""
+    """Call `checker`, a function of tsmla_kernels.contract.values, on the tensors' values if TSMLA_CHECK asks and no
+    CUDA graph is captured."""
     if not values.enabled():
         return
-    given = [tensor for tensor in tensors if tensor is not None]  # the checkers take None for the others
+    given = [tensor for tensor in tensors if tensor is not None]  # the checkers take None for those that a call lacks
     if given and devices.kind(given[0].device) == "cuda" and devices.is_capturing():
         return
     checker(spec, *(None if tensor is None else tensor.cpu().numpy() for tensor in tensors))

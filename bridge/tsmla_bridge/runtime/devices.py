@@ -90,7 +90,8 @@ def num_sms(index: int) -> int:
 
 
 def capture_id(stream: int) -> int | None:
-    """The unique number of the capture that `stream` is part of; None if the driver doesn't say."""
+    """The unique number of the capture that `stream` is part of; None if it is part of none, or the driver
+    doesn't say."""
     driver = _driver()
     if driver is None:
         return None

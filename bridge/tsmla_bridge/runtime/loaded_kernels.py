@@ -61,12 +61,14 @@ def kernel_for(device: torch.device, *kernels: Kernel) -> Kernel:
 
 
 def why_not_made(kernel: Kernel, config: Config, device: torch.device) -> list[str]:
-    """Why no object of `kernel` can be made for a GPU: the package with its code isn't installed. Empty if it can."""
+    """Why there is no object of `kernel` for a GPU: none is stored, and the package with the kernel's code isn't
+    installed. Empty if there is one or it can be made."""
     return launch.why_not_made(kernel, config, devices.arch(devices.index_of(device)))
 
 
 def check_named(op: str, implementation: str | None, device: torch.device) -> None:
-    """NotImplementedError if no one named the kernel that would run a call of `op` on a GPU on which it is untested."""
+    """NotImplementedError if a call of `op` names no implementation, and the kernels are untested on the device's
+    architecture."""
     arch = devices.arch(devices.index_of(device))
     if implementation is None and arch not in PROVEN:
         raise contract.not_runnable(op, None, [f'{untested(arch)}, or "reference"'])
@@ -111,8 +113,9 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
 
 
 def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()) -> list[str]:
-    """Why a kernel can't read these tensors by name: they have gaps, or their rows are not aligned, which indices need
-    not be. Rows of the tensors named in `wide` may be the first columns of wider ones."""
+    """Why a kernel can't read the tensors `given` by name: they have gaps, or they don't begin at multiples of 16
+    bytes, which indices need not do. Rows of the tensors named in `wide` may be the first columns of wider rows, if
+    these begin at multiples of 16 bytes."""
     found = []
     for name, tensor in given.items():
         if name in wide:
@@ -177,8 +180,8 @@ def run(kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping
 
 
 class LaunchPart(NamedTuple):
-    """A launch that serves some of a call's requests or tokens, and for each operand how many bytes after the call's
-    operand it begins."""
+    """A launch that serves some of a call's requests or tokens, and for each operand how many bytes into the call's
+    operand the launch begins."""
 
     launch: launch.Launch
     offsets: tuple[int, ...]

@@ -22,7 +22,7 @@ Computed = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ResultLayout:
-    """Shapes, strides and dtypes of a call's results: out is [*rows, width], lse [*rows]."""
+    """Shapes, strides, dtypes and device of a call's results: out is [*rows, width], lse [*rows]."""
 
     rows: tuple[int, ...]
     row_strides: tuple[int, ...]
@@ -34,7 +34,7 @@ class ResultLayout:
 
     @classmethod
     def of(cls, q: torch.Tensor, width: int, out_dtype: str, lse_dtype: str) -> ResultLayout:
-        """The layout of the results of queries [*rows, D], of these dtypes of the contract."""
+        """The layout of the results for queries [*rows, D]; the dtypes are the contract's names."""
         rows = tuple(q.shape[:-1])
         shape = (*rows, width)
         dtypes = DTYPES[out_dtype], DTYPES[lse_dtype]

@@ -2,10 +2,10 @@
 The sparse kernel reads three factors in the same way.
 
 Scales given as tensors are multiplied on the device, at every call, so a CUDA graph reads them at every replay. Python
-numbers are written to the device: each pair of values once for each stream, and found again by value, whichever call it
-came from. Only the stream or the capture that wrote a pair uses it, so streams need no ordering and nothing waits.
-Calls through torch's operators keep nothing: torch.compile may serve every allocation from a graph's memory, captured
-or not, and takes that memory back.
+numbers are written to the device, usually once for each stream and pair of values, and found again by value, whichever
+call they came from. Only the stream or the capture that wrote a pair uses it, so streams need no ordering and nothing
+waits. Calls through torch's operators keep nothing: torch.compile may serve every allocation from a graph's memory,
+captured or not, and takes that memory back.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _keeps_none() -> bool:
 
 
 def check(name: str, scale: object, *, optional: bool = True) -> None:
-    """The contract's ValueError / TypeError unless a number or a float32 scalar tensor (or None, if optional)."""
+    """Raise the contract's ValueError / TypeError unless `scale` is a legal number, or a float32 or float64 scalar
+    tensor, or None if `optional`."""
     check_scale(name, describe_scale(name, scale), optional)
 
 
@@ -87,8 +88,9 @@ def is_usual(scale: object, like: torch.Tensor) -> bool:
 def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, out_scale: Scale | None) -> Pair:
     """The pair for a call's scales: softmax_scale * q_scale * k_scale, and out_scale; None is 1.
 
-    Numbers are multiplied as numbers and rounded to float32 at the end; where one is a tensor all are float32, and
-    multiplied in this order. The front end for jax does the same, so the results are bitwise the same."""
+    Numbers are multiplied as numbers and rounded to float32 at the end; where one is a tensor all are float32 (float64
+    on a CPU if a tensor is), and multiplied in this order. The front end for jax does the same, so the results are
+    bitwise the same."""
     query: Scale = 1.0 if q_scale is None else q_scale
     key: Scale = 1.0 if k_scale is None else k_scale
     out: Scale = 1.0 if out_scale is None else out_scale

@@ -112,7 +112,7 @@ def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor |
     """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the one tensor that
     both are columns of, None), or both as they are. In the second form the latents may lie in memory as [H, ..., L].
 
-    Raises ValueError if the pair has neither form."""
+    Raises ValueError if the pair has neither form, TypeError if q is no tuple of tensors."""
     if not isinstance(q, tuple):
         raise contract.not_an_array("q", q, TENSOR)
     latent, rope = _two(q)
@@ -178,7 +178,7 @@ def is_heads_first(q: torch.Tensor) -> bool:
 
 def row_step(rows: torch.Tensor) -> int:
     """Elements from one row of [..., R] to the next; 0 where TMA can't read the rows: their columns lie apart, they
-    have no one stride, or it is not a multiple of 16 bytes."""
+    have no one stride, or it is less than a row or no multiple of 16 bytes."""
     if rows.shape[-1] > 1 and rows.stride(-1) != 1:
         return 0
     step: int | None = None
@@ -306,12 +306,12 @@ def check_lse_asked_for(return_lse: bool, lse: torch.Tensor | None) -> None:
 
 
 def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError / TypeError unless `tensor` can take a result of this shape and dtype on this device."""
+    """ValueError / TypeError unless `tensor` is dense and can take a result of this shape and dtype on this device."""
     if not isinstance(tensor, torch.Tensor):
         raise contract.not_an_array(name, tensor, TENSOR)
     if tensor.shape != shape or tensor.dtype != dtype:
         got = f"{dtype_name(tensor.dtype)}{show(tuple(tensor.shape))}"
         raise ValueError(f"{name}: got {got}; legal: {dtype_name(dtype)}{show(shape)}")
     if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}; it must be on q's device, {device}")
+        raise ValueError(f"{name}: got a tensor on {tensor.device}; it must be on the inputs' device, {device}")
     check_dense(name, tensor)

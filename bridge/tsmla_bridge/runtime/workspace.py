@@ -46,11 +46,11 @@ class Layout:
 class Workspace:
     """Memory for the kernels' intermediate results, for calls on one stream, one after the other.
 
-    With it, and with out= (and lse= if it is asked for), a call of attention allocates no memory for results, final or
-    intermediate. Calls on different streams may run at the same time and would write over each other, so each stream
-    needs its own: a workspace belongs to the stream of its first call, and a call on another raises until `release` is
-    called. Calls that are captured into a CUDA graph are not checked: graphs that are replayed at the same time need
-    workspaces of their own.
+    With it, and with out= (and lse= if it is asked for), Hopper's kernels of mla_decode and sparse_mla allocate no
+    memory for results, final or intermediate, except for greatest logits. Calls on different streams may run at the
+    same time and would write over each other, so each stream needs its own: a workspace belongs to the stream of its
+    first call, and a call on another raises until `release` is called. The streams of calls that are captured into a
+    CUDA graph are not checked: graphs that are replayed at the same time need workspaces of their own.
 
     Args:
       size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
