@@ -43,7 +43,7 @@ def select_topk(
 
     Args:
       logits: [T, N] floats; columns outside of a row's change nothing, whatever they hold.
-      seq_lens: [T] int32, 0 to N.
+      seq_lens: [T] int32, from 0 to the columns from the row's start on.
       k: at least 1.
       order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on
         Hopper.

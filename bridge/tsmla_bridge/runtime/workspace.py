@@ -228,7 +228,7 @@ def decode_workspace_size(
       num_heads: H.
       max_q_len: S, or the bound of ragged queries.
       page_size, latent_dim, rope_dim: Z, L and R.
-      max_pages: M of the block table, which matters only for batch_invariant calls.
+      max_pages: M of the block table. It matters only for batch_invariant calls, and a narrower table may need more.
       dtype: q's dtype.
       kv_dtype: the cache's dtype; None for q's.
       ragged: whether the calls give cu_seqlens_q.
