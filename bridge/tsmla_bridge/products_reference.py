@@ -62,7 +62,7 @@ def _unpacked(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _finished(product: torch.Tensor, spec: ProductSpec) -> Result:
-    """The result of a call whose product [T, N] float32 this is: gated, rounded or quantised."""
+    """The result of a call from its product [T, N] float32: gated if the call is, and rounded or quantised."""
     if spec.gated:
         gate, up = product.chunk(2, dim=-1)
         if spec.limit is not None:

@@ -206,8 +206,8 @@ def _rotated(
 
 
 def put_sections(cache: torch.Tensor, raw: Sequence[torch.Tensor], slot_mapping: torch.Tensor, page_size: int) -> None:
-    """Write bytes into the slots of a packed cache, [P, bytes] or [P, Z, width] of any strides. A page's bytes are, for
-    each of `raw` [T, N], N bytes a row of the page; slots outside are skipped."""
+    """Write bytes into the slots of a packed cache, [P, bytes] or [P, Z, width] of any strides. A page has a
+    section for each of `raw` [T, N], with N bytes for each of its rows. Slots outside of the cache are skipped."""
     slots, source, any_legal = targets(slot_mapping, cache.shape[0] * page_size)
     page, offset = (slots // page_size)[:, None], (slots % page_size)[:, None]
     begin = 0

@@ -201,9 +201,9 @@ def launch(
 
 
 def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int = 0) -> Gradients:
-    """The gradients of a call.
+    """The gradients of a call, by the kernel.
 
-    rope_dim: the field of PrefillConfig, 0 for the inputs of mla_prefill.
+    rope_dim: the field of BackwardConfig, 0 for the inputs of mla_prefill.
     """
     gradients = new_gradients(inputs)
     config, num_sms = sm90_backward.backward_config(spec, rope_dim), devices.num_sms(inputs.q.get_device())

@@ -207,7 +207,7 @@ def sparse_mla(
       form: how the kernel gathers: "direct", each token for itself; or "union", in groups of neighbouring tokens. A
         group gathers the union of its slots once if the device finds that its tokens share enough of them. The heads
         of its tokens add up to 64, or to 32 over plain rows of 576 columns of 16 bits. "auto" chooses by the call's
-        sizes.
+        options and sizes.
       tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
         of one token a request, whose tokens share little. None: not known, or a prompt.
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)

@@ -50,7 +50,7 @@ def check_dense(inputs: SparseInputs) -> None:
 
 
 def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
-    """The spec of a call; raises as sparse_mla does, except for the scales."""
+    """The spec of a call. Raises as sparse_mla does, but looks at no scales."""
     static = options._asdict()
     del static["implementation"]
     static["return_max_logits"] = static.pop("max_logits")
@@ -63,7 +63,7 @@ def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
 
 
 def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
-    """The plan of a call; raises as sparse_mla does, except for the scales."""
+    """The plan of a call. Raises as sparse_mla does, but looks at no scales."""
     spec = describe(inputs, options)
     device, implementation = inputs.q.device, options.implementation
     by_definition = loaded_kernels.is_by_definition(implementation, device)
@@ -89,7 +89,7 @@ class Plan(plans.Plan[SparseMLASpec]):
         super().__init__(spec, inputs.q)
 
     def check_scales(self, given: Mapping[str, Any]) -> None:
-        """The contract's ValueError / TypeError unless these scales, by argument, are legal in such a call."""
+        """Raise the contract's ValueError / TypeError unless these scales, by argument, are legal in such a call."""
         described = {name: tensors.describe_scale(name, scale) for name, scale in given.items()}
         sparse_contract.check_sparse_scales(self.spec.cache, self.spec.compressed, **described)
 

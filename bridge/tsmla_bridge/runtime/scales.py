@@ -55,7 +55,8 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def none_kept() -> Iterator[None]:
-    """A context in which this thread's calls use pairs that are kept already, but keep none that they write."""
+    """A context in which this thread's calls keep no pairs that they write. Outside of a capture they use pairs that
+    are kept already."""
     before = _keeps_none()
     _of_thread.keeps_none = True
     try:
