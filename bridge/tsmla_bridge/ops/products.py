@@ -1,9 +1,9 @@
 """block_scaled_matmul, grouped_block_scaled_matmul and quantize_blocks on torch tensors.
 
 On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs,
-where a derivative is asked for, and where a kernel can't serve the call: sizes that its reasons name, tensors with
-gaps. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all
-of them.
+where a derivative is asked for, and where a kernel can't serve the call: dtypes and sizes that its reasons name,
+tensors with gaps. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs
+can capture all of them.
 """
 
 from __future__ import annotations

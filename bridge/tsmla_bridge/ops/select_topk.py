@@ -1,9 +1,9 @@
 """select_topk on torch tensors: the positions or slots of the largest logits of each row, exact.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell only where implementation="cute" names it.
-Torch operations run the call on CPUs, on other GPUs, and where the kernel can't serve it: logits of another dtype than
-float32, tensors with gaps. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA
-graphs can capture all of them.
+Torch operations run the call on CPUs, on other GPUs, and where the kernel can't serve it: slots with order="value",
+logits of another dtype than float32, sizes that topk.config refuses, tensors with gaps. No call reads a value on the
+host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def select_topk(
       seq_lens: [T] int32, from 0 to the columns from the row's start on.
       k: at least 1.
       order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on
-        Hopper.
+        Hopper. The kernel returns slots only in the order of "position".
       row_starts: [T] int32, the column where each row begins; positions count from there. None is column 0 for all.
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
       page_size: the block tables' tokens a page: position p is slot
