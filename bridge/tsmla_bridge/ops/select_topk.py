@@ -52,7 +52,7 @@ def select_topk(
       page_size: the block tables' tokens a page: position p is slot
         block_tables[t, p // page_size] * page_size + p % page_size.
       return_bits: return the selection as bits, which mla_prefill takes, in the place of positions; not legal with
-        block_tables. On Hopper this is the fastest result, because it is the shortest.
+        block_tables. On Hopper the kernel writes the bits itself, for rows of up to 131,072 columns.
       out: int32 [T, k] for the positions or slots, [T, W] for the bits, or None.
       counts: int32 [T] for the counts, or None; only with block_tables.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
