@@ -163,8 +163,8 @@ def mla_prefill(
     Args:
       q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. The kernels want q, k and v contiguous, and raise for other views.
-        Hopper's also takes a v of columns of a wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is,
-        in a call without a derivative that torch.compile doesn't trace.
+        On Hopper v may also be columns of a wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is,
+        unless the call has a derivative or torch.compile traces it.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.
@@ -180,7 +180,7 @@ def mla_prefill(
       selection: [R, W] int32, words of bits that say which keys a query token selects, see selection_bits: bit j of
         word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. A token
         sees, of the keys that `causal` and the lengths leave it, only those that it selects; one that selects none of
-        them gives out 0 and lse -inf. The values of keys that no token selects must be finite. None: all keys.
+        them gives out 0 and lse -inf. All values must be finite, of keys that no token selects, too. None: all keys.
       selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
         its keys and needs no words. None: token t has row t.
       sinks: [H] of floats, a logit a head that takes weight and has no value: out is multiplied by

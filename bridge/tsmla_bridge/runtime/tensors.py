@@ -178,7 +178,7 @@ def is_heads_first(q: torch.Tensor) -> bool:
 
 def row_step(rows: torch.Tensor) -> int:
     """Elements from one row of [..., R] to the next; 0 where TMA can't read the rows: their columns lie apart, they
-    have no one stride, or it is less than a row or no multiple of 16 bytes."""
+    have no one stride, or it is smaller than a row or no multiple of 16 bytes."""
     if rows.shape[-1] > 1 and rows.stride(-1) != 1:
         return 0
     step: int | None = None
