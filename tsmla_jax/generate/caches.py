@@ -1,8 +1,9 @@
 """The caches of a model: their sizes, their layout and their bytes.
 
-A page holds page_size tokens of one text in every layer: their latents (V2, V3), latents and indexer keys (V3.2), or
-the page_size / ratio entries that V4 compresses them to. V4 also keeps the latents of a text's last tokens and the
-states of its compressors, as much for a short text as for a long one: each text under way has a state slot for them.
+A page holds page_size tokens of one text in every layer: their latents (V2, V3), latents and the keys of an indexer
+(V3.2), or the page_size / ratio entries that V4's layers with compression make of them. V4 also keeps the latents of a
+text's last tokens and the states of its compressors, as much for a short text as for a long one: each text under way
+has a state slot for them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WINDOW_PAGE = 64
 """Rows a page of V4's window caches. It is no option: nothing depends on it but the rounding of their size."""
 
 PACKED = "packed"
-"""The cache dtype that means the model's own fp8 layout with scales: 656 bytes a token in V3.2, 584 in V4."""
+"""The cache dtype that means the model's own fp8 layout with scales: 656 bytes a row in V3.2, 584 in V4."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ def window_rows(config: ModelConfig, step_tokens: int, text_tokens: int) -> int:
 def init_cache(attention: LayerAttention, layout: CacheLayout) -> Any:
     """One layer's empty caches: an array [P, Z, D], a `V32Cache` or a `V4Cache`.
 
-    Indexer keys are stored in fp8 with scales, as the models were made for, beside fp8 and packed caches; else in the
-    cache's dtype.
+    Beside fp8 and packed caches an indexer's keys are stored in fp8 with scales, else in the cache's dtype.
     """
     packed = layout.dtype == PACKED
     dtype = jnp.dtype("uint8" if packed else layout.dtype)
@@ -129,8 +129,8 @@ def packed_reasons(config: ModelConfig) -> list[str]:
 
 def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
     """The caches' default dtype: PACKED if the model has that layout (V3.2, V4) and parameters of 16 bits, else the
-    parameters' dtype. V3.2 and V4 were made for keys of fp8 with scales and are served so, and Hopper's kernel of the
-    indexer reads no other keys. Parameters of f32 are for exact results.
+    parameters' dtype. DeepSeek serves V3.2 and V4 with keys of fp8 with scales, and Hopper's kernel of the indexer
+    reads no other keys. Parameters of f32 are for exact results.
 
     Args:
       config: the model.
@@ -141,7 +141,8 @@ def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of all layers' caches: in total, per token (in whole pages), and per text, whatever its length."""
+    """Bytes of all layers' caches on one device: in total, per token (a page's bytes over its tokens), and per text,
+    whatever its length."""
 
     total: int
     per_token: float
@@ -150,7 +151,7 @@ class CacheBytes:
 
 @functools.cache
 def cache_bytes(config: ModelConfig, layout: CacheLayout) -> CacheBytes:
-    """The bytes that the caches of a run take."""
+    """The bytes that caches of this layout take on one device."""
 
     def total(layout: CacheLayout) -> int:
         sizes: dict[LayerAttention, int] = {}

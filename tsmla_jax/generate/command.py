@@ -27,7 +27,7 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 Q_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn"}
 CACHE_DTYPES = {**Q_DTYPES, "packed": "packed"}
 
-# The least and the most that a flag may be, checked before anything is read or allocated.
+# The least and the most that a flag may be, checked before the checkpoint is read.
 _BOUNDS = {
     "--max-new-tokens": (1, 2**31 - 1),
     "--page-size": (1, 2**20),
@@ -134,8 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr if the input is at fault. If one of several
-    processes fails, the whole run ends."""
+    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr: the input is at fault, a package or memory is
+    missing, or logits are not finite. Other errors are raised; if one of several processes fails, all of them end."""
     if args.num_processes is None:
         return _run(args)
     try:
@@ -167,8 +167,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """Whether the error comes from a program that jax runs. The class is compared by name, because importing jax would
-    delay every refusal."""
+    """Whether the error comes from a program that jax runs, by the name of its class: an import of jax at the top of
+    this module would delay the refusal of a flag."""
     return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
@@ -291,7 +291,7 @@ def _check_bounds(args: argparse.Namespace) -> None:
 
 
 def _check_sampling(args: argparse.Namespace) -> None:
-    """Raises ValueError if greedy decoding would ignore a flag, or if a prompt is empty."""
+    """Raises ValueError if greedy decoding would ignore a flag, or if a --prompt is empty."""
     for flag, value in (("--top-p", args.top_p), ("--seed", args.seed)):
         if value is not None and args.temperature == 0:
             raise ValueError(f"{flag} {value}: tokens are chosen greedily; legal: with a --temperature above 0")
@@ -374,8 +374,8 @@ def _check_writable(path: Path) -> None:
 
 
 class Stream:
-    """Writes texts as they grow. Several texts grow at once and a terminal has one cursor: the first unfinished one is
-    written live, the later ones as soon as it is done."""
+    """Writes texts as they grow, in the order of the prompts. Several texts grow at once and a terminal has one cursor:
+    the first unfinished text is written live; each later one waits until those before it are done."""
 
     def __init__(self, out: TextIO, lines: Sequence[str], tokenizer: Tokenizer | None, count: int) -> None:
         """

@@ -51,7 +51,7 @@ class MoEConfig:
       num_experts: routed experts E, without the num_zero that return their input.
       top_k: experts K that each token visits.
       intermediate_size: width of one routed expert.
-      num_shared: shared experts, fused into one MLP of width num_shared * intermediate_size; 0 for none.
+      num_shared: shared experts, in a checkpoint one MLP of width num_shared * intermediate_size; 0 for none.
       routing: "greedy" (top-k), "group_limited_greedy" (top-k within the topk_group groups with the best single expert)
         or "noaux_tc" (score + correction bias selects, groups by their best two).
       n_group: number of expert groups.
@@ -95,14 +95,14 @@ class MoEConfig:
                 raise ValueError(f"topk_group = {self.topk_group}; legal: 1 to n_group = {self.n_group}")
             if self.top_k > self.topk_group * (self.num_experts // self.n_group):
                 raise ValueError(
-                    f"num_experts_per_tok = {self.top_k}; legal: at most the {self.num_experts // self.n_group} "
-                    f"experts of each of topk_group = {self.topk_group} groups"
+                    f"num_experts_per_tok = {self.top_k}; legal: at most the experts of topk_group = "
+                    f"{self.topk_group} groups, with {self.num_experts // self.n_group} each"
                 )
             if self.routing == "noaux_tc" and self.n_group > 1 and self.num_experts // self.n_group < 2:
                 raise ValueError(f"n_group = {self.n_group}; legal for noaux_tc: groups of at least two experts")
         if self.num_zero < 0 or (self.num_zero and (self.num_shared or self.n_group > 1)):
             raise ValueError(
-                f"zero_expert_num = {self.num_zero}; legal: 0, or above with no shared experts and one group"
+                f"zero_expert_num = {self.num_zero}; legal: at least 0, and 0 with shared experts or several groups"
             )
 
     @property
@@ -118,7 +118,7 @@ class StreamsConfig:
     Attributes:
       count: number of streams N.
       sinkhorn_iterations: rounds that make the mixing matrix doubly stochastic.
-      eps: added to the divisors of these rounds, against a division by 0.
+      eps: added to the divisors of these rounds, to the mixing matrix before them, and to the weights of reading.
       norm_eps: the epsilon of the weightless norm before the projection that gives the weights of a mix.
     """
 
@@ -151,7 +151,7 @@ class LayerConfig:
 
     @property
     def kind(self) -> str:
-        """V4's kind of layer ("sliding", "csa" or "hca"); empty for other models, whose layers are of one kind."""
+        """V4's kind of layer ("sliding", "csa" or "hca"); empty for other models."""
         return self.attention.kind if isinstance(self.attention, V4Config) else ""
 
 
@@ -161,13 +161,13 @@ class ModelConfig:
 
     Attributes:
       attention: one config for all layers, or in V4 one for each layer.
-      moe: the experts, or None when every layer is dense.
+      moe: the experts, or None for a model without experts.
       streams: V4's residual streams, or None for a plain residual.
       mlp_layers: for every layer "dense", "moe" (a router chooses the experts), "hash_moe" (a table by token id does)
         or "shortcut" (a dense MLP, and a mixture of experts beside it whose result is added after the next layer).
       vocab_size: how many tokens the vocabulary has.
       hidden_size: width of the residual stream.
-      intermediate_size: width of a dense layer's MLP.
+      intermediate_size: width of a dense layer's MLP; in V4, which has none, width of one expert.
       num_layers: decoder layers, without those of multi-token prediction; LongCat-Flash's, which have two attentions
         and two MLPs, count twice.
       rms_norm_eps: the epsilon of the layers' norms and of the final norm (`attention` has that of its own norms).
@@ -213,11 +213,13 @@ class ModelConfig:
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
-            overrides the end-of-text ids, when there is one. docs/guides/generate.md says which fields may be absent.
+            overrides the end-of-text ids, if it has any. docs/guides/generate.md says which fields may be absent.
 
         Raises:
-          ValueError: a field that the model needs is missing or has a value this model does not know, or a field that
-            it doesn't know describes other arithmetic (a multiplier, a gate, shared indices, a key of rope); names it.
+          ValueError: there is no such file, or it is no JSON object; a field is missing, has an illegal value, or
+            describes arithmetic that the model doesn't have (a multiplier, a gate, shared indices, a key of rope). The
+            error names the field.
+          TypeError: `source` is neither a mapping nor a path.
         """
         fields, where = read_hf_config(source)
         of_layers: Mapping[str, Any] | str | Path = source
@@ -228,7 +230,8 @@ class ModelConfig:
         if model_type == LONGCAT:
             fields = longcat_fields(fields, where)
         if model_type not in DEFAULT_ROUTING:
-            raise ValueError(f"{where}: model_type = {model_type!r}; legal: {', '.join(sorted(DEFAULT_ROUTING))}")
+            legal = ", ".join(sorted((*DEFAULT_ROUTING, *TEXT_AND_IMAGES)))
+            raise ValueError(f"{where}: model_type = {model_type!r}; legal: {legal}")
         if (activation := hf_field(fields, "hidden_act", str, where, default="silu")) != "silu":
             raise ValueError(f"{where}: hidden_act = {activation!r}; legal: 'silu'")
         named = "torch_dtype" if fields.get("torch_dtype") else "dtype"
@@ -342,7 +345,7 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
 
 
 def _refuse_unlike_v4(fields: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError if a field has a value that is legal for other models but not for V4."""
+    """Raises ValueError if a field of the routing has a value that V4 doesn't have."""
     only = {
         "norm_topk_prob": True,
         "n_shared_experts": 1,
@@ -371,7 +374,7 @@ def _streams_from_hf(fields: Mapping[str, Any], where: str) -> StreamsConfig:
 def _mlp_layers_from_hf(
     fields: Mapping[str, Any], model_type: str, where: str, num_layers: int, has_experts: bool
 ) -> tuple[MLPKind, ...]:
-    """The kind of every layer's MLP: listed one by one, or in the older fields that count the layers which differ."""
+    """The kind of every layer's MLP: from the list of kinds, or without it from the older fields that count layers."""
     if model_type == LONGCAT:
         return ("shortcut", "dense") * (num_layers // 2)
     is_v4 = model_type == "deepseek_v4"
@@ -380,7 +383,8 @@ def _mlp_layers_from_hf(
         legal = ("hash_moe", "moe") if is_v4 else ("dense", "sparse")
         if not isinstance(listed, list) or len(listed) < num_layers or any(kind not in legal for kind in listed):
             raise ValueError(
-                f"{where}: mlp_layer_types = {listed!r:.80}; legal: a list of {num_layers} of {', '.join(legal)}"
+                f"{where}: mlp_layer_types = {listed!r:.80}; legal: a list of at least {num_layers} of "
+                f"{', '.join(legal)}"
             )
         return tuple(_MLP_KINDS[kind] for kind in listed[:num_layers])
     if is_v4:

@@ -27,7 +27,7 @@ def reach_of(cached: int, chunk: int) -> int:
 
 
 def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> int | None:
-    """The bound of `cached` tokens by which V3.2's layers choose the mask form for their attention to a chunk; None if
+    """The bound on `cached` (`reach_of`) if V3.2's layers take the mask form for a chunk after so many tokens; None if
     they take another form, and for other models."""
     attention = config.attention
     if not isinstance(attention, V32Config):
@@ -41,8 +41,9 @@ def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int
 
 
 def context_passes(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> ContextPasses | None:
-    """How many passes a prefill step makes over a context, and the tokens of one: as few passes as MAX_EXPANDED_BYTES
-    allows. Their results are merged one by one. None if each layer is a program of its own, and for V3.2 and V4."""
+    """How many passes a prefill step makes over a context, and how many tokens each pass takes: as few passes as
+    MAX_EXPANDED_BYTES allows. Their results are merged one by one. None if each layer is a program of its own, and for
+    V3.2 and V4."""
     attention = config.attention
     if not plan.at_once or not isinstance(attention, MLAConfig):
         return None

@@ -1,7 +1,8 @@
 """Draft tokens for speculative decoding out of the text itself (prompt lookup).
 
-A text that repeats itself announces its next tokens: those that followed the last n tokens before. There is no second
-model, only a dictionary look-up a token. Idea: Saxena, "Prompt Lookup Decoding" (2023).
+A text that repeats itself announces its next tokens: its last n tokens stood in it before, and the tokens that came
+after them there are the draft. There is no second model, only look-ups in a dictionary. Idea: Saxena, "Prompt Lookup
+Decoding" (2023).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class NgramDrafter:
             self._tokens.append(token)
 
     def draft(self, count: int) -> list[int]:
-        """`count` tokens that may follow the text; none if the tokens at its end did not come before."""
+        """`count` tokens that may follow the text; none if no n-gram at its end came before."""
         if count <= 0:
             return []
         for size in self._sizes:

@@ -66,9 +66,10 @@ OnCompile = Callable[[str, float | None], None]
 class Engine:
     """Generates with one model, by `generate`, or text by text by `admit`, `step` and `drop`.
 
-    Compiled programs are kept between texts and between calls of `generate`. They are few, each compiled when it is
-    first needed: a decode step of the size of `plan.BATCH_SIZES` that holds all texts, and prefill steps of the sizes
-    `Plan.prefill_sizes`. `compile_ahead` adds smaller decode steps.
+    Compiled programs are kept between texts and between calls of `generate`. They are few for a plan, each compiled
+    when it is first needed: a decode step of the size of `plan.BATCH_SIZES` that holds all texts of a replica (with
+    speculation one with drafts, too), and prefill steps of the sizes `Plan.prefill_sizes`, each for a few bounds on the
+    context. `compile_ahead` adds smaller decode steps.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class Engine:
           params: as `load_model` returns them; on a mesh they are put there, if they are not there already.
           config: the model.
           options: how to generate.
-          on_compile: called with a step that is about to be compiled and None, then with the step and the seconds it
-            took. By default a line on stderr says so where that is a terminal; None says nothing.
+          on_compile: called with the description of a step that is about to be compiled and None, then with the same
+            description and the seconds it took. By default a line on stderr says so where that is a terminal; None says
+            nothing.
 
         Raises:
           TypeError: an argument of another class.
@@ -151,12 +153,15 @@ class Engine:
           max_new_tokens: at least 1.
 
         Returns:
-          False, and nothing changes, if there are too few free pages or max_batch texts are under way.
+          False, and the text is not taken up, if no replica has a free row and enough free pages, or if max_batch texts
+            are under way.
 
         Raises:
-          ValueError: an empty prompt, an id outside the vocabulary, a text that would never fit; a text_id in use; or
-            there are no caches yet, and no options.num_pages to make them by.
+          ValueError: an empty prompt, an id outside the vocabulary, a max_new_tokens below 1, a text that would never
+            fit; a text_id that is illegal or in use; or there are no caches yet, and options.num_pages is None or
+            options.implementation unknown.
           NotImplementedError: the implementation that was asked for can't run this.
+          RuntimeError: as `step`.
         """
         self.open()
         session = self._opened()
@@ -176,14 +181,15 @@ class Engine:
     def step(self) -> list[Tokens]:
         """Starts the next step (a chunk of prompts if any wait, else a token of every text) and returns new tokens.
 
-        Without speculation these are the tokens of the step before, so that the host works while the device does. A
-        chunk that does not end its prompt brings no token: a text is under way until its Tokens say `finished`.
+        Without speculation these are the tokens of the step before, so that the host works while the device does. With
+        it they are the tokens of this step. A chunk that does not end its prompt brings no token: a text is under way
+        until its Tokens say `finished`. A closed engine returns no tokens.
 
         Raises:
           FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and
             the others can go on.
-          RuntimeError: a step before was broken off by another exception, Ctrl-C for one, and its texts are lost; legal
-            is `close`.
+          RuntimeError: an earlier `step`, `drop` or `compile_ahead` was broken off by another exception, Ctrl-C for
+            one, and the texts are lost; legal is `close`.
         """
         if self._session is None:
             return []
@@ -205,6 +211,7 @@ class Engine:
 
         Raises:
           ValueError: it is not under way.
+          RuntimeError: as `step`.
         """
         if self._session is None or text_id not in self._session.texts:
             raise ValueError(f"text_id = {text_id}; legal: a text under way")
@@ -216,14 +223,14 @@ class Engine:
             self._finish(session, text)
 
     def open(self) -> None:
-        """Makes the caches for texts that come one by one, if there are none; the first `admit` does it, too. Raises as
-        `admit`."""
+        """Makes the caches for texts that come one by one, if there are none; the first `admit` does it, too. Raises
+        what `admit` raises where there are no caches yet."""
         if self._session is None:
             self._open(make_serving_plan(self.config, self.options, self._dtype).with_experts(self._params))
 
     @property
     def plan(self) -> Plan:
-        """The shapes of the run; ValueError unless the engine is open."""
+        """The shapes of the run. ValueError unless the engine is open; RuntimeError as `step`."""
         return self._opened().plan
 
     def close(self) -> None:
@@ -234,8 +241,8 @@ class Engine:
         """Compiles decode steps of these batch sizes and, if `prefill`, every prefill step, before texts wait for them.
 
         Args:
-          batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds options.max_batch. That one is compiled in
-            any case.
+          batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds a replica's share of options.max_batch.
+            That one is compiled in any case.
           prefill: whether prefill steps are compiled.
 
         Raises:
