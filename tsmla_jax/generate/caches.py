@@ -129,8 +129,8 @@ def packed_reasons(config: ModelConfig) -> list[str]:
 
 def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
     """The caches' default dtype: PACKED if the model has that layout (V3.2, V4) and parameters of 16 bits, else the
-    parameters' dtype. DeepSeek serves V3.2 and V4 with keys of fp8 with scales, and Hopper's kernel of the indexer
-    reads no other keys. Parameters of f32 are for exact results.
+    parameters' dtype. Engines serve V3.2 and V4 with this layout, and Hopper's kernel of the indexer reads no other
+    keys than fp8 ones with scales. Parameters of f32 are for exact results.
 
     Args:
       config: the model.

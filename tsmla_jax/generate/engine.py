@@ -182,8 +182,8 @@ class Engine:
         """Starts the next step (a chunk of prompts if any wait, else a token of every text) and returns new tokens.
 
         Without speculation these are the tokens of the step before, so that the host works while the device does. With
-        it they are the tokens of this step. A chunk that does not end its prompt brings no token: a text is under way
-        until its Tokens say `finished`. A closed engine returns no tokens.
+        speculation they are the tokens of this step. A chunk that does not end its prompt brings no token: a text is
+        under way until its Tokens say `finished`. A closed engine returns no tokens.
 
         Raises:
           FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and
