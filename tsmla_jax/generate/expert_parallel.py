@@ -1,10 +1,10 @@
 """A mixture of experts whose experts are split over devices, inside `jax.shard_map`.
 
-Every device sees the tokens of all that share the experts, and computes what its own experts make of them; sums go back
-to the tokens' devices. Over the axis EXPERT these are two collectives a layer, whatever the number of devices: an
-all-gather of the activations and an all-to-all of what each device made of the others' tokens, which the tokens' device
-adds up. Over the axis CONTEXT, whose devices have the same tokens, the sums are added. A router's choice is computed by
-each device anew: sending it would be two collectives more.
+Every device sees the tokens of all devices that share the experts, and computes what its own experts make of them; sums
+go back to the tokens' devices. Several devices on the axis EXPERT need two collectives a layer, however many they are:
+an all-gather of the activations and an all-to-all of what each device made of the others' tokens, which the tokens'
+device adds up. Over the axis CONTEXT, whose devices have the same tokens, the sums are added. Each device computes the
+router's choice anew: sending it would be two collectives more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mixture_of_split_experts(
       params: as there, but gate_up and down hold the experts of this device's shard, and after them the shared experts,
         unless these have parameters of their own (`mesh.put_params`).
       x: [T, C], the same on all devices of the axis CONTEXT.
-      tokens: [N T], of `gather_tokens`.
+      tokens: [N T], the result of `gather_tokens`.
       config: sizes and routing.
       mesh: sizes of the axes.
 
@@ -60,7 +60,7 @@ def mixture_of_split_experts(
         experts, weights = experts[:, : config.top_k], weights[:, : config.top_k]
     each, rows = config.num_experts // mesh.expert_shards, jnp.arange(every.shape[0], dtype=jnp.int32)[:, None]
 
-    # A shared expert is visited on one device, which is the token's own, or one of those that all have the token.
+    # A token visits the shared experts on one device only: its own or, if several devices have the token, one of these.
     own = (rows // x.shape[0] == lax.axis_index(EXPERT)) & (rows % mesh.context == lax.axis_index(CONTEXT))
     routed = experts - lax.axis_index(EXPERT_SHARDS) * each
     is_shared = experts >= config.num_experts
@@ -79,7 +79,7 @@ def mixture_of_split_experts(
         rows=scaled,
     )
     if mesh.expert > 1:
-        # An all-to-all in x's dtype moves half the bytes of a reduce-scatter in float32; a reduce-scatter in x's dtype
+        # In 16 bits an all-to-all moves half the bytes of a reduce-scatter in float32; a reduce-scatter in 16 bits
         # would round partial sums.
         parts = mixed.astype(x.dtype).reshape(mesh.expert, *x.shape)
         mixed = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0).astype(jnp.float32).sum(axis=0)

@@ -41,7 +41,8 @@ class Choice:
     Attributes:
       op: the operation's name.
       implementation: the one that runs it.
-      why: "as asked for", "the best there is", or why each implementation that is tried before it can't run.
+      why: why this one, such as "as asked for", "the best there is", or why each implementation that is tried before it
+        can't run.
     """
 
     op: str
@@ -92,12 +93,12 @@ def explain_step(
       implementation: the one that the step asks for; None is the best that can run.
 
     Returns:
-      One choice an operation; where prefill and decode (or layers) differ, one for each, the operation's name followed
-      by which.
+      One choice an operation; where prefill and decode (or V4's kinds of layers) differ, one for each, the operation's
+      name followed by which.
 
     Raises:
       ValueError: no implementation has that name.
-      NotImplementedError: it can't run this, with every reason.
+      NotImplementedError: that implementation can't run this; the message has every reason.
     """
     found: dict[str, dict[str, Choice]] = {}
 
@@ -146,11 +147,12 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
 
     Args:
       params: the model's parameters, as `load_model` returns them or as `fold` leaves them: the experts of a layer may
-        be block-scaled, whose products take fewer dtypes and sizes.
+        be block-scaled or in MXFP4, whose products take fewer dtypes and sizes.
       dtype: the dtype of the activations.
 
     Returns:
-      One choice for each kind of weights that layers have; no choice for a model without experts.
+      One choice for each kind of weights that layers have, or a single one if these are equal; none for a model without
+      experts.
     """
     found: dict[str, Choice] = {}
     parts = (layer.get(name, {}) for layer in params["layers"] for name in EXPERT_PARTS)
@@ -235,11 +237,14 @@ def _explain_indexer(
     add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes, returns: str = "return_slots"
 ) -> int:
     """Adds the choice for the indexer's selection. Returns how many keys a token chooses at most, on all devices.
-    `returns` names the argument that says what a step on one device takes."""
+
+    returns: the argument that says in what form a step on one device takes the selection.
+    """
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
     here = max_pages * keys.shape[1]
-    # V4's tokens see compressed entries, which are not counted token by token; nor are the keys of one of many devices.
+    # In V4 and on one of several devices the number of keys that a token sees does not grow by one from token to token,
+    # so each token is a request of its own.
     by_token = isinstance(config, V4Config) or sizes.context > 1
     rows = tokens if by_token else sizes.requests
     add(
@@ -267,7 +272,7 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
         of_step = step_sizes(config, tokens=sizes.tokens, requests=sizes.requests, longest=longest)
         return selected_form(of_step, reasons=reasons)
 
-    # Prompts begin without a context, of which later chunks may have more and more.
+    # A prompt's first chunk has no context, and its later chunks have more and more.
     whole = sizes.max_pages * page_size
     longest = min(sizes.tokens, whole) if sizes.requests == 1 else whole
     form, of_longest = form_of(longest), form_of(whole)

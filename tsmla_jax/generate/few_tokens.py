@@ -1,4 +1,6 @@
-"""The MLP of a step of up to 16 tokens, or the experts of a single one, with norm and residual, by `nn.few_tokens`."""
+"""The dense MLP of a step of up to 16 tokens, or the experts of a step of one token, with norm and residual, by
+`nn.few_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tsmla_kernels.sm90.few_tokens.config import ChoiceSpec, too_long
 
 
 def why_not(params: Mapping[str, Any], config: MoEConfig | None, x: jax.Array, norm: Norm | None) -> list[str]:
-    """Why `mlp` can't run by the kernels for few tokens; empty if it can. Its arguments are the same."""
+    """Why `mlp` can't run by the kernels for few tokens; empty if it can. The arguments are `mlp`'s."""
     gate_up, down = params["gate_up"], params["down"]
     if "router" not in params:
         return few_tokens.why_not_matmul(x, gate_up, norm, gated=True) or few_tokens.why_not_matmul(x, down)

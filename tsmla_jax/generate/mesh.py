@@ -3,8 +3,8 @@
 A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a
 latent cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the
 axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
-"context". Experts are split over all devices of a copy, and so is the output projection if its rows divide; each device
-holds everything else whole.
+"context". Experts are split over all devices of a copy, and so is the output projection if its rows divide and it is
+not the embedding; each device holds everything else whole.
 This is the data parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437,
 section 3.4).
 """
@@ -105,10 +105,10 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
 
 
 def put(mesh: Mesh | None, spec: P, tree: Any) -> Any:
-    """Puts arrays that this process has whole, on the host or on a device, on the mesh, or if there is none on the
-    default device.
+    """Puts arrays that this process has whole, on the host or on a device, on the mesh. Without a mesh arrays of the
+    host go to the default device.
 
-    Arrays that are on the mesh already, and descriptions of such, stay as they are."""
+    Arrays that are on the mesh already, and descriptions of such arrays, stay as they are."""
 
     def one(value: Any) -> jax.Array:
         if mesh is None:
@@ -124,7 +124,7 @@ def put(mesh: Mesh | None, spec: P, tree: Any) -> Any:
 
 
 def put_shards(mesh: Mesh, read: Callable[[int], Any]) -> Any:
-    """Trees of arrays that are split over EXPERT_SHARDS along their first axis.
+    """A tree of arrays that are split over EXPERT_SHARDS along their first axis.
 
     read: makes the tree of one shard on the host; called for the shards that this process's devices hold, one after the
       other, so that the host needs room for one at a time.
@@ -172,8 +172,10 @@ def param_specs(params: Any, shards: int) -> Any:
 
 
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
-    """The parameters of `load_model`, put on the mesh, or on the default device if there is no mesh. Arrays that are on
-    the mesh already stay as they are; only an output projection that lies there in another way is moved.
+    """The parameters of `load_model`, put on the mesh. Without a mesh they are only checked, and stay where they are.
+
+    An array that is on the mesh already is moved only if it is an output projection, or a stack of experts with shared
+    ones, that is not split as this mesh needs it.
 
     A device holds its own routed experts, its part of the output projection if that is split (`head_spec`), and all
     other weights whole. In its stacks the shared experts come after its own ones; with experts in MXFP4 they have

@@ -42,7 +42,7 @@ Phase = Literal["fresh", "prefill", "decode"]
 # {"embed": [V, C], "layers": [layer, ...], "norm": [C], "lm_head": [V, C] unless tied}; a layer is
 # {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in `param_shapes` of
 # tsmla_jax.nn, nn.v32 or nn.v4, or as `fold` leaves it; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense
-# layer, else as moe.mixture_of_experts takes it. Matrices may be `BlockScaled`. In V4 a layer also has
+# layer, else as moe.mixture_of_experts takes it. Matrices may be `BlockScaled`, experts `MXFP4`. In V4 a layer also has
 # "attention_streams" and "mlp_streams" (streams.read_streams), and the model "streams" (streams.close_streams). In
 # LongCat-Flash every other layer has "shortcut": experts whose result the next layer adds at its end.
 Params = Mapping[str, Any]
@@ -56,9 +56,9 @@ class Batch:
     Attributes:
       tokens: [T] ids; tokens that the step does not own (`Step.owned_tokens`) are padding.
       step: pages, lengths and slots of the requests, slot -1 for padding. Tokens are ragged, but dense with one token a
-        request in decode of V2 and V3.
+        request in decode of V2 and V3 without drafts.
       state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. Other models
-        have None.
+        don't read it.
       expert_tokens: the ids that `expert_parallel.gather_tokens` returns, if experts are split over devices, else None.
     """
 
@@ -80,8 +80,9 @@ class LayerResult(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of all layers' attention, f32 [] each: kv_scale for fp8 caches, q_scale for fp8 queries; each is None if
-    its values are not fp8. In V2 and V3 the queries of prompts, which attend in the expanded form, are never fp8.
+    """Scales of all layers' attention, f32 [] each: kv_scale for fp8 caches, q_scale for fp8 queries; else None. Packed
+    caches have scales of their own, and no kv_scale. In V2 and V3 the queries of prompts, which attend in the expanded
+    form, are never fp8.
     """
 
     kv_scale: jax.Array | None = None
@@ -94,11 +95,12 @@ class StepOptions:
 
     Attributes:
       phase: V2 and V3 attend in the expanded form in "fresh" and "prefill", and in the absorbed form in "decode". In
-        "fresh" no text has tokens in the cache, so the step has no kernels for cached tokens.
+        "fresh" no text has tokens in the cache; V2 and V3 then have no kernels for cached tokens.
       context_chunk, context_passes: only for "prefill" of V2 and V3: how many cached tokens of each request one pass
         expands, and the number of passes; None counts the passes on the device.
       implementation: the implementation of the attention operations; None takes the best that can run.
-      page_size, window_rows: only in V4, as in `CacheLayout`.
+      page_size: tokens a page, as in `CacheLayout`.
+      window_rows: only in V4, as there.
       mesh: sizes of the mesh's axes. More than one device is legal only inside `jax.shard_map` over these axes.
       most_cached: only for "prefill" of V3.2: the most cached tokens of a text; None is what the block tables hold.
     """
@@ -246,7 +248,8 @@ def decoder_layer(
     """
     # Padding rows are undefined after attention: a NaN in them must not reach the experts' blocks.
     valid = batch.step.owned_tokens(batch.tokens.shape[0])
-    # V4's streams are written by a kernel, beside which the mask is one more: a single token harms no other.
+    # In V4 a kernel writes the streams, and the mask would be one kernel more. A step of one token does without: there
+    # is no other token to harm.
     alone = config.streams is not None and batch.tokens.shape[0] == 1 and batch.expert_tokens is None
 
     def attention(x: jax.Array) -> jax.Array:
@@ -306,7 +309,8 @@ def _attend_few_tokens(
     options: StepOptions,
     selected: jax.Array | None,
 ) -> LayerResult | None:
-    """x plus the attention of norm(x), by the kernels for few tokens; None if these kernels can't run, and in V4."""
+    """x plus the attention of norm(x), by the kernels for few tokens; None if these kernels can't run, in V4, and
+    in the expanded form."""
     attention, named = config.attention, options.implementation
     if isinstance(attention, V32Config):
         asked = v32.functional.Options(scales.kv_scale, scales.q_scale, options.context_axis, None, named)

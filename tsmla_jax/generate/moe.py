@@ -60,8 +60,9 @@ def gated_mlp(
 
 
 def _inner_dtype(x: jax.Array, down: Weight) -> str:
-    """The dtype of the gated activations before the product with `down`. If x is float16, they stay in float32 until
-    each row has a scale: they are products of small numbers, and float16 would lose bits of these.
+    """The dtype of the gated activations before the product with `down`. If x is float16 and they are not quantised,
+    they stay in float32 until each row has a scale: they are products of small numbers, and float16 would lose bits of
+    these.
     """
     if isinstance(down, BlockScaled) and down.products == "quantized":
         return "float8_e4m3fn"
@@ -240,7 +241,8 @@ def mix_experts(
 
 
 def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
-    """Whether grouped_block_scaled_matmul makes experts' products with activations of this dtype."""
+    """Whether grouped_block_scaled_matmul makes the products of activations of this dtype with experts in fp8 or MXFP4;
+    False for other weights."""
     if isinstance(gate_up, MXFP4) and isinstance(down, MXFP4):
         return not why_not_mxfp4(dtype, *down.shape[1:])
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
@@ -252,8 +254,8 @@ def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
 
 
 def why_not_plain(dtype: Any, gate_up: Any, down: Any) -> list[str]:
-    """Why the kernel of grouped_block_scaled_matmul can't run, or isn't chosen for, experts with the 16 bits of their
-    activations on jax's default device; empty if it is.
+    """Why the kernel of grouped_block_scaled_matmul can't run on jax's default device, or isn't chosen, for experts
+    with weights in the 16-bit dtype of their activations; empty if it can and is.
 
     Args:
       dtype: the dtype of the activations.
@@ -267,7 +269,7 @@ def why_not_plain(dtype: Any, gate_up: Any, down: Any) -> list[str]:
 
 
 def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:
-    """Why the experts of a step can't run as grouped matrix products; empty if they can.
+    """Why the experts of a step can't run by `grouped_matmul`; empty if they can.
 
     Args:
       dtype: the dtype of the activations.
@@ -356,7 +358,7 @@ def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> 
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
-    """Results of each token's experts by XLA's ragged product, if the kernel can't run. Some versions of XLA multiply
+    """Results of each token's experts by XLA's ragged product, if no kernel can run. Some versions of XLA multiply
     every row with every expert in it.
     """
     num_tokens, top_k = experts.shape
@@ -384,8 +386,8 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
     wait for.
 
     The (token, expert) pairs are sorted by expert and cut into blocks of one expert each; a loop runs over the blocks
-    that exist. Work and weight traffic follow the experts in use, shapes stay static, and nothing of size E x T is
-    made (`lax.ragged_dot` makes it on a CPU).
+    that exist. Work and weight traffic follow the experts in use, and shapes stay static. No array of activations has
+    E x T rows, as `lax.ragged_dot` makes one on a CPU.
     """
     num_tokens, top_k = experts.shape
     num_experts = min(gate_up.shape[0], down.shape[0])
@@ -395,7 +397,7 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
     # Padding comes after the rows of all experts, where no block begins.
     row_expert = experts.reshape(rows)
     order = jnp.argsort(row_expert, stable=True)
-    # Both searches compare all pairs at once: the default method is a loop, which costs a GPU a launch for every step.
+    # Both searches compare all pairs at once: the default method is a loop.
     experts_up_to = jnp.arange(num_experts + 1, dtype=jnp.int32)
     row_starts = jnp.searchsorted(row_expert[order], experts_up_to, method="compare_all").astype(jnp.int32)
     blocks = (row_starts[1:] - row_starts[:-1] + block - 1) // block
@@ -473,8 +475,9 @@ def choose_experts(
     logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their weights, as `route` returns them: the routed ones, then the shared ones with
-    ids from num_experts on. If `valid` is given, padding tokens get the id one past the last expert. logits: the result
-    of `router.project`, if the caller has it. The other arguments are those of `mixture_of_experts`.
+    ids from num_experts on. If `valid` is given, padding tokens get the id one past the last expert. logits: the
+    partial sums [S, T, E] of `router.project`, if the caller has them. The other arguments are those of
+    `mixture_of_experts`, with its `config.choice` as config.
     """
     bias = params.get("correction_bias")
     logits = project(x, params["router"], with_rows=False)[0] if logits is None else logits

@@ -1,9 +1,9 @@
 """The next tokens, from the results of the last layer: one device makes the logits of the whole vocabulary, or each of
-the devices that share a copy's experts makes those of its part of the vocabulary.
+the devices that share a copy's experts makes the logits of its part of the vocabulary.
 
-The output projection is the largest matrix beside the experts, and a decode step must read all of it. If it is split, a
-device reads only its part, for the texts of all devices. The devices exchange the rows that the projection reads, and
-then the best token of each part, or all logits if tokens are sampled.
+The output projection is one of the largest matrices, and a decode step must read all of it. If it is split, a device
+reads only its part, for the texts of all devices. The devices exchange the rows that the projection takes, and then the
+best token of each part, or all logits if tokens are sampled.
 """
 
 from __future__ import annotations

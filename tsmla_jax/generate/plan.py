@@ -1,4 +1,5 @@
-"""The plan of a run, made before any weight is read: whether the options go together, everything fits, and can run."""
+"""The plan of a run, made before any weight is read: whether the options go together, and everything fits and can
+run."""
 
 from __future__ import annotations
 
@@ -49,17 +50,19 @@ class EngineOptions:
     Attributes:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of `caches.page_multiple`, which
         is 128 for layers of ratios 4 and 128.
-      num_pages: pages of each device's cache; None makes them hold max_batch of the given prompts at once.
+      num_pages: pages of each device's cache; None makes room for max_batch of the given texts at once: each cache has
+        room for its replica's share.
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
       chunk: most prompt tokens of one prefill step of a replica.
-      speculative: most tokens drafted a step; 0 for none.
+      speculative: most tokens drafted for a text in a step; 0 for none.
       temperature: 0 is greedy, else at least LEAST_TEMPERATURE.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: the seed of the random numbers that tokens are sampled by.
       cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2 and V4 with parameters of 16 bits, else the
         parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout with scales of V3.2 and V4,
-        latents and indexer keys; "bfloat16" or "float16", the parameters' dtype, rounds no key.
-      kv_scale: an fp8 cache holds values / kv_scale.
+        latents and indexer keys; the parameters' dtype rounds no key. With parameters of float32 "bfloat16" and
+        "float16" are legal, too.
+      kv_scale: a cache of "float8_e4m3fn" holds values / kv_scale.
       q_dtype: the dtype of absorbed queries, which are decode's queries in V2 and V3, and all queries in V3.2 and V4.
         None takes the parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in
         fp8, with the error that docs/guides/fp8.md states.
@@ -200,8 +203,8 @@ def make_plan(
 
     Raises:
       ValueError: a mesh that does not go with the model or jax's devices, no prompt or an empty one, an id outside the
-        vocabulary, a text longer than the cache or the model, a page size or a dtype of the cache or the queries that
-        does not go with the model or its parameters, an unknown implementation.
+        vocabulary, max_new_tokens below 1, a text longer than the cache or the model allows, a page size or a dtype of
+        the cache or the queries that does not go with the model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
     if len(prompts) == 0:

@@ -14,7 +14,8 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     """Prompts from a JSON list of lists of token ids.
 
     Raises:
-      ValueError: the file is no such list; the message names the file and the first entry at fault.
+      ValueError: the file can't be read, or is no such list, or an empty one; the message names the file and the first
+        entry at fault.
     """
     text = read_text("--prompt-ids", path)
     try:
@@ -25,7 +26,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
         raise ValueError(f"--prompt-ids {path}: not readable as JSON: {error}") from None
     if not isinstance(value, list) or not value:
         raise ValueError(
-            f"--prompt-ids {path}: holds a JSON {type(value).__name__}; legal: a list of lists of token ids"
+            f"--prompt-ids {path}: holds a JSON {type(value).__name__}; legal: a list of lists of token ids, not empty"
         )
     for index, prompt in enumerate(value):
         if not isinstance(prompt, list):
@@ -37,7 +38,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Prompts from a file of text, one a line; ValueError if it holds none."""
+    """Prompts from a file of text, one a line; ValueError if it can't be read or holds none."""
     # Not splitlines, which cuts at form feeds and at separators of Unicode, too.
     lines = [line.removesuffix("\r") for line in read_text("--prompt-file", path).split("\n") if line.strip()]
     if not lines:
@@ -53,8 +54,8 @@ class Tokenizer:
         # A file made for batches may cut texts off, or fill them up.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # Tokens that a template puts before a text are prepended here; tokens that it puts after a text would end the
-        # prompt.
+        # Tokens that a template puts before a text are prepended here. Tokens that it puts after a text are left out:
+        # they would end the prompt.
         whole = tokenizer.encode("a")
         count = next((index for index, text in enumerate(whole.sequence_ids) if text is not None), len(whole.ids))
         self._before = list(whole.ids[:count])

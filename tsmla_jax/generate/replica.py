@@ -17,7 +17,7 @@ class Text:
 
     replica, row: the replica's index, and the text's row in that replica.
     cached: how many tokens of the prompt the steps started so far bring into the cache.
-    scheduled: how many tokens the steps started so far generate, if none of these tokens ends the text.
+    scheduled: how many tokens the steps started so far generate at least, if none of these tokens ends the text.
     """
 
     text_id: int
@@ -84,7 +84,7 @@ class Replica:
         self._free_rows.append(text.row)
 
     def next_prompts(self, most: int, room: int) -> list[Part]:
-        """The next at most `room` tokens of the prompts that arrived, from at most `most` texts."""
+        """Takes the next tokens of the prompts that arrived: at most `room` tokens, of at most `most` texts."""
         parts: list[Part] = []
         while self.arrived and room and len(parts) < most:
             text = self.arrived[0]

@@ -52,8 +52,8 @@ def save_model(
       base: a checkpoint of this model whose other files (config, tokenizer, chat template, code) and other tensors, as
         for multi-token prediction, are copied. None writes only the weights: you must then write config.json yourself.
       dtype: float32, bfloat16 or float16, for the parameters that the `dtype` of `load_model` applies to; None keeps
-        each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened to bfloat16,
-        and a table of experts is int64.
+        each parameter's dtype. Block-scaled parameters stay block-scaled; experts in MXFP4 are widened, to bfloat16
+        if `dtype` is None; and a table of experts is int64.
       max_shard_bytes: if the tensors take more bytes than this in all, they go to several files with an index. A file
         holds at least one tensor, however large.
 
@@ -96,7 +96,7 @@ def _stored_tensors(
 
 def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, Any]]:
     """Every tensor by the name that loading asks for: that of transformers' modules, but each expert has tensors of its
-    own, and LongCat-Flash's are named as in DeepSeek's checkpoints."""
+    own, and LongCat-Flash's tensors are named as in DeepSeek's checkpoints."""
     yield "model.embed_tokens.weight", params["embed"]
     yield "model.norm.weight", params["norm"]
     if not config.tie_word_embeddings:
@@ -154,7 +154,7 @@ def _moe_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterato
 
 
 def _apart_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterator[tuple[str, Any]]:
-    """The tensors of a layer with experts in MXFP4, which are stored as bfloat16, and with shared experts as separate
+    """The tensors of a layer with experts in MXFP4, which are widened to bfloat16, and with shared experts as separate
     parameters.
     """
     for expert in range(moe.num_experts):

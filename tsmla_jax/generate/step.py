@@ -5,7 +5,7 @@ The state of the unfinished texts stays on the device: a step reads it and retur
 see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted parts.
 Under `jax.jit` a step is one program, which is best on a GPU: one launch runs it, as CUDA graphs. Called without
 `jax.jit`, they launch one program a layer; layers of one kind share a program, which compiles in a fraction of the
-time. On a mesh these functions are what one device does for its replica's texts (programs.py).
+time. On a mesh each device runs these functions for its replica's texts (programs.py).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def run_prefill(
 def run_decode(
     params: Params, caches: list[Any], state: State, constants: Constants, drafts: Drafts, config: StepConfig
 ) -> tuple[State, list[Any], jax.Array]:
-    """The next token of the texts in the first config.rows rows of the state, and the drafts that it confirms.
+    """The new tokens of the texts in the first config.rows rows of the state: the accepted drafts, and one token more.
 
     A draft is accepted if it equals the token chosen in its place, and all earlier drafts of its text are accepted.
 

@@ -1,8 +1,8 @@
 """The residual streams of DeepSeek-V4: manifold-constrained hyper-connections, as pure functions.
 
-A token's residual is N vectors. A block reads one mix of them, and its result is spread over all N, which are mixed by
-a matrix that is kept doubly stochastic, so that they neither grow nor shrink from layer to layer. The weights of the
-mixes are computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
+A token's residual is N vectors. A block reads one mix of them. Its result is spread over all N, after these were mixed
+by a matrix that is nearly doubly stochastic, so that they neither grow nor shrink from layer to layer. The weights of
+the mixes are computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def mix_streams(params: Params, given: jax.Array | Unwritten, norm: Norm, config
 
 
 def after_layer(given: Unwritten) -> jax.Array | Unwritten:
-    """A layer's streams: written, unless the next mix writes them in a kernel of its own."""
+    """A layer's streams: written, unless the kernel of the next mix writes them."""
     return written(given) if few_token_streams.why_not(given.streams) else given
 
 

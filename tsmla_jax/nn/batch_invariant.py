@@ -91,7 +91,7 @@ def wrap(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
       ValueError: the parameters are not folded.
-      TypeError: a weight is not an array of bfloat16, float16 or float32, as block-scaled weights are not.
+      TypeError: a weight is no array of bfloat16, float16 or float32, such as a block-scaled weight.
     """
     if "in_proj" not in params:
         raise ValueError("params: got no 'in_proj'; legal: what functional.fold made of a layer's parameters")
@@ -170,8 +170,8 @@ def log_softmax(logits: jax.Array) -> jax.Array:
 
 
 def linear_by_heads(x: jax.Array, weight: jax.Array, *, out_dtype: Any = None) -> jax.Array:
-    """x [T, H, K] times the transposes of weight [H, N, K], head by head: [T, H, N]. out_dtype and errors: as in
-    `linear`."""
+    """x [T, H, K] times the transposes of weight [H, N, K], head by head: [T, H, N]. out_dtype and errors of
+    dtypes and devices: as in `linear`."""
     x, weight = _array("x", x), _array("weight", weight)
     if weight.dtype != x.dtype:
         raise TypeError(f"weight: got {weight.dtype}; legal: {x.dtype}, as x has")
@@ -199,7 +199,7 @@ def _array(name: str, x: jax.Array) -> jax.Array:
 
 def _check_device() -> None:
     if (triton.plgpu is None or jax.default_backend() != "cpu") and (reasons := triton.why_no_triton()):
-        raise NotImplementedError(f"a batch-invariant product can't run here: {reasons[0]}")
+        raise NotImplementedError(f"batch-invariant kernels can't run here: {reasons[0]}")
 
 
 def _by_platform(

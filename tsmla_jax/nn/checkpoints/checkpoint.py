@@ -47,7 +47,7 @@ class Checkpoint:
 
     Raises:
         CheckpointError: there is no such directory or no safetensors file in it, a shard or the index is missing, the
-            index isn't one, or config.json has an illegal weight_block_size.
+            index isn't one, a file without an index is broken, or config.json has an illegal weight_block_size.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
 
@@ -86,7 +86,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
         header = self._header(file)
         if name not in header:
-            raise CheckpointError(f"{file}: tensor {name!r} is missing, though {INDEX_NAME} places it there")
+            raise CheckpointError(f"{file}: tensor {name!r} is missing, though the index places it there")
         return header[name]
 
     def read(
@@ -169,7 +169,7 @@ class Checkpoint:
     def unlike(self, name: str, wanted: str) -> CheckpointError:
         """The error for a tensor that is stored as integers and read as floats, or the reverse.
 
-        wanted: the dtype that it is read as.
+        wanted: what it is read as: a dtype, or "a weight".
         """
         info, scale_name = self.info(name), self.scale_name(name)
         scales, legal = "", ""
@@ -179,7 +179,7 @@ class Checkpoint:
                 legal = f", and of fp4 {scale_name!r} must have shape {shape}"
         return CheckpointError(
             f"{info.file}: tensor {name!r} is {info.dtype.name}{scales} and can't be read as {wanted}; of quantised"
-            f" weights fp8 and fp4 with block scales are read{legal}"
+            f" weights fp8 and fp4 with scales and int4 as compressed-tensors packs it are read{legal}"
         )
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
