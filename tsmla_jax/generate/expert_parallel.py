@@ -36,8 +36,8 @@ def mixture_of_split_experts(
     """`moe.mixture_of_experts` of this device's tokens.
 
     Args:
-      params: as there, but gate_up and down hold the experts of this device's shard, and after them the shared experts,
-        unless these have parameters of their own (`mesh.put_params`).
+      params: as in `moe.mixture_of_experts`, but gate_up and down hold the experts of this device's shard, and after
+        them the shared experts, unless these have parameters of their own (`mesh.put_params`).
       x: [T, C], the same on all devices of the axis CONTEXT.
       tokens: [N T], the result of `gather_tokens`.
       config: sizes and routing.

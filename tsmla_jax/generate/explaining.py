@@ -165,7 +165,7 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
 
 
 def _of_experts(down: jax.Array | BlockScaled, dtype: Any) -> Choice:
-    """The choice for the products of a layer's experts with this second stack of weights."""
+    """The choice for the products of a layer's experts, whose second stack of weights is `down`."""
     (_, hidden, width), refused = down.shape, ""
     if isinstance(down, MXFP4):
         if not (others := why_not_mxfp4(dtype, hidden, width)):

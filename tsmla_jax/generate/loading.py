@@ -470,7 +470,7 @@ def _read_fp4_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig) -
 
 
 def _put_stacks(read: _Reader, prefix: str, moe: MoEConfig, stacks_of: Callable[[range], Any]) -> Any:
-    """A layer's two stacks of experts, on their device or mesh. stacks_of: reads those of some experts, on the host."""
+    """A layer's two stacks of experts, on their device or mesh. stacks_of: reads the stacks of some experts."""
     if (mesh := read.mesh) is None:
         return read.put_all(stacks_of(range(moe.num_experts)))
     shards = mesh.shape[EXPERT] * mesh.shape[CONTEXT]

@@ -117,7 +117,7 @@ def route(
       -inf comes last: so a token has K different experts, however many scores are finite.
 
     Raises:
-      ValueError: the method is noaux_tc, and correction_bias is None.
+      ValueError: the method is noaux_tc, and correction_bias and experts are None.
     """
     return _route(router_logits(x, router), correction_bias, config, experts)
 

@@ -53,7 +53,7 @@ def choose_tokens(
 
 
 def _best_of_all(logits: jax.Array, count: int) -> jax.Array:
-    """The most likely tokens of this device's `count` rows, from the rows of all devices [E N, V / S]."""
+    """The most likely tokens of this device's `count` rows, from the logits [E N, V / S] of all devices' rows."""
     best = jnp.argmax(logits, axis=-1)
     largest = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
     token = best.astype(jnp.int32) + lax.axis_index(EXPERT_SHARDS) * logits.shape[1]
@@ -69,7 +69,7 @@ def _best_of_all(logits: jax.Array, count: int) -> jax.Array:
 
 
 def _whole_rows(logits: jax.Array, count: int, mesh: MeshShape) -> jax.Array:
-    """The whole logits [N, V] of this device's `count` rows, from the rows of all devices [E N, V / S]."""
+    """The whole logits [N, V] of this device's `count` rows, from the logits [E N, V / S] of all devices' rows."""
     parts = logits.reshape(mesh.expert, 1, count, -1)
     if mesh.expert > 1:
         parts = lax.all_to_all(parts, EXPERT, split_axis=0, concat_axis=0)

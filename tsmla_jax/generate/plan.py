@@ -55,7 +55,7 @@ class EngineOptions:
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
       chunk: most prompt tokens of one prefill step of a replica.
       speculative: most tokens drafted for a text in a step; 0 for none.
-      temperature: 0 is greedy, else at least LEAST_TEMPERATURE.
+      temperature: 0 is greedy, else finite and at least LEAST_TEMPERATURE.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: the seed of the random numbers that tokens are sampled by.
       cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2 and V4 with parameters of 16 bits, else the
@@ -121,7 +121,7 @@ class EngineOptions:
                 raise TypeError(f"{name}: got {type(value).__name__}; legal: a number")
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature = {self.temperature}; legal: 0 (greedy), or a number from {LEAST_TEMPERATURE} on"
+                f"temperature = {self.temperature}; legal: 0 (greedy), or a finite number, {LEAST_TEMPERATURE} or more"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}; legal: above 0, at most 1")
