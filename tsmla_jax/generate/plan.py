@@ -33,10 +33,10 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Texts of a decode step. No other sizes are compiled: a smaller batch has rows of padding."""
 
 LEAST_TEMPERATURE = 1e-30
-"""Least temperature of sampling: logits over less are infinities in f32, from which nothing can be drawn."""
+"""Least temperature of sampling. Logits divided by less may be infinite in f32, and then nothing can be drawn."""
 
 SHORT_PROMPT = 256
-"""A prefill step takes at most one prompt for each SHORT_PROMPT tokens of its size, or 4 if that is more. Shorter
+"""A prefill step takes at most one prompt for each SHORT_PROMPT tokens of the chunk, or 4 if that is more. Shorter
 prompts may leave room in it.
 """
 

@@ -78,8 +78,8 @@ class Drafts(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Values that all steps of a run share: ids that end a text [N] i32, the sampling, the attention's scales and V4's
-    rope tables."""
+    """Values that all steps of a run share: ids that end a text [N] i32 (NOT_FINITE among them), the sampling, the
+    attention's scales and V4's rope tables."""
 
     ends: jax.Array
     sampling: Sampling
