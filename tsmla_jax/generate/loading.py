@@ -258,9 +258,10 @@ def load_model(
       dtype: the dtype of the parameters; None takes the config's. The router and its bias are f32, in which routing is
         computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
-        so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows. Experts in MXFP4, as DeepSeek-V4's,
-        stay so, too (`MXFP4`), if kernels take their sizes. False widens all here, to at least twice the memory. None
-        keeps them unless jax's default device is a CPU, which widens slowly.
+        so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128. Experts in MXFP4,
+        as DeepSeek-V4's, stay so, too (`MXFP4`), if kernels take their sizes. All other matrices are widened, such as
+        those of indexers and of V4's attention. False widens all, to at least twice the memory. None keeps them unless
+        jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype, and widens the
         weights in block_scaled_matmul's kernel; None is "exact" where that kernel can run; elsewhere other products

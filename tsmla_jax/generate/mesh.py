@@ -74,7 +74,9 @@ def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
     data, expert, context, shards = shape.data, shape.expert, shape.context, shape.expert_shards
     moe = config.moe if any(map(config.is_moe_layer, range(config.num_layers))) else None
     if expert > 1 and moe is None:
-        raise ValueError(f"expert_parallel = {expert}: the model has no experts; legal: 1 (data_parallel shares texts)")
+        raise ValueError(
+            f"expert_parallel = {expert}: the model has no experts; legal: 1 (data_parallel deals out texts)"
+        )
     if moe is not None and moe.num_experts % shards:
         legal = [count for count in range(1, moe.num_experts + 1) if moe.num_experts % count == 0]
         name = f"expert_parallel = {expert}" if expert > 1 else f"context_parallel = {context}"

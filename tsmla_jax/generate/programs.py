@@ -65,7 +65,7 @@ class Programs:
 
     def put_work(self, work: Prompts | Drafts) -> Prompts | Drafts:
         """The prompts or drafts of a step, put on the mesh. Without a mesh they stay on the host, from which the call
-        of the program copies them; only drafts without tokens are on the device then, too.
+        of the program copies them; but drafts without tokens are on the device.
         """
         if isinstance(work, Drafts) and not work.tokens.size:
             return _no_drafts(self.mesh, work.lens.size)
@@ -74,8 +74,7 @@ class Programs:
 
 @functools.cache
 def _cache_maker(attention: LayerAttention, layout: CacheLayout) -> Callable[[], Any]:
-    """A program that makes one layer's empty caches on one device: one launch, where each array of `init_cache` would
-    be several."""
+    """A program that makes one layer's empty caches on one device, by one launch in place of several."""
     return jax.jit(partial(init_cache, attention, layout))
 
 

@@ -91,7 +91,7 @@ def wrap(params: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
       ValueError: the parameters are not folded.
-      TypeError: a weight is no array of bfloat16, float16 or float32, such as a block-scaled weight.
+      TypeError: a weight is block-scaled, or no array of bfloat16, float16 or float32.
     """
     if "in_proj" not in params:
         raise ValueError("params: got no 'in_proj'; legal: what functional.fold made of a layer's parameters")
