@@ -1,9 +1,9 @@
 """The two kinds of step: one takes a chunk of prompts; the other makes the next token of every unfinished text, and
 checks drafts.
 
-The state of the unfinished texts stays on the device: a step reads it and returns the next state, and the host need not
-see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted parts.
-Under `jax.jit` a step is one program, which is best on a GPU: one launch runs it, as CUDA graphs. Called without
+The state of the unfinished texts stays on the device: a step reads it and returns the next state. Only for drafts must
+the host see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted
+parts. Under `jax.jit` a step is one program, which is best on a GPU: one launch runs it, as CUDA graphs. Called without
 `jax.jit`, they launch one program a layer; layers of one kind share a program, which compiles in a fraction of the
 time. On a mesh each device runs these functions for its replica's texts (programs.py).
 """
