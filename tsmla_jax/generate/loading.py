@@ -263,9 +263,9 @@ def load_model(
         those of indexers and of V4's attention. False widens all, to at least twice the memory. None keeps them unless
         jax's default device is a CPU, which widens slowly.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
-        each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype, and widens the
-        weights in block_scaled_matmul's kernel; None is "exact" where that kernel can run; elsewhere other products
-        widen the weights.
+        each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype and widens the
+        weights, in block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can
+        run, and elsewhere other products widen the weights.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`). Experts and, if its rows divide, an output
         projection that is not the embedding are split over them, and the other parameters are on each. Of several
         processes each reads only its part of the experts.
