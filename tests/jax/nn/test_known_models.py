@@ -390,8 +390,8 @@ def test_keys_of_rope_that_say_nothing(family: str) -> None:
 @pytest.mark.parametrize(
     ("scaling", "text"),
     [
-        ({"factor": 40}, "rope_scaling.factor: got 40; legal: None with rope_type 'default'"),
-        ({"rope_type": "default", "attention_factor": 2.0}, "rope_scaling.attention_factor: got 2.0; legal: None"),
+        ({"factor": 40}, "rope_scaling.factor: got 40; legal: 1 or None with rope_type 'default'"),
+        ({"rope_type": "default", "attention_factor": 2.0}, "rope_scaling.attention_factor: got 2.0; legal: 1 or None"),
         ({**YARN, "factor": float("inf")}, "factor: got inf; legal: a finite number"),
         ({**YARN, "mscale": float("nan")}, "mscale: got nan; legal: a finite number"),
         ({**YARN, "attention_factor": 0.0}, "attention_factor: got 0.0; legal: above 0"),

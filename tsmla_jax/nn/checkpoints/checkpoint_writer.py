@@ -46,7 +46,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: the folder holds safetensors; max_shard_bytes is below 1; a name comes twice; base lacks a tensor or
-            has it in another shape; or a tensor is block-scaled here and not in base, or the other way round.
+            has it in another shape; a tensor is block-scaled here and not in base, or the other way round; or its
+            scales don't fit the dtype in which base stores them.
         ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     directory = Path(checkpoint_dir)
@@ -114,7 +115,8 @@ def _arrays_of(name: str, value: Any, base: Checkpoint | None) -> Iterator[tuple
 
 
 def _scales_as(dtype: np.dtype[Any], scales: Array, name: str) -> Array:
-    """f32 scales in the dtype in which base stores them; a dtype of one byte holds them as exponents of two."""
+    """f32 scales in the dtype in which base stores them (one byte holds a power of two). ValueError if it can't hold
+    them."""
     wanted = np.dtype(ml_dtypes.float8_e8m0fnu) if dtype.itemsize == 1 else dtype
     stored = scales.astype(wanted)
     if not np.array_equal(stored.astype(np.float32), scales):

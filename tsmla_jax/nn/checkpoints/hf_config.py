@@ -17,7 +17,7 @@ _ABSENT: Any = object()
 
 
 def why_no_file(path: Path, missing: str) -> str | None:
-    """The reason why a path is no regular file that can be opened (reading a named pipe may wait for ever), or None.
+    """The reason why a path is no regular file (reading a named pipe may wait for ever); None if it is one.
 
     Args:
         path: the path.
@@ -36,7 +36,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it is no regular file (reading a named pipe may wait for ever), or can't be read.
-        ValueError: it isn't JSON, is nested too deeply to be a description of anything, or gives a name two values.
+        ValueError: it isn't JSON in UTF-8, is nested too deeply, or gives a name two different values.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -61,12 +61,13 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     """The fields of a Hugging Face config, and a name for it in error texts.
 
     Args:
-        source: a mapping (returned as it is), a `config.json`, or the directory that holds one, or that holds Mistral's
-            `params.json` in its place.
+        source: a mapping (returned as it is), or the path of a `config.json`, of Mistral's `params.json`, or of the
+            folder that holds one of them; `config.json` comes first.
 
     Raises:
-        ValueError: no such file, not JSON, or not a JSON object; names the file.
-        TypeError: source is neither a mapping nor a path.
+        ValueError: there is no such file, it can't be read, it holds no JSON object, or `hf_fields` refuses a
+            `params.json`; names the file.
+        TypeError: source is neither a mapping, a str nor a Path.
     """
     if isinstance(source, Mapping):
         return source, "config"
@@ -94,8 +95,8 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
 
 
 def read_optional_config(path: Path) -> tuple[Mapping[str, Any], str]:
-    """`read_hf_config` of a file that may be absent: then there are no fields. Anything of that name that is no file,
-    such as a broken link, is refused and not ignored."""
+    """The fields of a config file as `read_hf_config` reads them; no fields if nothing has this name. A broken link
+    is refused."""
     return read_hf_config(path) if os.path.lexists(path) else ({}, str(path))
 
 
@@ -171,8 +172,8 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
         known: keys beside yarn's own that the caller reads, and whose values it checks.
 
     Raises:
-        ValueError: a field is missing, two disagree, a rope type is neither default nor yarn, or a key is unknown or
-            has a value that would change the angles in another way.
+        ValueError: a field is missing, of another type or out of its range; two disagree; the rope type is neither
+            default nor yarn; or a key says something that is not computed here.
     """
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -206,7 +207,7 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
         for key in ("factor", "attention_factor"):
             if merged.get(key, 1) != 1:
                 raise ValueError(
-                    f"{where}: {origin[key]}: got {merged[key]!r:.60}; legal: None with rope_type 'default'"
+                    f"{where}: {origin[key]}: got {merged[key]!r:.60}; legal: 1 or None with rope_type 'default'"
                 )
         return RopeFields(theta, None, merged)
     group_name = f"{where}: {origin['rope_type'].split('.')[0]}"

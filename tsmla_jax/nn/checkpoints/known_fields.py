@@ -64,7 +64,8 @@ _SHARED_CHOICE: Legal = {
     "rope_interleave": (True,),
 }
 _SHARED_LAYERS: Legal = {"index_topk_pattern": ("F", "full", "S", "shared"), "indexer_types": ("full", "shared")}
-# Fields whose values are not checked here. index_skip_topk_offset says nothing unless layers share a choice.
+# Fields whose values are not checked here, index_topk_freq only in configs of GLM-5. index_skip_topk_offset says
+# nothing unless layers share a choice.
 _CHOICE_KNOWN = ("index_topk_freq", "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk")
 
 _MLA: Legal = {
@@ -75,14 +76,15 @@ _MLA: Legal = {
     "use_bidirectional_attention": (False,),
     "use_mla": (True,),
 }
-# transformers multiplies by both factors whatever these fields say.
+# transformers multiplies by both factors whatever the two mla_scale fields say.
 _LONGCAT: Legal = {
     "attention_method": ("MLA",),
     "mla_scale_kv_lora": (True,),
     "mla_scale_q_lora": (True,),
     "rope_interleave": (True,),
 }
-# Fields of layers with linear attention, and those that say what NOPE_TYPES and GATES do.
+# Fields of layers with linear attention; the field by which NOPE_TYPES say that they rotate nothing; and the field of
+# Kimi-K3's gate.
 _HYBRID_PARTS = re.compile(r"^(kda|linear)_|^layer_group_size$")
 _NOPE: Legal = {"mla_use_nope": (True,)}
 _GATED: Legal = {"mla_use_output_gate": (True,)}
@@ -133,7 +135,7 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
     """ValueError that names the field, if a config describes attention that isn't one of MLA_TYPES'.
 
     Args:
-        fields: the config's; one without model_type is judged by the others.
+        fields: the config's. Without a model_type, the other fields decide.
         where: the config's name in an error.
     """
     check_model_type(fields, where, MLA_TYPES)
@@ -167,13 +169,15 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
 
 
 def check_v32(fields: Mapping[str, Any], where: str) -> None:
-    """ValueError that names the field, unless a config's attention is V3.2's or GLM-5's. Arguments: as `check_mla`."""
+    """ValueError that names the field, if a config describes attention other than V3.2's and GLM-5's. Arguments: as in
+    `check_mla`."""
     check_model_type(fields, where, V32_TYPES)
     check_mla(fields, where)
 
 
 def check_v4(fields: Mapping[str, Any], where: str) -> None:
-    """ValueError that names the field, unless a config's attention is DeepSeek-V4's. Arguments: as `check_mla`."""
+    """ValueError that names the field, if a config describes attention other than DeepSeek-V4's. Arguments: as in
+    `check_mla`."""
     check_model_type(fields, where, V4_TYPES)
     check_values(fields, where, _V4)
     check_values(fields, where, _CHOICE)
@@ -183,7 +187,7 @@ def check_v4(fields: Mapping[str, Any], where: str) -> None:
 
 
 def check_model_type(fields: Mapping[str, Any], where: str, legal: tuple[str, ...]) -> None:
-    """ValueError if a config is of another model type; it may have none."""
+    """ValueError if a config has a model type that is not in `legal`; it may have none."""
     model_type = fields.get("model_type")
     if model_type is not None and model_type not in legal:
         raise ValueError(f"{where}: model_type: got {model_type!r:.60}; legal: {', '.join(legal)}")
@@ -198,7 +202,8 @@ def check_values(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
 
 
 def check_aliases(fields: Mapping[str, Any], where: str, names: Mapping[str, str]) -> None:
-    """ValueError if a field is there under another config's name for it, and with another value."""
+    """ValueError if an alias (a name in `names`) has another value than the field that it stands for. An
+    alias may be absent."""
     for alias, name in names.items():
         value = fields.get(alias)
         if value is not None and value != fields.get(name):
@@ -218,7 +223,8 @@ def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], 
 
 
 def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
-    """ValueError for a field that isn't a list (or a text) of legal entries, one for each layer."""
+    """ValueError for a field that is present and isn't a list (or a text) of legal entries; their number is not
+    checked."""
     for name, entries in legal.items():
         value = fields.get(name)
         if value is not None and not (isinstance(value, list | str) and all(entry in entries for entry in value)):

@@ -48,7 +48,7 @@ _LEGAL: Legal = {
 }  # fmt: skip
 _EXPERTS_LEGAL: Legal = {"renorm_strategy": ("WEIGHTS",), "use_load_balancing_bias": (False,)}
 _YARN_LEGAL: Legal = {"apply_scale": (False,)}
-# Fields that are ignored: about images, about widths that other fields give, and about how Mistral computes.
+# Fields that are ignored: about images, about sizes that other fields give, and about how Mistral computes.
 _PASSED_OVER = ("head_dim", "max_seq_len", "multimodal", "vision_encoder")
 _EXPERTS_PASSED_OVER = ("expert_model_parallel", "expert_parallel")
 
@@ -90,7 +90,10 @@ def _renamed(
     legal: Legal,
     passed_over: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Fields under their other names; None is the same name. ValueError for one that isn't known and says anything."""
+    """The fields in `names` under their other names (None: the same name).
+
+    ValueError for a value that is not `legal`, and for an unknown field that is not null, false, 0 or empty.
+    """
     check_values(given, where, legal)
     fields = {}
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantised in a format that isn't read: refused by its name, before weights are read.
+"""Checks that refuse a checkpoint whose weights are quantised in a format that isn't read.
 
 fp8 with scales for blocks or for whole matrices, and fp4 and int4 with scales for 32 values of a row are read
 (`Checkpoint.read`). Any other format is found by config.json for a whole model, and by the tensors' names and dtypes
@@ -66,11 +66,14 @@ def _refuse_group(group: Any, where: str) -> None:
     if method not in (None, "fp8") or (method is None and details):
         what = f"quant_method: got {method!r:.60}" + (f" with {details[0]}" if details else "")
         raise CheckpointError(f"{where}: {what}; legal: {_READ}")
-    # Activations are not quantised here, so their fixed scales don't matter. Checkpoints have them where a weight has
-    # one scale for the whole matrix.
+    # Activations are not quantised here, so their fixed scales don't matter. They are accepted where config.json says
+    # that a weight has one scale for the whole matrix.
     fixed = group.get("activation_scheme") == "static" and group.get("weight_block_size", 0) is None
     if group.get("activation_scheme") not in (None, "dynamic") and not fixed:
-        raise CheckpointError(f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic'")
+        raise CheckpointError(
+            f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic', or 'static' with a"
+            " weight_block_size of null"
+        )
 
 
 def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
@@ -113,7 +116,7 @@ def is_activation_scale(name: str) -> bool:
 
 
 def refuse_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """CheckpointError that names the first tensor of a format that isn't read.
+    """CheckpointError that names a tensor, if there is one of a format that isn't read.
 
     Args:
         checkpoint: the checkpoint; only its headers are read.

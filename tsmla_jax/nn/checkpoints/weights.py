@@ -1,4 +1,5 @@
-"""The parameters of an attention layer of any model: drawn, checked, split over heads, read from a checkpoint."""
+"""The parameters of an attention layer of any model: drawn, checked, split over heads, read from a checkpoint and
+written to one."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class LayerWeights(Generic[_Config]):
         stored_names: the names of a checkpoint's tensors by their names in transformers' modules; None where they are
             equal.
         stored_name: the spelling of one of these names in a new checkpoint.
-        unfold: parameters as `param_shapes` describes them from folded ones, where a model's can be folded.
+        unfold: from folded parameters, the parameters that `param_shapes` describes; None if there is no `fold`.
     """
 
     read_config: Callable[[Path, int], _Config]
@@ -107,13 +108,14 @@ class LayerWeights(Generic[_Config]):
             config: the layer's shape.
             tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says. Of MLA's projections
                 all but kv_b_proj may be `BlockScaled`, and stay so, with the shape of the tensor.
-            dtype: the dtype of the parameters; None keeps each array's own.
+            dtype: the dtype of the parameters that are not `BlockScaled`; None keeps each array's own.
 
         Returns:
             the pytree described at `param_shapes`.
 
         Raises:
-            ValueError: a tensor is missing or has another shape; names it.
+            ValueError: a tensor is missing, or an array has another shape; names it. The shape of a `BlockScaled` is
+                not checked.
         """
         shapes = self.param_shapes(config)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -191,7 +193,8 @@ class LayerWeights(Generic[_Config]):
         Raises:
             ValueError: the config or a tensor is missing or misshapen, or of another model or a quantised format that
                 isn't read; the layer has a tensor that its config has no use for (a bias, an indexer); an indexer's
-                tensor has NaN or infinite values; a file is truncated; or layer is negative.
+                tensor has NaN or infinite values; values don't fit float16; a file is truncated; or layer is
+                negative.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         if layer < 0:
@@ -239,8 +242,9 @@ class LayerWeights(Generic[_Config]):
             max_shard_bytes: the most bytes of a file, unless it holds a single tensor; several files get an index.
 
         Raises:
-            ValueError: as `params_to_hf`; the folder holds safetensors, or neither config nor base is given; base lacks
-                a tensor, has it in another shape, or stores it block-scaled where the parameter is not.
+            ValueError: as `params_to_hf`; layers is empty or has a negative index; config lacks a layer, or neither
+                config nor base is given; the folder holds safetensors; max_shard_bytes is below 1; base lacks a tensor,
+                has it in another shape, or has it block-scaled where the parameter is not, or the other way round.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         given = None if base is None else open_checkpoint(base)
@@ -282,7 +286,7 @@ def open_checkpoint(checkpoint_dir: str | Path | Checkpoint) -> Checkpoint:
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
-    """ValueError for a dtype that weights without scales are not stored in."""
+    """ValueError for a dtype other than float32, bfloat16 and float16; None is legal, too."""
     legal = ("float32", "bfloat16", "float16")
     if dtype is not None and jnp.dtype(dtype).name not in legal:
         raise ValueError(f"dtype: got {jnp.dtype(dtype).name}; legal: {', '.join(legal)}, None")
@@ -320,7 +324,7 @@ def _random_params(
 
 
 def _stored_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """The parameters as a checkpoint divides them: w_uk and w_uv are the rows of kv_b_proj."""
+    """The parameters' shapes, with kv_b_proj [H, N + V, L] in the place of w_uk and w_uv, as a checkpoint has it."""
     stored: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name == "w_uk":
