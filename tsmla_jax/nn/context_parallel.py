@@ -4,8 +4,8 @@ For functions inside `jax.shard_map`, where a mesh axis (`context_axis`) has N d
 to (j + 1) Z - 1, lies on device j mod N and is that device's page j // N of the text. So the devices' shares of a text
 differ by a page at most, however long it is, and grow in turn. A step describes whole texts (seq_lens, positions); its
 block tables and slots are the device's own. Every device computes the queries of all tokens and attends over its own
-keys; the partial results are merged by their logsumexps, which gives the same bits on every device. DeepSeek-V4's keys
-are its compressed entries, dealt out in pages of as many tokens; every device has its window's latents.
+keys; the partial results are merged by their logsumexps, which gives the same bits on every device. With DeepSeek-V4
+the keys that are dealt out are the compressed entries, by the pages of their cache; every device has the whole window.
 
 Layout as in vLLM's decode context parallelism (cp_kv_cache_interleave_size); the merge is that of
 `tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a
@@ -58,8 +58,8 @@ class HeldContext(NamedTuple):
 
 
 def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
-    """This device's part of the contexts. A pass takes `chunk` tokens of each text, split over the devices in whole
-    pages; without a context_axis one device has them all."""
+    """This device's part of the contexts. A pass takes `chunk` tokens of each text. Over a context_axis the devices
+    share them, and each device's part is rounded up to whole pages; without one a device has them all."""
     if context_axis is None:
         return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)
@@ -123,7 +123,7 @@ def mla_decode(
         TypeError, ValueError, NotImplementedError: as `tsmla_jax.mla_decode`; TypeError also for another option.
     """
     for name in options:
-        if name not in _DECODE_OPTIONS:  # causal and visible_lens, of whole texts, would hide other keys of a device
+        if name not in _DECODE_OPTIONS:  # causal and visible_lens count keys of whole texts, not a device's own keys
             raise TypeError(f"{name}: no option over a context_axis; legal: {', '.join(_DECODE_OPTIONS)}")
     page_size, rows = kv_cache.shape[1], q.reshape(-1, *q.shape[-2:])
     most = q.shape[1] if cu_seqlens_q is None else max_q_len
@@ -144,7 +144,7 @@ _DECODE_OPTIONS = ("softmax_scale", "latent_dim", "q_scale", "kv_scale", "batch_
 
 
 def merge(out: jax.Array, lse: jax.Array, context_axis: str) -> tuple[jax.Array, jax.Array]:
-    """The results over all keys from the results over each device's keys, by one exchange (on GPUs one kernel of NCCL).
+    """The results over all keys from the results over each device's keys, by one exchange.
 
     Args:
         out, lse: [T, H, V] and [T, H], as `mla_decode` returns them.
@@ -178,7 +178,7 @@ def project_merged(
         heads: a linear map of each head's result, from [t, H, V] to [t, H, W]; `project` then gets the mapped results.
             With few tokens each device maps before the exchange, which moves fewer bytes if W is less than V.
         sinks: [H], as in `tsmla_jax.sparse_mla`: they take weight from the keys of all devices once, after the merge.
-            out then comes to `project` in float32.
+            out then comes to `project` in float32 (float64 for float64).
     """
     shared = out.shape[0] > FEW_TOKENS
     if heads is not None and not shared:

@@ -155,12 +155,13 @@ def dot_product_attention(
         scale: positive factor of the logits, may be traced; None is H^-0.5.
         is_causal: query i sees key j iff j <= i, both counted from the first token (the alignment of jax.nn;
             `mla_prefill` aligns the last tokens).
-        query_seq_lengths, key_value_seq_lengths: [B] int32, how many tokens of a row count; the others must be finite.
-            If is_causal is set and keys may be fewer than queries, a second call computes the queries after the last
-            key. The same array given as both says that there are no such queries.
+        query_seq_lengths, key_value_seq_lengths: [B] int32 ([1] for one row), how many tokens of a row count; the
+            others must be finite. If is_causal is set and keys may be fewer than queries, a second call computes the
+            queries after the last key. The same array given as both says that there are no such queries.
         segment_ids: [B, T] integers, 0 for padding: tokens see only their own segment, and T must be S. Or `Segments`,
             made once for all layers. Lengths and mask are refused together with segment_ids.
-        max_segments: static, the most segments of a row; required if segment_ids is an array, refused without one.
+        max_segments: static, the most segments of a row (a row with more gives NaN); required if segment_ids is an
+            array, refused otherwise.
         dropout_rate: only 0 is legal.
         sinks: [N] of floats, as in `mla_prefill`.
         deterministic, implementation: as in `mla_prefill`.
@@ -174,8 +175,8 @@ def dot_product_attention(
 
     Raises:
         TypeError, ValueError: an argument is not legal.
-        NotImplementedError: bias, windows, dropout, masks that differ between heads, fewer heads of keys than of
-            queries; or no named implementation can run this call; the message gives every reason.
+        NotImplementedError: bias, windows, dropout, a mask with several heads, another number of heads in key or value
+            than in query; or no named implementation can run this call: the message gives every reason.
     """
     one_row = len(describe("query", query).shape) == 3
     call = _Call.of(query, key, value, bias, mask, local_window_size, dropout_rate)
@@ -206,7 +207,7 @@ def dot_product_attention(
             ("mask", mask),
         ):
             if given is not None:
-                raise ValueError(f"{name}: got an array beside segment_ids, which say the same; legal: None")
+                raise ValueError(f"{name}: got an array beside segment_ids; legal: None")
         segments = _segments(segment_ids, max_segments, call, one_row)
         results = attend_within(segments, q, partial(attend, causal=is_causal))
     else:
@@ -282,7 +283,7 @@ class _Call(NamedTuple):
             if array.shape[-2] != heads:
                 raise NotImplementedError(
                     f"{name}: got {array.shape[-2]} heads; legal: query's {heads} (grouped queries are not computed"
-                    f" here; jnp.repeat({name}, groups, axis=-2) gives them heads)"
+                    f" here; jnp.repeat({name}, groups, axis=-2) repeats the heads)"
                 )
             if array.dtype not in VALUES:
                 raise ValueError(f"{name}: got dtype {array.dtype}; legal: {', '.join(VALUES)}")
@@ -338,9 +339,7 @@ def _segments(
         raise ValueError(f"key: got {call.key.shape[1]} tokens; legal: query's {rows[1]}, as segment_ids are of both")
     if isinstance(segment_ids, Segments):
         if max_segments is not None:
-            raise ValueError(
-                f"max_segments: got {max_segments} beside Segments, which were made for theirs; legal: None"
-            )
+            raise ValueError(f"max_segments: got {max_segments} beside Segments, which have their own; legal: None")
         found = segment_ids
         if found.valid.shape != rows:
             raise ValueError(f"segment_ids: got Segments of rows {found.valid.shape}; legal: query's [B, T] = {rows}")

@@ -53,7 +53,7 @@ class Mixed(NamedTuple):
 
 def why_not(streams: jax.Array) -> list[str]:
     """Why `mix_by_kernel` can't serve streams [T, N, C] on jax's default device; empty if it can."""
-    if streams.shape[0] != 1:  # said first: most other steps are of many tokens
+    if streams.shape[0] != 1:  # said first: most steps that can't run here have several tokens
         return [f"there are {streams.shape[0]} tokens; Pallas' kernels mix the streams of several tokens faster"]
     if reasons := device.why_not(record.FEW_TOKEN_WRITE_STREAMS) + device.why_not_by_default():
         return reasons
@@ -79,7 +79,7 @@ def mix_by_kernel(
       given: streams [T, N, C] in bf16, or `Unwritten` ones.
       norm: the norm of the next block's input.
       rounds: the number of Sinkhorn's rounds.
-      eps: added to the divisors of these rounds.
+      eps: added to the divisors of these rounds, to the mixing's weights before them, and to the reading's weights.
       norm_eps: the epsilon of the streams' norm before the projection.
     """
     tokens, count, columns = _streams_of(given).shape

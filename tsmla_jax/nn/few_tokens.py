@@ -1,8 +1,8 @@
 """The parts of a decoder layer's step of up to 16 tokens, each as one kernel on Hopper.
 
 Such a step spends its time on reading weights and on starting kernels. So the product after a norm computes the norm,
-the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. Elsewhere,
-and for more tokens, a function computes the same in XLA, unless its name ends in by_kernel.
+the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. Where its
+kernel can't run, a function computes the same by other operations, unless its name ends in by_kernel.
 
 A program with these kernels is not partitioned automatically over devices (it may run under `jax.shard_map`), has no
 derivative and can't be vmapped. Axes: T tokens, K terms, N rows of a weight, E experts, P experts of a token, C hidden
@@ -71,7 +71,7 @@ def why_not_dtypes(x: Any, *weights: Weight, norm: Norm | None = None) -> list[s
     if reasons := device.why_not(record.FEW_TOKEN_MATMUL) + device.why_not_by_default():
         return reasons
     if x.dtype != jnp.bfloat16 or (norm is not None and norm.weight.dtype != jnp.bfloat16):
-        return [f"activations are {x.dtype}; the kernels of few tokens take bfloat16, and norms of it"]
+        return [f"activations are {x.dtype}; the kernels of few tokens take bfloat16 activations and norms"]
     for weight in weights:
         if isinstance(weight, BlockScaled) and weight.products == "quantized":
             return ["products are quantized; the kernels of few tokens take activations as they are"]
@@ -267,7 +267,7 @@ def choose_up_by_kernel(
       bias: f32 [E], with the routing noaux_tc, and only then.
       spec: how the token chooses.
       norm: as in `experts_up`.
-      down: the weights of `experts_down`, of the same dtype, which the kernel then begins to bring to the L2 cache.
+      down: the weights of `experts_down`, of the same dtype. The kernel may then begin to bring them to the L2 cache.
     """
     others = [] if norm is None else [norm.weight]
     biases = [] if bias is None else [bias.astype(jnp.float32)]
@@ -408,13 +408,13 @@ def attend_by_kernel(
 ) -> jax.Array:
     """Attention of one token, and the product of each head's result with W_UV: [1, H V].
 
-    mla_decode's first kernel attends, and the second one merges its pieces and multiplies them.
+    mla_decode's first kernel attends; few_token_values merges its pieces and multiplies them by W_UV.
 
     Args:
       absorbed: [1, 1, H, L + R], as `queries` returns it.
       kv_cache, block_tables, seq_lens: as in `tsmla_jax.mla_decode`.
       w_uv: [H, V, L].
-      options: softmax_scale, latent_dim, q_scale and kv_scale of `tsmla_jax.mla_decode`.
+      options: softmax_scale, latent_dim, q_scale and kv_scale of `tsmla_jax.mla_decode`, all four.
     """
     spec = OPERATION.spec(**_decode_arguments(absorbed, kv_cache, block_tables, seq_lens, options))
     lens = checks.decode(spec, seq_lens, block_tables, None)

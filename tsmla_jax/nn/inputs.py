@@ -48,8 +48,8 @@ def check_texts(cu_seqlens_q: Any, max_q_len: object) -> None:
 
 
 def check_new_caches(sizes: Mapping[str, object], dtypes: Mapping[str, DTypeLike]) -> None:
-    """Raises a TypeError or ValueError unless the sizes of new caches are static ints (those of pages and rows at least
-    1, counts at least 0), and their dtypes uint8 or what a cache holds.
+    """Raises a TypeError or ValueError unless the sizes of new caches are static ints (page sizes at least 1, others at
+    least 0), and their dtypes are uint8 or in VALUES.
     """
     for name, size in sizes.items():
         static_int(name, size, minimum=int(name.endswith("page_size")))

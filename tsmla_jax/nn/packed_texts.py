@@ -1,5 +1,5 @@
-"""Packed texts in training: which arrays have a gradient, and the texts' rows in pages that the kernels of a top-k
-read.
+"""Packed texts in training: a check that all arrays have a gradient, and the texts' rows in pages, as the kernels that
+choose keys read them.
 
 Axes: T tokens or entries of all texts, packed one text after the other, B texts, P pages, M pages a text at most.
 """

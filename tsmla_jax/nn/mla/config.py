@@ -171,18 +171,19 @@ class MLAConfig:
         """Reads the attention's fields of a Hugging Face config.
 
         Args:
-            source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
-                is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose
-                layers are the same; mistral4 (Mistral Small 4), whose queries have a query_scale; longcat_flash, with
-                scale_latents; kimi_linear, kimi_k3 (its text_config is read) and bailing_hybrid (Ling 3), for their
-                layers of this kind; deepseek_v32 and glm_moe_dsa (GLM-5), whose layer is read without its indexer; or
-                absent.
+            source: the parsed config, or the path of a `config.json`, of Mistral's `params.json`, or of the directory
+                that holds one of them. Its model_type is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite
+                (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose layers are the same; mistral4 (Mistral Small 4), whose
+                queries have a query_scale; longcat_flash, with scale_latents; kimi_linear, kimi_k3 (its text_config is
+                read) and bailing_hybrid (Ling 3), for their layers of this kind; deepseek_v32 and glm_moe_dsa (GLM-5),
+                whose layer is read without its indexer; or absent.
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:
             ValueError: a field is missing, has the wrong type or an impossible value, or describes another layer (a
                 model type that is none of these, a rope type that is neither default nor yarn, an unknown key of rope,
                 a multiplier, a gate, a window). The message names the field and, when `source` is a path, the file.
+            TypeError: source is neither a mapping, a str nor a Path.
         """
         fields, where = read_hf_config(source)
         if fields.get("model_type") == "kimi_k3":

@@ -30,7 +30,7 @@ def why_not(
 ) -> list[str]:
     """Why `decode` of x [T, E] can't run by the kernels for few tokens, or can't run at all; empty if it can.
 
-    quantises: whether there is a q_scale. The other arguments are those of `functional.decode`."""
+    quantises: whether there is a q_scale. context_axis: as in `functional.decode`. The others: as in `decode`."""
     if "in_proj" not in params:
         return ["parameters are not folded"]
     if config.attention_bias or context_axis is not None or implementation not in (None, "cute"):

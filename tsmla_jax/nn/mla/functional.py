@@ -46,7 +46,8 @@ from tsmla_kernels import contract
 
 
 def check_layer(params: Params, config: MLAConfig) -> None:
-    """Raises a TypeError or ValueError unless the config is an MLAConfig, and params have its weights."""
+    """Raises a TypeError or ValueError unless the config is an MLAConfig, and params have the weights that all such
+    layers have; biases and g_proj are not looked for."""
     check_config(config, MLAConfig)
     check_params(params, param_shapes(config))
 
@@ -79,6 +80,7 @@ def prefill(
 
     Raises:
         TypeError, ValueError: an argument is not legal (a wrong rank, width or dtype), or a weight is missing.
+        NotImplementedError: no named implementation can run the call.
     """
     check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
@@ -155,7 +157,8 @@ def prefill_with_context(
     Raises:
         TypeError, ValueError: an argument is not legal (a wrong rank, width or dtype, a dense step, a step of another
             context_axis or page size, a context_chunk below 1), or a weight is missing.
-        NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
+        NotImplementedError: a derivative is asked for under jax.jit, where the passes that are needed are not known;
+            or no named implementation can run the call.
     """
     check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E")
@@ -271,6 +274,7 @@ def decode(
     Raises:
         TypeError, ValueError: an argument is not legal (a wrong rank, width or dtype, a dense step for ragged x or the
             reverse, a step of another context_axis or page size), or a weight is missing.
+        NotImplementedError: no named implementation can run the call.
     """
     check_layer(params, config)
     check_tokens(x, config.hidden_size, "T E", "B S E")

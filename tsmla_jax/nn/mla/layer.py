@@ -41,7 +41,8 @@ class MLAttention(AttentionLayer):
             y in x's shape.
 
         Raises:
-            ValueError: a wrong rank or width, or cu_seqlens_q and max_q_len missing for ragged x.
+            TypeError, ValueError, NotImplementedError: as `functional.prefill`; ValueError also if cu_seqlens_q or
+                max_q_len is missing for ragged x, or given with x [B, S, E].
         """
         check_tokens(x, self.config.hidden_size, "B S E", "T E")
         flat = x.reshape(-1, x.shape[-1])

@@ -48,7 +48,7 @@ _OF_IMAGES = ("patch_merger.", "pre_mm_projector_norm.", "vision_encoder.", "vis
 
 def stored_names(names: Iterable[str]) -> dict[str, str]:
     """The names of a checkpoint's tensors, by their names in DeepSeek's checkpoints. Both are the same unless the
-    checkpoint is LongCat-Flash's or in Mistral's format, of which tensors for images are left out.
+    checkpoint is LongCat-Flash's or in Mistral's format. In Mistral's format, tensors for images are left out.
     """
     names = list(names)
     if any(name.endswith(".attention.wkv_a_with_mqa.weight") for name in names):

@@ -22,9 +22,10 @@ def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
 
     The last axis of every matrix is the one that a product sums over, so that a single token's product is a sum along
     rows. The first product of the queries and kv_a_proj_with_mqa are one, in_proj [A + L + R, E], with A = rank or
-    H (N + R); q_b_proj becomes [H (N + R), rank], o_proj [E, H V], w_uk [H, L, N]; w_uk and w_uv side by side are
-    w_ukv [H, N + V, L]. Functions recognise folded parameters by in_proj. Folded parameters can't be split over heads.
-    Block-scaled weights stay block-scaled; in_proj is so if both its parts are, and A is a multiple of 128.
+    H (N + R); their biases are one, in_proj_bias. q_b_proj becomes [H (N + R), rank], o_proj [E, H V], w_uk [H, L, N],
+    and g_proj [H, E] or [H V, E]; w_uk and w_uv side by side are w_ukv [H, N + V, L]. Functions recognise folded
+    parameters by in_proj. Folded parameters can't be split over heads. Block-scaled weights stay block-scaled; in_proj
+    is so if both its parts are, and A is a multiple of 128.
     """
     first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
     folded = dict(params)
@@ -208,8 +209,9 @@ def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
 
 
 def project_out(params: Params, config: MLAConfig, heads: jax.Array, x: jax.Array | None = None) -> jax.Array:
-    """The output projection [..., E] of heads' outputs [..., H, V]; under `shard_map` the partial sum of local heads. x
-    [..., E] is the layer's input, which an output_gate needs.
+    """The output projection [..., E] of heads' outputs [..., H, V]; under `shard_map` the partial sum of local heads.
+
+    x: the layer's input [..., E], which an output_gate needs; with one, None is a ValueError.
     """
     if config.output_gate is not None:
         heads = _gated(params, config, heads, needed_with_gate(x))
@@ -233,7 +235,7 @@ def needed_with_gate(x: jax.Array | None) -> jax.Array:
 
 
 def _gated(params: Params, config: MLAConfig, heads: jax.Array, x: jax.Array) -> jax.Array:
-    """Head outputs [..., H, V] times their gates, which are rounded to x's dtype first."""
+    """The heads' outputs [..., H, V] times their gates, which are rounded to x's dtype first."""
     gate = linear(x, params["g_proj"]) if "in_proj" in params else contract(x, params["g_proj"])
     gate = jax.nn.sigmoid(gate.astype(jnp.promote_types(gate.dtype, jnp.float32))).astype(x.dtype)
     return heads * gate.reshape(*heads.shape[:-1], -1)

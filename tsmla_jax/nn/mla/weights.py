@@ -1,7 +1,7 @@
 """The parameters of one MLA layer as a plain pytree.
 
 In each weight that depends on heads, the heads are a separate axis, so that tensor parallelism splits this one axis.
-kv_b_proj is kept as two parts, W_UK and W_UV, which are used separately.
+kv_b_proj is kept as two parts, W_UK and W_UV, because a decode step uses them separately.
 """
 
 from tsmla_jax.nn.checkpoints.weights import LayerWeights

@@ -1,1 +1,1 @@
-"""Products with weights that may be narrow, and all kernels in Pallas, of these products and others."""
+"""Products with weights that may be narrow, and kernels in Pallas, of these products and of other operations."""

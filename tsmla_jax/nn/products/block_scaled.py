@@ -72,7 +72,7 @@ def widened(weight: jax.Array | BlockScaled | MXFP4, dtype: jax.typing.DTypeLike
 
 def why_not_by_kernel(dtype: Any, columns: int, depth: int) -> list[str]:
     """Why the kernel of block_scaled_matmul can't run, or isn't chosen for, exact products on jax's default device;
-    empty if it is.
+    empty if it is chosen.
 
     Args:
       dtype: the dtype of the activations.
