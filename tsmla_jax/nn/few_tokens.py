@@ -137,7 +137,7 @@ def matmul(
       residual: [T, N] or None.
 
     Returns:
-      [T, N], gated [T, N / 2], in x's dtype.
+      [T, N], gated [T, N / 2], in x's dtype, which the residual and a plain weight must have, too.
     """
     if why_not_matmul(x, weight, norm, gated=gated):
         normed = x[:, : weight.shape[1]]

@@ -30,7 +30,7 @@ def check_params(params: object, names: Iterable[str]) -> None:
 
 
 def check_tokens(x: Any, hidden_size: int, *legends: str) -> None:
-    """Raises a TypeError or ValueError unless x is an array of floating point with the axes of a legend ("T E" or
+    """Raises a TypeError or ValueError unless x is an array of a dtype in FLOATS with the axes of a legend ("T E" or
     "B S E") and E = hidden_size, the config's.
     """
     array, axes = describe("x", x), [named_axes(legend) for legend in legends]

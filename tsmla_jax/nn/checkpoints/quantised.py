@@ -1,8 +1,8 @@
 """Checks that refuse a checkpoint whose weights are quantised in a format that isn't read.
 
 fp8 with scales for blocks or for whole matrices, and fp4 and int4 with scales for 32 values of a row are read
-(`Checkpoint.read`). Any other format is found by config.json for a whole model, and by the tensors' names and dtypes
-for a single layer: a model may have plain attention layers beside quantised experts.
+(`Checkpoint.read`). Other formats are found by the tensors' names and dtypes, and for a whole model by config.json
+first. A single layer may be plain in a model of quantised experts, so config.json is not asked about it.
 """
 
 import re
@@ -21,8 +21,8 @@ from tsmla_jax.nn.checkpoints.known_fields import Legal, check_values
 _GROUPS = ("quantization_config", "compression_config", "quantization")
 _METHODS = ("quant_algo", "quant_type", "format", "config_groups", "bits", "load_in_4bit", "load_in_8bit")
 _READ = (
-    "'fp8' with scales for blocks or whole matrices, compressed-tensors' pack-quantized int4, or weights that are not"
-    " quantised"
+    "'fp8' with scales for blocks or whole matrices, DeepSeek-V4's fp4, compressed-tensors' pack-quantized int4, or"
+    " weights that are not quantised"
 )
 # What compressed-tensors says of the int4 weights that are read.
 _INT4: Legal = {

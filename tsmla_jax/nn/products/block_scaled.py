@@ -1,8 +1,9 @@
 """Weights in e4m3 with a scale for every block of 128 x 128, as DeepSeek-V3's checkpoints hold them.
 
-They stay narrow on the device: a product reads one byte for each weight and widens it in registers. A product of many
-rows may widen the whole matrix first. Activations keep their dtype, unless the weight's `products` says otherwise; the
-inference code that comes with the model quantises them. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
+They stay narrow on the device: a product reads one byte for each weight and widens it in registers, and a product of
+many rows may widen the whole matrix first. If the weight's `products` is "quantized", activations are quantised, as in
+the inference code that comes with the model, and no weight is widened. Source: DeepSeek-V3 (arXiv:2412.19437), section
+3.3.
 """
 
 from __future__ import annotations
