@@ -202,8 +202,8 @@ def check_values(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
 
 
 def check_aliases(fields: Mapping[str, Any], where: str, names: Mapping[str, str]) -> None:
-    """ValueError if an alias (a name in `names`) has another value than the field that it stands for. An
-    alias may be absent."""
+    """ValueError if an alias (a name in `names`) has another value than the field that it stands for. An alias
+    may be absent."""
     for alias, name in names.items():
         value = fields.get(alias)
         if value is not None and value != fields.get(name):

@@ -211,7 +211,7 @@ def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
 def project_out(params: Params, config: MLAConfig, heads: jax.Array, x: jax.Array | None = None) -> jax.Array:
     """The output projection [..., E] of heads' outputs [..., H, V]; under `shard_map` the partial sum of local heads.
 
-    x: the layer's input [..., E], which an output_gate needs; with one, None is a ValueError.
+    x: the layer's input [..., E]. With an output_gate it is needed: None is then a ValueError.
     """
     if config.output_gate is not None:
         heads = _gated(params, config, heads, needed_with_gate(x))
