@@ -144,7 +144,7 @@ def test_block_scaled_weights_stay_so(tmp_path: Path) -> None:
     np.testing.assert_array_equal(wide["q_a_proj"].T, params["q_a_proj"].widened(jnp.float32))
     save_hf_attention(tmp_path / "again", {0: params}, base=tmp_path / "base")
     assert_same(load_hf_attention(tmp_path / "again", 0, dtype=jnp.float32), wide)
-    with pytest.raises(ValueError, match=r"q_a_proj\.weight' has no block scales, and that of .* has them; legal"):
+    with pytest.raises(ValueError, match=r"q_a_proj\.weight' has no block scales, and in base .* it has them; legal"):
         save_hf_attention(tmp_path / "wide", {0: wide}, base=tmp_path / "base")
     assert not (tmp_path / "wide").exists()
 

@@ -100,8 +100,8 @@ def _arrays_of(name: str, value: Any, base: Checkpoint | None) -> Iterator[tuple
         if (found is not None) != narrow:
             these, those = ("has", "has none") if narrow else ("has no", "has them")
             raise ValueError(
-                f"tensor {name!r} {these} block scales, and that of {info.file} {those}; legal: as base has it, or no "
-                f"base, and a config.json whose quantization_config says what is stored"
+                f"tensor {name!r} {these} block scales, and in base ({info.file}) it {those}; legal: as in base, or "
+                f"base=None and your own config.json, whose quantization_config says what is stored"
             )
     if not narrow:
         yield name, np.asarray(value)

@@ -164,7 +164,7 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
     """rope_theta and yarn, from the old spelling (rope_theta, rope_scaling), the new one (rope_parameters), or both.
 
     transformers 5 writes rope_parameters, sometimes next to the old fields. Where both are present they must agree: a
-    silent choice between two angles is a model that is subtly wrong. So is a key that is passed over.
+    silent choice between two angles, or a key that is passed over, would make a model that is subtly wrong.
 
     Args:
         fields: the config's.
