@@ -66,9 +66,9 @@ class Segments:
                 MaxText). The gradient's workspace grows with it.
 
         Raises:
-            TypeError, ValueError: ids are no integers or have another rank, or are integers of numpy that jax would cut
-                to other values; max_segments < 1. With TSMLA_CHECK=1 also a row of too many segments, or an id that
-                comes back after another one.
+            TypeError, ValueError: ids are neither integers nor booleans, have another rank or a symbolic S, or are
+                integers of numpy that jax would cut to other values; max_segments is not an integer above 0. With
+                TSMLA_CHECK=1 also a row of too many segments, or an id that comes back after another one.
         """
         return segments_of("ids", ids, max_segments)
 

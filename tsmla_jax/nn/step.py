@@ -44,7 +44,7 @@ class Step:
         context_axis: static, the mesh axis whose devices share the keys (`nn.context_parallel`); slot_mapping and
             block_tables are then the device's own.
         page_size: static, Z of the caches that slot_mapping is for; layers refuse caches with other pages. A step made
-            by hand may have None: then nothing is checked.
+            by hand may have None: then the size of pages is not checked.
         max_seq_len: static bound of seq_lens, by which a sparse layer chooses the form of its attention; None takes the
             capacity of the block tables.
     """

@@ -53,9 +53,9 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
 
-    A block-scaled weight whose `products` is "quantized" is not widened. Any other block-scaled weight is widened to
-    x's dtype: by the kernel that reads it, or by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row
-    meets a small matrix, or if no kernel can run.
+    A block-scaled weight whose `products` is "quantized" is not widened. Any other block-scaled weight is widened: by
+    the kernel that reads it, or to x's dtype by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets
+    a small matrix whose `products` is None, or if no kernel can run.
     """
     if isinstance(weight, BatchInvariant):
         return batch_invariant.linear(x, weight.values)
@@ -73,8 +73,8 @@ def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> ja
 
 
 def _by_xla(rows: int, weight: BlockScaled) -> bool:
-    """Whether XLA widens the weight of a product of so many rows: many rows, or one row of a small matrix whose
-    `products` is None."""
+    """Whether XLA widens the weight of a product of so many rows: many rows, or one row times a small matrix
+    whose `products` is None."""
     summed = rows == 1 and math.prod(weight.shape) <= _MOST_SUMMED and weight.products is None
     return summed or rows > MANY_WIDENED_ROWS
 

@@ -49,7 +49,7 @@ def can_be_kept(hidden: int, width: int) -> bool:
 
 def why_not_mxfp4(dtype: Any, hidden: int, width: int) -> list[str]:
     """Why the kernel of grouped_block_scaled_matmul can't run, or isn't chosen for, experts in MXFP4 on jax's default
-    device; empty if it is.
+    device; empty if it is chosen.
 
     Args:
       dtype: the dtype of the activations.

@@ -1,7 +1,8 @@
 """V4's RMS norm and rope for rows of 16 bits, as one kernel on a GPU, where XLA needs three to seven.
 
 A token's row is the same whatever other tokens come with it: the width and number of its rows fix the order of
-summation. The kernel is written in Pallas for GPUs (Triton); elsewhere the functions of `tsmla_jax.sparse` run.
+summation. The kernel is written in Pallas for GPUs (Triton); where it does not run, XLA computes the norm and
+`tsmla_jax.sparse.apply_rope` the rope.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tsmla_jax.nn.products.triton import plgpu
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected import v4 as sparse_v4
 
-_WARP_COLUMNS = 512  # the columns that a warp holds
+_WARP_COLUMNS = 512  # the columns that a warp holds, or more if eight warps don't suffice
 
 
 class Rope(NamedTuple):
@@ -68,7 +69,7 @@ def norm_rope(
       dtype: dtype of the result; None is x's.
       by_kernel: whether to use the kernel if it can run. A program with it is not partitioned automatically over
         devices, can't be exported, has no derivative, and runs under `jax.shard_map` with check_vma=False. The kernel
-        takes the same positions and tables as `apply_rope`, but does not check them.
+        takes the same positions and tables as `apply_rope`, but does not check their shapes and dtypes.
 
     Returns:
       [T, H, D] in `dtype`.

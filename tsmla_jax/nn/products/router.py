@@ -24,7 +24,7 @@ from tsmla_jax.nn.products.tiles import MULTIPROCESSORS, split_count
 from tsmla_jax.nn.products.triton import plgpu
 
 _HALF = BLOCK // 2
-_LEAST_STEPS = 2  # the fewest steps of BLOCK terms that a program takes
+_LEAST_STEPS = 2  # the fewest steps of BLOCK terms that a program takes, if x has so many
 _THREE_STAGES = 3 * 2**16  # bytes of three loads, each of BLOCK terms: 128 tokens' in bf16, 64 experts' in f32
 
 

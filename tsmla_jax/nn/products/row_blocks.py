@@ -43,8 +43,8 @@ def _most_blocks(pairs: int, num_groups: int, block: int) -> int:
 
 def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     """Sorts the pairs (row, group) of groups [T, K] i32 by group; pads each group to whole blocks of `block` places.
-    A pair whose group is num_groups belongs to no group: its place is past the last block, or in a block of that
-    number, which is not computed."""
+    The pairs of a single row keep their order, because each has its own block. A pair whose group is num_groups belongs
+    to no group: its place is past the last block, or in a block of that number, which is not computed."""
     num_rows, most = groups.shape
     pairs = num_rows * most
     if not pairs:
@@ -147,7 +147,8 @@ def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax
 
 def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     """`make_blocks` as one kernel, or two if there are more than _AT_ONCE pairs. They compare every pair with every
-    other, so their time does not depend on the number of groups, and they are for few pairs. Arguments as there."""
+    other, so their time does not depend on the number of groups, and they are for few pairs. The arguments are those of
+    `make_blocks`."""
     num_rows, most = groups.shape
     pairs = num_rows * most
     if not pairs:

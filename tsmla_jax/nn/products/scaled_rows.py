@@ -26,7 +26,7 @@ _ONE_SQUARED = 0x7F000000  # twice the bits of 1; subtracting the bits of a powe
 class ScaledRows(NamedTuple):
     """Activations x [T, K] as values times scales.
 
-    values  f16 [T, K], below 2 in size (4 where x is 2^127 or more); infinite or NaN where x is
+    values  f16 [T, K], at most 2 in size (4 where x is 2^127 or more); infinite or NaN where x is
     scales  f32 [T, K / W], powers of two, for W columns each
     """
 

@@ -42,7 +42,7 @@ def read_by_kernel(
     """`tsmla_jax.generate.streams.read_streams` by the kernels; the numbers of its config are arguments.
 
     rounds: the number of Sinkhorn's rounds.
-    eps: added to the divisors of these rounds.
+    eps: added to the weights of reading, to the softmax that the rounds begin with, and to the rounds' divisors.
     norm_eps: the epsilon of the streams' norm before the projection.
     """
     num_tokens, count, width = streams.shape

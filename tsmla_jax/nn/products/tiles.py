@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from tsmla_jax.nn.products.block_scaled import BLOCK
 
 BLOCKS_BY_KERNEL = 2048
-"""Pairs of a row and a group up to which `make_blocks` is one kernel or two, and not more of XLA."""
+"""Pairs of a row and a group up to which pairs are ranked by comparing each with every other: `make_blocks` is then one
+kernel or two where Triton can run."""
 
 WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 """Pairs of each expert, on average, from which block-scaled weights of experts are widened before the products, and the
@@ -25,7 +26,8 @@ before the first products. The kernel then finds them together and need not pick
 have up to 152 rows then: between these ranges most experts' rows fill tiles of 128 rows better."""
 
 FEW_ROWS = 8
-"""Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16."""
+"""Rows up to which the product with one block-scaled matrix widens its weights to bf16. With more rows it widens to
+f16."""
 
 MANY_ROWS = 512
 """Rows up to which a block-scaled matrix is widened as a product reads it. For more, whose time is that of multiplying,
@@ -80,7 +82,7 @@ _EXCHANGED = 4096
 
 
 def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
-    """Rows of a block, and the tile, of `rows` rows times one block-scaled matrix [columns, depth]."""
+    """The rows of a block, and the tile, for `rows` rows times one block-scaled matrix [columns, depth]."""
     block = 16 if rows <= 16 else 32 if rows <= 64 else 128 if rows <= 128 else 256
     tile = Tile(64, BLOCK, 4, 4) if block <= 32 else Tile(64, BLOCK, 8, 3)
     programs = columns // tile.columns * -(-rows // block)
@@ -90,7 +92,7 @@ def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
 
 def split_count(programs: int, steps: int, wanted: int, least_steps: int = LEAST_STEPS) -> int:
     """How many equal parts the steps of a sum are cut into: the fewest with which there are `wanted` programs, or else
-    the most of at least least_steps steps each."""
+    the most of at least least_steps steps each; 1 if there are fewer steps than that."""
     legal = [count for count in range(1, steps + 1) if steps % count == 0 and steps // count >= least_steps]
     return next((count for count in legal if programs * count >= wanted), max(legal, default=1))
 

@@ -47,7 +47,7 @@ def why_not(*faults: tuple[Any, str]) -> list[str]:
 
 
 def why_no_triton() -> list[str]:
-    """Why no kernel in Pallas for Triton can run on jax's default device; empty if they can."""
+    """Why kernels in Pallas for Triton can't run on jax's default device; empty if they can."""
     if plgpu is None:
         return [f"jax {jax.__version__} has no Pallas for Triton"]
     if jax.default_backend() != "gpu":
