@@ -73,8 +73,8 @@ class V32Config:
 
         Raises:
             ValueError: as `MLAConfig.from_hf`; or the indexer is not one of these models': layers of deepseek_v32 share
-                a choice (index_topk_freq, indexer_types), the indexer's rope is that of the other model, or an index_
-                field is unknown; or there is no such layer.
+                a choice (index_topk_freq, indexer_types), the indexer's rope is the other model's, or an index_ field
+                is unknown. With glm_moe_dsa also as `layers_with_indexer`, or there is no such layer.
         """
         fields, where = read_hf_config(source)
         check_v32(fields, where)
@@ -96,12 +96,13 @@ def layers_with_indexer(fields: Mapping[str, Any], where: str) -> tuple[bool, ..
     layer index_skip_topk_offset - 1 on, and all layers before that one.
 
     Args:
-        fields: the fields of a Hugging Face config.
+        fields: the fields of a Hugging Face config that `check_v32` lets pass: other entries than full and shared are
+            not found here.
         where: how an error names the config.
 
     Raises:
-        ValueError: a field lacks an entry for some layer, or has an entry other than full and shared; two fields
-            disagree; or the first layer has no indexer.
+        ValueError: a field lacks an entry for some layer; a number of layers is out of its range; two fields disagree;
+            or the first layer has no indexer.
     """
     num_layers = hf_field(fields, "num_hidden_layers", int, where)
     if not 1 <= num_layers <= _MAX_LAYERS:

@@ -31,7 +31,8 @@ State = tuple[jax.Array, jax.Array]
 """out and lse."""
 
 CHUNK_ROWS = 8192
-"""Cached tokens of all requests that are expanded at once; a request's chunk is a multiple of 128."""
+"""Cached tokens, of all requests together, that are expanded at once; each request's chunk is at least 128, and a
+multiple of that."""
 
 
 class Selected(NamedTuple):
@@ -40,8 +41,7 @@ class Selected(NamedTuple):
     Attributes:
         q: [T, H, K], the new tokens' queries.
         request, position: [T], the request and the position of each token.
-        keys: [T, k], the positions that each token selects, each once; or, if are_bits, [T, W], these positions as
-            words of bits.
+        keys: [T, k], the positions that each token selects; or, if are_bits, [T, W], these positions as words of bits.
         are_bits: whether `keys` are words of bits.
         all_below: tokens at positions below this one select all keys up to their own; 0 promises this of no token.
     """

@@ -16,7 +16,7 @@ from tsmla_jax.nn.v32.projections import KEY_NORM_EPS, Angles, Projected, finish
 
 
 def why_not(params: Params, config: V32Config, x: jax.Array, norm: Norm, options: Options) -> list[str]:
-    """Why `attend` of x [T, E] can't run by the kernels for few tokens, or can't run at all; empty if it can."""
+    """Why `attend` of x [T, E] can't run by the kernels for few tokens; empty if it can."""
     mla = config.mla
     if "in_proj" not in params or mla.q_lora_rank is None:
         return ["parameters are not folded, or the query has no low rank"]

@@ -181,7 +181,8 @@ def attend(
             replay a rollout's choice.
         form: "direct" (`sparse_mla` on the selected rows), "mask" (the expanded form with the selection as bits, in
             chunks of the context), or None: `form_of` then decides from the step's sizes. Both forms compute the
-            attention over the selected keys and differ only by rounding.
+            attention over the selected keys and differ only by rounding, unless `selected` has a position twice: "mask"
+            counts it once, "direct" twice.
         implementation: passed to the operations that the form calls, and to `tsmla_jax.indexer_topk`.
 
     Returns:
@@ -194,6 +195,7 @@ def attend(
             step is dense, or has another context_axis or page size; `form` is unknown, or "mask" with a q_scale or a
             context_axis; selected is None for a layer without an indexer; or there is a cache of indexer keys and no
             indexer, or the reverse.
+        NotImplementedError: the named implementation can't run this call.
     """
     options = Options(kv_scale, q_scale, context_axis, form, implementation)
     found = attend_projected(
@@ -213,7 +215,7 @@ class Options(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The results of `attend_projected`; positions may be None if keep is False."""
+    """The results of `attend_projected`; `selected`, the positions, may be None if `keep` is False."""
 
     y: jax.Array
     cache: V32Cache
@@ -350,7 +352,7 @@ def _choose_own(
 
 
 def known_pages(step: Step, page_size: int) -> jax.Array:
-    """The step's block tables, without columns that lie after the last token of every request."""
+    """The step's block tables, without columns for tokens from max_seq_len on, which no request has."""
     if step.max_seq_len is None:
         return step.block_tables
     return step.block_tables[:, : -(-step.max_seq_len // page_size)]
@@ -383,8 +385,8 @@ def _ascending(positions: jax.Array) -> jax.Array:
 
 
 def _check_cache(config: V32Config, cache: V32Cache) -> None:
-    """Raises a ValueError unless a layer's caches have the same pages, and there is a cache of indexer keys if, and
-    only if, there is an indexer.
+    """Raises a TypeError unless `cache` is a V32Cache, and a ValueError unless its caches have the same pages, and
+    there is a cache of indexer keys if, and only if, there is an indexer.
     """
     if not isinstance(cache, V32Cache):
         raise TypeError(f"cache: got {type(cache).__name__}; legal: V32Cache, which v32.init_cache makes")

@@ -97,8 +97,8 @@ def prefill(
         V32Prefill. Padding rows have no meaning.
 
     Raises:
-        TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them;
-            selected or a form is given in the warm-up; `form` is unknown; or a layer without an indexer is asked for a
+        TypeError, ValueError: an argument or a parameter has an illegal type, shape or dtype, fp8 among them; selected
+            or a form is given in the warm-up; `form` is unknown; or a layer without an indexer is asked for a
             choice or for the indexer's loss.
         NotImplementedError: the named implementation can't run this call.
     """
@@ -194,7 +194,7 @@ def _check_choice(
 def _check_sharing(given: bool, index_loss: bool) -> None:
     """Raises a ValueError for what a layer without an indexer can't do.
 
-    given: whether its keys are given.
+    given: whether its keys are given, by `selected` or by the warm-up.
     """
     if not given:
         raise ValueError("selected: got None; legal: [T, K] positions, as the layer has no indexer")
@@ -205,7 +205,7 @@ def _check_sharing(given: bool, index_loss: bool) -> None:
 def _form(
     params: Params, config: V32Config, x: jax.Array, max_q_len: int, selected: jax.Array | None, form: str | None
 ) -> Form:
-    """The form that is best for whole texts of these sizes, which have no context in a cache."""
+    """The given form, else the best one for whole texts of these sizes, which have no context in a cache."""
     assert selected is not None
     longest = max(1, min(max_q_len, x.shape[0]))
     sizes = StepSizes(

@@ -119,7 +119,7 @@ class V4Config:
 
         Raises:
             ValueError: names the field (and the file, when `source` is a path) that is missing, not legal, or of
-                another layer than V4's.
+                another layer than V4's; or there is no such layer.
         """
         fields, where = read_hf_config(source)
         check_v4(fields, where)
@@ -143,7 +143,7 @@ class V4Config:
         own.pop("partial_rotary_factor", None)
         rope = rope_fields({"rope_parameters": own}, where)
         yarn = rope.yarn
-        # The layers' cos and sin are not scaled, unless the config says so.
+        # The layers' cos and sin are not scaled, unless the config has an attention_factor.
         if yarn is not None and yarn.attention_factor is None:
             yarn = dataclasses.replace(yarn, attention_factor=1.0)
         eps = hf_field(fields, "rms_norm_eps", float, where, default=1e-6)
@@ -178,8 +178,8 @@ def _check_rope_dim(fields: Mapping[str, Any], where: str, head_dim: int, rope_d
 
 
 def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[dict[str, Any], str]:
-    """The rope fields of a layer, and how an error names them; only layers with a compressor have an extended
-    context.
+    """The rope fields of a layer, and how an error names them. If the config does not have them apart ("main" and
+    "compress"), only layers with a compressor have an extended context.
     """
     old, new = (hf_field(fields, name, dict, where, default=None) for name in ("rope_scaling", "rope_parameters"))
     if old and new and old != new:

@@ -137,7 +137,8 @@ def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
 
 
 def unfold(params: Params, config: V4Config) -> dict[str, Any]:
-    """The inverse of `fold`; exact to the bit if the matrices of in_proj had one dtype."""
+    """The inverse of `fold`; exact to the bit if the matrices of in_proj had one dtype, and the two of each compressor
+    had one."""
     unfolded: dict[str, Any] = dict(params)
     rest = unfolded.pop("in_proj")
     for name, width in _inputs(config):
@@ -159,7 +160,7 @@ def _inputs(config: V4Config) -> list[tuple[str, int]]:
 
 
 def _matrices(config: V4Config) -> list[str]:
-    """The other matrices but o_a_proj and the compressors'."""
+    """The names of the other matrices, without o_a_proj and the compressors'."""
     return ["q_b_proj", "o_b_proj", *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
 
 

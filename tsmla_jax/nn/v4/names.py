@@ -43,8 +43,8 @@ _PARTS = {
     "w2": "down_proj",
     "w3": "up_proj",
 }
-# Tensors whose owners differ: in transformers' modules the indexer is a part of the compressor, and a scorer is a part
-# of the indexer.
+# Names that differ by more than single parts: in transformers' modules the indexer is a part of the compressor, a
+# scorer is a part of the indexer, and the gate's bias has another name.
 _OWNERS = {
     "self_attn.indexer.compressor.": "self_attn.compressor.indexer.",
     "self_attn.indexer.weights_proj.": "self_attn.compressor.indexer.scorer.weights_proj.",

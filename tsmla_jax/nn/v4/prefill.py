@@ -141,8 +141,8 @@ def prefill(
         V4Prefill. Padding rows have no meaning.
 
     Raises:
-        TypeError, ValueError: x, selected or a parameter has a shape or dtype that is not legal, fp8 among them;
-            folded parameters; or selected is given to a layer that chooses nothing.
+        TypeError, ValueError: an argument or a parameter has an illegal type, shape or dtype, fp8 among them; the
+            parameters are folded; or selected is given to a layer that chooses nothing.
         NotImplementedError: the named implementation can't run this call.
     """
     check_layer(params, config)

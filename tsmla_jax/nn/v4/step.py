@@ -51,9 +51,10 @@ class V4Step:
         window: the step over the window caches: lengths of the requests, slots of the new tokens.
         positions: [T] i32, position of each new token; -1 for padding.
         state_slots: [B] i32, each request's compressor states; -1 for padding.
-        window_slots: [T, window] i32, the window cache's slots that each token attends to on this device.
-        compressed_tables: [B, Mc] i32, pages of the compressed caches for writing entries: whole texts have columns
-            here, with -1 for pages of other devices.
+        window_slots: [T, window] i32, the window cache's slots that each token attends to on this device. If N devices
+            of a context_axis share compressed entries, it has ceil(window / N) columns.
+        compressed_tables: [B, Mc] i32, pages of the compressed caches for writing entries. With a context_axis they
+            have a column for each page of a whole text, -1 where another device has the page.
         token_tables: [T, Mc] i32, this device's pages of the compressed caches, one row for each token.
         compressed_lens: [T] i32, how many entries each token sees on this device; None in sliding layers.
         rows: the index rows that tokens attend to; None in csa layers, which choose entries themselves.
@@ -113,7 +114,7 @@ def make_step(
     Raises:
         TypeError, ValueError: an argument has an illegal type, shape or dtype; the errors of `window_slots` and
             `compressed_slots` (`tsmla_jax.sparse`); the step is dense, or was made with a context_axis or another
-            page_size; under TSMLA_CHECK=1 also if cu_seqlens_q is not ascending.
+            page_size; under TSMLA_CHECK=1 also if the step's cu_seqlens_q doesn't fit its tokens.
     """
     check_config(config, V4Config)
     check_step(step, Step, "Step.ragged")
