@@ -78,7 +78,8 @@ class Step:
             context_axis: as in `ragged`.
 
         Raises:
-            TypeError, ValueError: an argument has the wrong type, shape or dtype, or page_size is less than 1.
+            TypeError, ValueError: an argument has the wrong type, shape or dtype; page_size is less than 1, or another
+                size less than 0; or context_axis is not a mesh axis of a `jax.shard_map` around the call.
         """
         page_size = contract.static_int("page_size", page_size, minimum=1)
         new_tokens = static_dim("new_tokens", new_tokens)
@@ -116,7 +117,8 @@ class Step:
                 the device's own, and tokens whose page is on another device have slot -1.
 
         Raises:
-            TypeError, ValueError: an argument has the wrong type, shape or dtype, or page_size is less than 1.
+            TypeError, ValueError: an argument has the wrong type, shape or dtype; page_size is less than 1, or another
+                size less than 0; or context_axis is not a mesh axis of a `jax.shard_map` around the call.
         """
         page_size = contract.static_int("page_size", page_size, minimum=1)
         total_tokens = static_dim("total_tokens", total_tokens)

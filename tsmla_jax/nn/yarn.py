@@ -25,7 +25,8 @@ class YarnConfig:
         beta_fast: rotations over the original context above which a frequency is kept as it is.
         beta_slow: rotations below which it is interpolated by `factor`; a linear ramp in between.
         mscale: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim).
-        mscale_all_dim: the softmax scale is multiplied by ms(factor, mscale_all_dim)^2 when this is not zero.
+        mscale_all_dim: MLA's softmax scale is multiplied by ms(factor, mscale_all_dim)^2 when this is not zero; V4's is
+            not.
         attention_factor: if given, the multiplier of cos and sin in place of the ratio above.
 
     Raises:

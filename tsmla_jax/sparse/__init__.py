@@ -1,6 +1,7 @@
 """The plumbing of DeepSeek-V3.2's and V4's sparse attention: packed caches, slots, index rows and metadata.
 
-The operations themselves (sparse_mla, indexer_logits, select_topk, compress_kv) are in `tsmla_jax`.
+Scores, the choice of keys, compression and attention (indexer_logits, select_topk, compress_kv, sparse_mla) are
+operations of `tsmla_jax`.
 """
 
 from tsmla_jax.ops.indexer_quantize.api import indexer_quantize

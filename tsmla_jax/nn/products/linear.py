@@ -34,7 +34,7 @@ def contract(x: jax.Array, weight: jax.Array | BlockScaled, axes: int = 1) -> ja
       weight: [*I, *O], or block-scaled [N, K] with K = prod(I), for which the result is [..., N].
 
     Returns:
-      [..., *O] in x's dtype.
+      [..., *O] in x's dtype, if a plain weight has it, too.
     """
     if isinstance(weight, BlockScaled):
         return linear(x.reshape(*x.shape[: x.ndim - axes], weight.shape[1]), weight)
@@ -51,7 +51,7 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 
 
 def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
-    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype.
+    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype, if a plain weight has it, too.
 
     A block-scaled weight whose `products` is "quantized" is not widened. Any other block-scaled weight is widened: by
     the kernel that reads it, or to x's dtype by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets

@@ -18,7 +18,8 @@ describes."""
 
 PLAIN_PAIRS = 240
 """Pairs of each expert, on average, from which experts with weights of 16 bits take grouped_block_scaled_matmul, of
-rows that are copied before: pairs of its CTAs then have the weights in common, and it is faster than Pallas' kernel."""
+rows that are copied before: pairs of its CTAs then have the weights in common, and it is faster than Pallas' kernel.
+Where Pallas' kernel can't run, fewer pairs take it, too, of rows that are not copied."""
 
 COPIED_PAIRS = {"quantized": ((100.0, 150.0),), "exact": ((120.0, 150.0), (384.0, math.inf))}
 """By the products of block-scaled experts: fewest and most pairs of each expert, on average, with which rows are copied
@@ -26,14 +27,13 @@ before the first products. The kernel then finds them together and need not pick
 have up to 152 rows then: between these ranges most experts' rows fill tiles of 128 rows better."""
 
 FEW_ROWS = 8
-"""Rows up to which the product with one block-scaled matrix widens its weights to bf16. With more rows it widens to
-f16."""
+"""Rows up to which `grouped_matmul` widens one block-scaled matrix to bf16. With more rows it widens to f16."""
 
 MANY_ROWS = 512
-"""Rows up to which a block-scaled matrix is widened as a product reads it. For more, whose time is that of multiplying,
-it is widened first, and XLA's product of 16 bits multiplies at more than twice the speed. That rounds the weights times
-their scales to x's dtype, which a product that widens as it reads does not: in bf16, with scales that are no powers of
-two, a result's error is 1.4 times that of rounding the result alone."""
+"""Rows up to which `grouped_matmul` widens one block-scaled matrix as it reads it. For more, whose time is that of
+multiplying, it is widened first, and XLA's product of 16 bits multiplies at more than twice the speed. That rounds the
+weights times their scales to x's dtype, which a product that widens as it reads does not: in bf16, with scales that are
+no powers of two, a result's error is 1.4 times that of rounding the result alone."""
 
 MANY_WIDENED_ROWS = 1024
 """Rows up to which the kernel of block_scaled_matmul that widens weights is at least as fast as widening them first."""

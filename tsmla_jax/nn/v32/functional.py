@@ -174,7 +174,7 @@ def attend(
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
         selected: [T, K] i32, the positions in its request that each token attends to, in place of the indexer's choice:
-            those that another pass chose, or the layer whose choice this one shares. -1 and positions after the token's
+            the choice of another pass, or of the layer whose choice this one shares. -1 and positions after the token's
             own select nothing. A layer without an indexer needs them; a layer with an indexer still writes its indexer
             keys.
         return_selected: whether to return the positions, too, for layers that share the choice, or for `prefill` to
@@ -450,8 +450,8 @@ def form_of(
 
     Args:
         config: the layer's shape.
-        step: a step of ragged tokens. The decision depends on the longest request: max_seq_len bounds it more tightly
-            than the length of the block tables.
+        step: a step of ragged tokens. The decision depends on the longest request: max_seq_len can bound it more
+            tightly than the length of the block tables.
         x: [T, E]; only the shape and the dtype count.
         form: the caller's choice, "direct" or "mask", or None.
         quantised: whether `attend` is given a q_scale.

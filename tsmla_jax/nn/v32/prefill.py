@@ -40,7 +40,7 @@ class V32Prefill(NamedTuple):
     """The results of `prefill`.
 
     Attributes:
-        y: [T, E] in x's dtype.
+        y: [T, E] in x's dtype, if the parameters have it, too; else in the dtype to which jax promotes both.
         selected: [T, K] int32, the positions in its own text that the indexer chose for each token, then -1; or the
             argument `selected`, if it was given. None in the dense warm-up, where a token attends to all tokens up to
             itself.
@@ -94,7 +94,7 @@ def prefill(
             `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
 
     Returns:
-        V32Prefill. Padding rows have no meaning.
+        V32Prefill. Padding rows of y and selected have no meaning.
 
     Raises:
         TypeError, ValueError: an argument or a parameter has an illegal type, shape or dtype, fp8 among them; selected

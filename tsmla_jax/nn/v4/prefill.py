@@ -43,7 +43,7 @@ class V4Prefill(NamedTuple):
     """The results of `prefill`.
 
     Attributes:
-        y: [T, E] in x's dtype.
+        y: [T, E] in x's dtype, if the parameters have it, too; else in the dtype to which jax promotes both.
         selected: [T, K] int32, the compressed entries of its own text that the indexer chose for each token of a csa
             layer, then -1; or the argument `selected`, if it was given. None in layers of another kind.
         index_loss: [T] float32, `tsmla_jax.indexer_loss` of each token over these entries; 0 in padding and for a token
@@ -138,7 +138,7 @@ def prefill(
         implementation: passed to `tsmla_jax.sparse_mla`, `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
 
     Returns:
-        V4Prefill. Padding rows have no meaning.
+        V4Prefill. Padding rows of y and selected have no meaning.
 
     Raises:
         TypeError, ValueError: an argument or a parameter has an illegal type, shape or dtype, fp8 among them; the
