@@ -121,8 +121,8 @@ def init_cache(
 
 
 def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
-    """The parameters of a layer as an engine's step reads them fastest. With them `attend` uses a GPU's kernels for
-    norms and ropes, so it has no derivative, is not partitioned automatically, can't be exported, and runs under
+    """The parameters of a layer as an engine's step reads them fastest. With them `attend` uses kernels for norms and
+    ropes on a GPU: there it has no derivative, is not partitioned automatically, can't be exported, and runs under
     `jax.shard_map` with check_vma=False. The last axis of every matrix is the one that a product sums over: o_a_proj is
     [G, o_rank, H D / G], the others are [N, K]. in_proj [rank + D + Hi, E] joins all matrices that multiply x, except
     the compressors'; the two matrices of each compressor are joined in NAME_rows_proj [2 W, E].
