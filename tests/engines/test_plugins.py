@@ -72,7 +72,14 @@ def run_with_flash_mla(program: str, environment: dict[str, str]) -> subprocess.
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("before", ["", "import types; sys.modules['sgl_kernel.flash_mla'] = types.ModuleType('x')"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "import types; sys.modules['sgl_kernel.flash_mla'] = types.ModuleType('x')",
+        "import types; sys.modules['flash_mla'] = types.ModuleType('x')",
+    ],
+)
 def test_older_sglangs_variable_gives_sgl_kernels_flash_mla(before: str, child_environment: dict[str, str]) -> None:
     done = run_with_flash_mla(f"import sys; {before}\n{OLDER_IMPORTS}", child_environment)
     if before:

@@ -88,7 +88,7 @@ def select_topk(
       block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
       page_size: Z of the block tables, static: position p is slot block_tables[t, p // Z] * Z + p % Z.
       return_bits: static; return the selection as bits, which mla_prefill takes, in the place of positions; not legal
-        with block_tables. On Hopper this is the fastest result, because it is the shortest.
+        with block_tables.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
