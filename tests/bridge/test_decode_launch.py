@@ -456,3 +456,20 @@ def test_a_workspace_says_when_it_does_not_do(gpu: Gpu) -> None:
         attend(case, workspace=workspace)
     with pytest.raises(NotImplementedError, match="latent_dim is 128"):
         workspace_size(max_batch=1, latent_dim=128)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "num_heads", "max_selected"])
+def test_sizes_of_sparse_workspaces_are_checked(name: str) -> None:
+    sizes: dict[str, Any] = {"max_tokens": 4, "num_heads": 16}
+    with pytest.raises(TypeError, match=f"^{name}: got float; legal: a static int"):
+        tsmla_bridge.sparse_workspace_size(**sizes | {name: 1.5})
+    with pytest.raises(ValueError, match=f"^{name}: got -1"):
+        tsmla_bridge.sparse_workspace_size(**sizes | {name: -1})
+
+
+@pytest.mark.parametrize("name", ["max_batch", "num_heads", "max_q_len", "max_pages"])
+def test_sizes_of_decode_workspaces_are_checked(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: got float; legal: a static int"):
+        workspace_size(**{"max_batch": 1, name: 1.5})
+    with pytest.raises(ValueError, match=f"^{name}: got -1"):
+        workspace_size(**{"max_batch": 1, name: -1})

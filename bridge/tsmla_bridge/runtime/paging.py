@@ -28,6 +28,8 @@ def init_cache(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: got {type(dtype).__name__}; legal: a torch.dtype")
     shape = paging.check_new_cache(num_pages, page_size, head_dim, dtype_name(dtype))
     return torch.zeros(shape, dtype=dtype, device=device)
 

@@ -163,9 +163,11 @@ def _two(q: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_latent_columns(latent: torch.Tensor, rope: torch.Tensor, latent_dim: int) -> None:
     widths = latent.shape[-1], rope.shape[-1]
     if widths[0] != contract.static_int("latent_dim", latent_dim, minimum=1):
+        left = sum(widths) - latent_dim
+        others = f"{left}" if left > 0 else "those of rope"
         raise ValueError(
-            f"q: got a pair of {widths[0]} and {widths[1]} columns; legal: {latent_dim} latent ones (latent_dim) and"
-            f" {sum(widths) - latent_dim}"
+            f"q: got a pair of {widths[0]} and {widths[1]} columns; legal: {latent_dim} latent ones (latent_dim)"
+            f" and {others}"
         )
 
 

@@ -166,8 +166,11 @@ def sparse_workspace_size(
         no GPU. A CPU needs 0 bytes.
 
     Raises:
-      ValueError: torch can't use the device.
+      TypeError, ValueError: a size is no int, or is too small; torch can't use the device.
     """
+    max_tokens = contract.static_int("max_tokens", max_tokens)
+    num_heads = contract.static_int("num_heads", num_heads, minimum=1)
+    max_selected = contract.static_int("max_selected", max_selected)
     if not (sms := _num_sms(device)):
         return 0
     whole = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
@@ -237,9 +240,12 @@ def decode_workspace_size(
         no GPU. A CPU needs 0 bytes.
 
     Raises:
-      ValueError: torch can't use the device.
+      TypeError, ValueError: a size is no int, or is too small; torch can't use the device.
       NotImplementedError: no kernel runs such calls, with the reasons.
     """
+    max_batch, max_pages = contract.static_int("max_batch", max_batch), contract.static_int("max_pages", max_pages)
+    num_heads = contract.static_int("num_heads", num_heads, minimum=1)
+    max_q_len = contract.static_int("max_q_len", max_q_len, minimum=1)
     if not (sms := _num_sms(device)):
         return 0
     size = 0

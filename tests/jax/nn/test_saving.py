@@ -133,6 +133,12 @@ def test_block_scaled_weights_stay_so(tmp_path: Path) -> None:
     for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"):
         tensors[f"{name}.weight"] = BlockScaled(*quantize_blocks(tensors[f"{name}.weight"]))  # type: ignore[arg-type]
     params = params_from_hf(config, tensors)
+    for name, message in (
+        ("kv_b_proj.weight", "tensor 'kv_b_proj.weight': got BlockScaled; legal: an array, which is split"),
+        ("q_a_proj.weight", "tensor 'q_a_proj.weight' must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            params_from_hf(config, {**tensors, name: tensors["o_proj.weight"]})
     assert_same(params_to_hf(config, params, jnp.float32), tensors)
     # The first of the joined matrices has whole blocks, so that the two come apart again.
     folded = functional.fold(params, config)

@@ -114,8 +114,7 @@ class LayerWeights(Generic[_Config]):
             the pytree described at `param_shapes`.
 
         Raises:
-            ValueError: a tensor is missing, or an array has another shape; names it. The shape of a `BlockScaled` is
-                not checked.
+            ValueError: a tensor is missing or has another shape, or kv_b_proj is `BlockScaled`; names it.
         """
         shapes = self.param_shapes(config)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -126,6 +125,10 @@ class LayerWeights(Generic[_Config]):
                 raise ValueError(f"tensor {hf_name!r} is missing")
             tensor = tensors[hf_name]
             if isinstance(tensor, BlockScaled):
+                if name == "kv_b_proj":
+                    raise ValueError(f"tensor {hf_name!r}: got BlockScaled; legal: an array, which is split")
+                if tensor.shape != legal:
+                    raise ValueError(f"tensor {hf_name!r} must have shape {legal}, got {tensor.shape}")
                 narrow[name] = jax.tree.map(jnp.asarray, tensor)
                 continue
             array = np.asarray(tensor)
