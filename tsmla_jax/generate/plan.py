@@ -1,5 +1,5 @@
-"""The plan of a run, made before any weight is read: whether the options go together, and everything fits and can
-run."""
+"""The plan of a run, made from sizes and dtypes alone, so that it needs no weights: whether the options go together,
+and everything fits and can run."""
 
 from __future__ import annotations
 

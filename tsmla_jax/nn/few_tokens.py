@@ -262,7 +262,7 @@ def choose_up_by_kernel(
 
     Args:
       x: [1, C].
-      gate_up: [E, 2 I, C].
+      gate_up: [E + S, 2 I, C], the routed experts and after them the spec.num_shared shared ones.
       logits: f32 [1, E], as `router_logits` returns them.
       bias: f32 [E], with the routing noaux_tc, and only then.
       spec: how the token chooses.

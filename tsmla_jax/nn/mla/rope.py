@@ -11,8 +11,8 @@ from tsmla_jax.ops.rotation import rotate
 
 
 def rope_cos_sin(config: MLAConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every pair's angle, f32 [..., R / 2], for integer positions [...]; 1 and 0 if the config rotates
-    nothing.
+    """cos and sin of every pair's angle times `config.rope_magnitude`, f32 [..., R / 2], for integer positions [...]; 1
+    and 0 if the config rotates nothing.
 
     Angles are products in fp32 for a model of any dtype: bf16 can't tell position 4096 from 4097.
     """

@@ -171,7 +171,7 @@ def _limit_to_groups(choice: jax.Array, lanes: jax.Array, size: int, form: Choic
         value = value + jnp.where(lanes[None, :] == first[:, None], _LEAST, members).max(axis=1)
         value = jnp.where(jnp.isnan(value), jnp.inf, value)
     value = jnp.where(groups < form.groups, value, _LEAST)
-    # A group is among the best if fewer than topk_groups groups are better, or are equal and come before it.
+    # A group is among the best if fewer than topk_groups others precede it: better ones, and equal ones before it.
     one, other = value[:, None], value[None, :]
     better = (other > one) | ((other == one) & (groups[None, :] < groups[:, None]))
     allowed = better.astype(jnp.int32).sum(axis=1) < form.topk_groups

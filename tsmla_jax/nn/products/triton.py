@@ -27,8 +27,8 @@ _LEAST_SHARED = 99
 
 
 def compute_capability() -> tuple[int, int]:
-    """The compute capability of the GPU, or of the architecture to lower for (`ops.device.target_arch`); without either
-    (9, 0), as Pallas assumes."""
+    """The compute capability of the architecture to lower for (`ops.device.target_arch`), which is the GPU's unless
+    another is planned for; (9, 0) without either, as Pallas assumes."""
     named = re.fullmatch(r"sm_(\d+)(\d)[a-z]?", device.target_arch() or "sm_90a")
     return (int(named[1]), int(named[2])) if named else (9, 0)
 

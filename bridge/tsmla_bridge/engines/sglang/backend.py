@@ -251,8 +251,8 @@ class TsmlaBackend(AttentionBackend):
 
     def _take_rope_apart(self, config: Any) -> None:
         """Enter this backend's name in the list of backends to which models hand latent and rope columns as they are,
-        not concatenated. In a process with a model that scales its queries by position, a draft or its target, the name
-        is taken out: such a model scales only concatenated queries."""
+        not concatenated. In a process with a model that scales its queries by position, be it a draft or a target, the
+        name is taken out: such a model scales only concatenated queries."""
         if _scales_queries(config):
             TsmlaBackend.has_scaled_queries = True
         names = FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
