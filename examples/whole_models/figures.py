@@ -423,7 +423,7 @@ def fp8_models() -> tb.Record:
             "random: with activations quantised, as vLLM does it, and with exact products, the default."
         )
         ratios = tb.mean_and_worst(point.ratio("tsmla", "vllm") for point in loaded.points)
-        over = f" Quantised over vLLM's, with the fastest of its kernels: {ratios}, geometric mean." if ratios else ""
+        over = f" The quantised time over vLLM's with its fastest kernels: {ratios}, geometric mean." if ratios else ""
         return f"{said}{over} {tb.provenance(loaded.rows)}"
 
     return tb.Record(

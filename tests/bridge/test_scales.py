@@ -170,3 +170,13 @@ def test_a_kernel_is_not_loaded_during_a_capture(gpu: Gpu) -> None:
     attend(case)
     with gpu.on_stream(7, capture=1):
         tsmla_bridge.mla_decode(*served([5, 33, 1]).arrays, **case.options)
+
+
+def test_numbers_beside_a_tensor_are_rounded_as_in_jax() -> None:
+    """Each to float32 before they are multiplied, not after: the two differ in a last bit."""
+    rng = np.random.default_rng(0)
+    pairs = rng.uniform(0.01, 2, (200, 2))
+    got = [float(scales.factors(softmax, query, torch.tensor(0.5), None)[0]) for softmax, query in pairs.tolist()]
+    want = np.float32(pairs[:, 0]) * np.float32(pairs[:, 1])
+    np.testing.assert_array_equal(np.float32(got), want)
+    assert (want != np.float32(pairs[:, 0] * pairs[:, 1])).any()

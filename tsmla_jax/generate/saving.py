@@ -1,8 +1,7 @@
 """The parameters of `tsmla_jax.generate.model`, turned into a Hugging Face checkpoint directory: `load_model` inverted.
 
 Each expert has its own tensors, as in DeepSeek's checkpoints. jax keeps the host's copy of a stack of experts as long
-as the parameter lives, so the host needs room for the stacks of all layers; experts in MXFP4
-are taken one by one.
+as the parameter lives, so the host needs room for the stacks of all layers; experts in MXFP4 are taken one by one.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ def choose_up_by_kernel(
       bias: f32 [E], with the routing noaux_tc, and only then.
       spec: how the token chooses.
       norm: as in `experts_up`.
-      down: the weights of `experts_down`, of the same dtype. The kernel may then begin to bring them to the L2 cache.
+      down: the weights that `experts_down` will take, in gate_up's dtype. The kernel may then begin to bring them to
+        the L2 cache.
     """
     others = [] if norm is None else [norm.weight]
     biases = [] if bias is None else [bias.astype(jnp.float32)]

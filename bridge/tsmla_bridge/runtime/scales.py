@@ -134,7 +134,9 @@ def factors(
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in known) else torch.float32
     like = (dtype, known[0].device)
     if not any(isinstance(scale, torch.Tensor) for scale in given[:2]):
-        logits = _tensor(given[0] * given[1], like)  # multiplied as numbers, as the front end for jax does
+        softmax, query = given[:2] if dtype == torch.float64 else map(_float32, given[:2])
+        # As the front end for jax: numbers are float32 before they are multiplied, if another scale is an array.
+        logits = _tensor(softmax * query, like)
     else:
         logits = _tensor(given[0], like) * _tensor(given[1], like)
     return torch.stack((logits, _tensor(given[2], like), _tensor(given[3], like)))
