@@ -84,9 +84,8 @@ class Engine:
           params: as `load_model` returns them; on a mesh they are put there, if they are not there already.
           config: the model.
           options: how to generate.
-          on_compile: called with the description of a step that is about to be compiled and None, then with the same
-            description and the seconds it took. By default a line on stderr says so where that is a terminal; None says
-            nothing.
+          on_compile: called with the name of a step that is about to be compiled and None, then with that name and the
+            seconds it took. By default a line on stderr says so where that is a terminal; None says nothing.
 
         Raises:
           TypeError: an argument of another class.
@@ -153,8 +152,7 @@ class Engine:
           max_new_tokens: at least 1.
 
         Returns:
-          False, and the text is not taken up, if no replica has a free row and enough free pages, or if max_batch texts
-            are under way.
+          False, and nothing changes, if no replica has a row and pages for it, or max_batch texts are under way.
 
         Raises:
           ValueError: an empty prompt, an id outside the vocabulary, a max_new_tokens below 1, a text that would never
@@ -223,8 +221,7 @@ class Engine:
             self._finish(session, text)
 
     def open(self) -> None:
-        """Makes the caches for texts that come one by one, if there are none; the first `admit` does it, too. Raises
-        what `admit` raises where there are no caches yet."""
+        """Makes the caches for texts that come one by one, if there are none, as `admit` does. Raises as `admit`."""
         if self._session is None:
             self._open(make_serving_plan(self.config, self.options, self._dtype).with_experts(self._params))
 
@@ -476,9 +473,8 @@ class Engine:
     def _refuse_unfinite(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> None:
         """Ends the first text of a step whose logits are not finite, and raises FloatingPointError for it."""
         for row, text in started.texts.items():
-            unfinite = np.flatnonzero(tokens[row] == NOT_FINITE)
+            unfinite = np.flatnonzero(tokens[row] == NOT_FINITE)  # behind the drafts that were accepted
             if not text.done and unfinite.size:
-                # With drafts a row has the tokens that were accepted before.
                 place, kind = len(text.generated) + int(unfinite[0]) + 1, started.seconds.partition("_")[0]
                 self._finish(session, text)
                 raise FloatingPointError(

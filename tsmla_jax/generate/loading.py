@@ -1,8 +1,7 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
-Tensors are read one at a time, so that the host holds about one layer beside the memory map. On a mesh it holds one
-device's experts of a layer at a time: a process reads the experts that its devices hold and no others. Matrices in e4m3
-with scales for blocks of 128 x 128 and experts in MXFP4 may stay so; other quantised weights are widened.
+Tensors are read one at a time, so that the host holds about one layer beside the memory map, or on a mesh one device's
+experts of a layer. Matrices in e4m3 with scales for blocks of 128 x 128 and experts in MXFP4 may stay so.
 """
 
 from __future__ import annotations
@@ -258,17 +257,15 @@ def load_model(
       dtype: the dtype of the parameters; None takes the config's. The router and its bias are f32, in which routing is
         computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
-        so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128. Experts in MXFP4,
-        as DeepSeek-V4's, stay so, too (`MXFP4`), if kernels take their sizes. All other matrices are widened, such as
-        those of indexers and of V4's attention. False widens all, to at least twice the memory. None keeps them unless
-        jax's default device is a CPU, which widens slowly.
+        so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128. Experts in MXFP4
+        stay so, too (`MXFP4`), if kernels take their sizes. All other matrices are widened, such as those of indexers
+        and V4's attention. False widens all. None keeps them unless jax's default device is a CPU.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
-        each 128 columns, as DeepSeek's own inference code does; "exact" keeps the activations' dtype and widens the
-        weights, in block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can
-        run, and elsewhere other products widen the weights.
+        each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
+        block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`). Experts and, if its rows divide, an output
-        projection that is not the embedding are split over them, and the other parameters are on each. Of several
-        processes each reads only its part of the experts.
+        projection that is not the embedding are split over them; each has the other parameters. A process reads only
+        its part of the experts.
       progress: show a progress bar on stderr.
 
     Returns:
@@ -276,9 +273,8 @@ def load_model(
 
     Raises:
       ValueError: the mesh does not go with the model or with jax's devices; fp8_products is none of the three; the
-        weights are quantised in a format that isn't read; a tensor is missing, misshapen, not of this model or not
-        readable as `Checkpoint.read` says; one that chooses experts or keys has illegal values; the output projection
-        differs from the embedding, though config.json ties the two; or a file is missing or truncated.
+        weights are in a format that isn't read; a tensor is missing, misshapen or of another model, or one that chooses
+        has illegal values; the output projection differs from the embedding it is tied to; or a file is truncated.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)

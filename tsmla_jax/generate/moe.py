@@ -61,8 +61,7 @@ def gated_mlp(
 
 def _inner_dtype(x: jax.Array, down: Weight) -> str:
     """The dtype of the gated activations before the product with `down`. If x is float16 and they are not quantised,
-    they stay in float32 until each row has a scale: they are products of small numbers, and float16 would lose bits of
-    these.
+    they stay in float32 until each row has a scale, because float16 would lose bits of products of small numbers.
     """
     if isinstance(down, BlockScaled) and down.products == "quantized":
         return "float8_e4m3fn"
@@ -207,8 +206,7 @@ def mix_experts(
     Args:
       x: [T, C].
       experts, weights: [T, K], as `choose_experts` returns them; the index one past the last expert adds nothing.
-      gate_up: [E, 2 I, C]; may have unused weights after those of the last expert.
-      down: [E, C, I]; the same. Both may be in MXFP4.
+      gate_up, down: [E, 2 I, C] and [E, C, I], maybe in MXFP4, maybe with unused weights after the last expert's.
       limit: as in `gated_mlp`.
       load: how many of the T K choices are expected to be of an expert that is here; None is all.
       rows: x as `scaled_rows` makes it, if the caller has it already.
@@ -241,8 +239,7 @@ def mix_experts(
 
 
 def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
-    """Whether grouped_block_scaled_matmul makes the products of activations of this dtype with experts in fp8 or MXFP4;
-    False for other weights."""
+    """Whether grouped_block_scaled_matmul multiplies activations of this dtype with these experts, in fp8 or MXFP4."""
     if isinstance(gate_up, MXFP4) and isinstance(down, MXFP4):
         return not why_not_mxfp4(dtype, *down.shape[1:])
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):

@@ -16,7 +16,8 @@ from tsmla_jax.nn.checkpoints.weights import Params
 from tsmla_jax.nn.dot_product import dot_product_attention
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig, QueryScale
-from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
+from tsmla_jax.nn.mla.shapes import param_shapes
+from tsmla_jax.nn.mla.weights import WEIGHTS
 from tsmla_jax.nn.segments import Segments, segment_attention, segment_attention_kv
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v4 import V4Config

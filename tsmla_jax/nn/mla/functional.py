@@ -34,7 +34,7 @@ from tsmla_jax.nn.mla.projections import project_q as project_q
 from tsmla_jax.nn.mla.projections import project_values as project_values
 from tsmla_jax.nn.mla.projections import unfold as unfold
 from tsmla_jax.nn.mla.rope import query_scale, rope_cos_sin
-from tsmla_jax.nn.mla.weights import param_shapes
+from tsmla_jax.nn.mla.shapes import param_shapes
 from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.ops.inputs import check_mesh_axis, describe, describe_ints

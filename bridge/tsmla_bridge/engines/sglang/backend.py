@@ -391,8 +391,7 @@ class TsmlaBackend(AttentionBackend):
     ) -> Results:
         """Absorbed attention of q [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]. In
         decode context parallelism decode and verify have the heads of all ranks, and also return lse [T, H] of the keys
-        here, in the base of SGLang's merge.
-        """
+        here, in the base of SGLang's merge."""
         self._check_call(layer, others)
         if k is not None and save_kv_cache:
             self._save(layer, forward_batch, k, v, k_rope)
