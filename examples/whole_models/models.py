@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,30 @@ def prompts(vocab_size: int, batch: int, context: int, *, draw: int = 0) -> list
     """Random prompts, the same in every program: `batch` of `context` tokens; others for each `draw`."""
     rng = random.Random(batch * 100003 + context + (draw << 40))
     return [[rng.randrange(vocab_size) for _ in range(context)] for _ in range(batch)]
+
+
+def prompt_rate(
+    seconds: Callable[[list[list[int]], int], float], vocab_size: int, point: tuple[int, int], *, runs: int
+) -> float | None:
+    """Prompt tokens a second of a point (requests, tokens of each), the median of `runs`; None if the batch is too
+    large to measure them.
+
+    Args:
+      seconds: what an engine takes for prompts and so many tokens of each.
+    """
+    batch, context = point
+    if batch * context > MOST_RATED_TOKENS:
+        return None
+    seconds(prompts(vocab_size, batch, context, draw=1), 2)  # first use of this batch
+    draws = (prompts(vocab_size, batch, context, draw=2 + run) for run in range(runs))
+    return batch * context / statistics.median(seconds(given, 1) for given in draws)
+
+
+def prefill_rows(model: tuple[str, str], rates: Mapping[int, float]) -> Iterator[dict[str, Any]]:
+    """The rows of PROMPT_TOKENS tokens of prompts, from the tokens a second for each number of tokens of a prompt."""
+    for context, rate in rates.items():
+        shape = {"mode": mode_name(model, "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
+        yield {**shape, "us": round(PROMPT_TOKENS / rate * 1e6, 1), "tokens_per_s": round(rate)}
 
 
 def equal_share(row: dict[str, Any]) -> float | None:

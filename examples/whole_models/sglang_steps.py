@@ -42,12 +42,12 @@ from benchmarks.harness import POINTS, Record
 from examples.whole_models.models import (
     KEPT_TOKENS,
     MODELS,
-    MOST_RATED_TOKENS,
-    PROMPT_TOKENS,
     config_folder,
     equal_share,
     mode_name,
     named_model,
+    prefill_rows,
+    prompt_rate,
     prompts,
     within_budget,
 )
@@ -115,11 +115,11 @@ class Engine:
 def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float | None]:
     """The decode row of a point; and its prompt tokens a second, None if the batch is too large to measure them."""
     vocabulary = MODELS[model()]["vocab_size"]
-    rate = None
-    if batch * context <= MOST_RATED_TOKENS:
-        engine.generate(prompts(vocabulary, batch, context, draw=1), 2)  # first use of this batch
-        draws = (prompts(vocabulary, batch, context, draw=2 + run) for run in range(RUNS.value))
-        rate = batch * context / statistics.median(engine.generate(given, 1)[0] for given in draws)
+
+    def seconds(given: list[list[int]], count: int) -> float:
+        return engine.generate(given, count)[0]
+
+    rate = prompt_rate(seconds, vocabulary, (batch, context), runs=RUNS.value)
     given = prompts(vocabulary, batch, context)
     _, tokens = engine.generate(given, STEPS.value)
     found = []
@@ -186,9 +186,8 @@ def main(arguments: list[str]) -> None:
         record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
         print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
     timed = list(record.rows)
-    for context, rate in rates.items():
-        shape = {"mode": mode_name(model(), "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
-        record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
+    for row in prefill_rows(model(), rates):
+        record.add(**row)
     for row in timed if PROFILE.value else ():
         row |= profiled(engine, row, prompts(MODELS[model()]["vocab_size"], row["b"], row["context"]))
         record.write()

@@ -57,13 +57,13 @@ from examples.whole_models.models import (
     CHECKPOINTS,
     KEPT_TOKENS,
     MODELS,
-    MOST_RATED_TOKENS,
-    PROMPT_TOKENS,
     checkpoint,
     config_folder,
     equal_share,
     mode_name,
     named_model,
+    prefill_rows,
+    prompt_rate,
     prompts,
     within_budget,
 )
@@ -259,11 +259,11 @@ class Engine:
 def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float | None]:
     """The decode row of a point; and its prompt tokens a second, None if the batch is too large to measure them."""
     vocabulary = MODELS[model()]["vocab_size"]
-    rate = None
-    if batch * context <= MOST_RATED_TOKENS:
-        engine.generate(prompts(vocabulary, batch, context, draw=1), 2)  # first use of this batch
-        draws = (prompts(vocabulary, batch, context, draw=2 + run) for run in range(RUNS.value))
-        rate = batch * context / statistics.median(engine.generate(given, 1).seconds for given in draws)
+
+    def seconds(given: list[list[int]], count: int) -> float:
+        return engine.generate(given, count).seconds
+
+    rate = prompt_rate(seconds, vocabulary, (batch, context), runs=RUNS.value)
     given = prompts(vocabulary, batch, context)
     first = engine.generate(given, STEPS.value)
     runs = [engine.generate(given, STEPS.value) for _ in range(RUNS.value)]
@@ -382,9 +382,8 @@ def main(arguments: list[str]) -> None:
         row |= profiled(engine, row, prompts(MODELS[model()]["vocab_size"], batch, context))
         record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
         print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
-    for context, rate in rates.items():
-        shape = {"mode": mode_name(model(), "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
-        record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
+    for row in prefill_rows(model(), rates):
+        record.add(**row)
     if SERVE.value:
         row = serve(engine, SERVE.value)
         record.add(**row)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bridge.inputs import BF16, assert_close, inputs
+from tests.bridge.inputs import BF16, assert_close
 from tests.engines import sglang_model as sglang_model  # defines what importing SGLang needs
+from tests.engines.sglang_dense import check_flashmla_decode
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tsmla_bridge.engines.install import install_as_flash_mla
@@ -25,8 +26,6 @@ dense = importlib.import_module("sglang.srt.layers.attention.flashmla_backend")
 dsa = importlib.import_module("sglang.srt.layers.attention.dsa_backend")
 dsv4 = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_backend")
 ForwardMode = sglang_model.ForwardMode
-
-HEADS, SCALE = 4, 192**-0.5
 
 
 def dsa_self(**changed: Any) -> Any:
@@ -164,28 +163,7 @@ def test_dsv4_decode(ratio: int) -> None:
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
 def test_flashmla_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashMLABackend.forward_decode with its own schedule tensors."""
-    kv_dtype = getattr(torch, name)
-    given = inputs([70, 3, 129], latent_dim=512, rope_dim=64, heads=HEADS, page_size=64, q_dtype=name, kv_dtype=name)
-    q, cache, tables, lens = given.arrays
-    q = q.to(torch.bfloat16)  # SGLang's queries before it quantises them, by a scale of 1
-    schedule, splits = wrapper.get_mla_metadata(lens, HEADS, 1, is_fp8_kvcache=kv_dtype != torch.bfloat16)
-    pool = SimpleNamespace(get_key_buffer=lambda layer: cache.reshape(-1, 1, 576))
-    self = SimpleNamespace(
-        forward_metadata=dense.FlashMLADecodeMetadata(schedule, splits, tables), data_type=kv_dtype,
-        is_fp8_kvcache=kv_dtype != torch.bfloat16, kv_lora_rank=512, kv_cache_dim=576, page_size=64,
-        token_to_kv_pool=pool, dcp_world_size=1,
-    )  # fmt: skip
-    layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=HEADS, head_dim=576, v_head_dim=512, scaling=SCALE, k_scale=None, k_scale_float=None
-    )
-    batch = SimpleNamespace(batch_size=3, seq_lens=lens, out_cache_loc=None, token_to_kv_pool=pool)
-    monkeypatch.setattr(dense, "get_token_to_kv_pool", lambda: pool, raising=False)
-    if kv_dtype != torch.bfloat16:
-        monkeypatch.setattr(
-            dense, "scaled_fp8_quant", lambda x, scale: (x.to(torch.float8_e4m3fn), scale), raising=False
-        )
-    out = dense.FlashMLABackend.forward_decode(self, q, None, None, layer, batch, save_kv_cache=False)
-    assert_close(out.view(3, 1, HEADS, 512), given.want(scale=SCALE)[0], BF16)
+    check_flashmla_decode(dense, wrapper.get_mla_metadata, name, monkeypatch)
 
 
 # ---- heads

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bridge.inputs import BF16, assert_close, inputs
+from tests.bridge.inputs import BF16, assert_close
+from tests.engines.sglang_dense import check_flashmla_decode
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tsmla_bridge.engines.sglang import heads, sgl_kernel_flash_mla
@@ -22,8 +23,6 @@ from tests.engines import sglang_model as sglang_model  # noqa: E402  # defines 
 
 dense = importlib.import_module("sglang.srt.layers.attention.flashmla_backend")
 dsa = importlib.import_module("sglang.srt.layers.attention.dsa_backend").DeepseekSparseAttnBackend
-
-HEADS, SCALE = 4, 192**-0.5
 
 
 def dsa_self() -> Any:
@@ -77,20 +76,4 @@ def test_dsa_prefill() -> None:
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
 def test_flashmla_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashMLABackend.forward_decode with its own schedule tensors."""
-    kv_dtype = getattr(torch, name)
-    given = inputs([70, 3, 129], latent_dim=512, rope_dim=64, heads=HEADS, page_size=64, q_dtype=name, kv_dtype=name)
-    q, cache, tables, lens = given.arrays
-    q = q.to(torch.bfloat16)  # SGLang's queries before it quantises them, by a scale of 1
-    fp8 = kv_dtype != torch.bfloat16
-    schedule, splits = sgl_kernel_flash_mla.get_mla_metadata(lens, HEADS, 1, is_fp8_kvcache=fp8)
-    pool = SimpleNamespace(get_key_buffer=lambda layer: cache.reshape(-1, 1, 576))
-    self = SimpleNamespace(
-        forward_metadata=dense.FlashMLADecodeMetadata(schedule, splits, tables), data_type=kv_dtype,
-        is_fp8_kvcache=fp8, kv_lora_rank=512, kv_cache_dim=576, token_to_kv_pool=pool, dcp_world_size=1,
-    )  # fmt: skip
-    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, head_dim=576, v_head_dim=512, scaling=SCALE, k_scale=None)
-    batch = SimpleNamespace(batch_size=3, seq_lens=lens, out_cache_loc=None)
-    quantised = lambda x, scale: (x.to(torch.float8_e4m3fn), scale)  # noqa: E731
-    monkeypatch.setattr(dense, "scaled_fp8_quant", quantised, raising=False)
-    out = dense.FlashMLABackend.forward_decode(self, q, None, None, layer, batch, save_kv_cache=False)
-    assert_close(out.view(3, 1, HEADS, 512), given.want(scale=SCALE)[0], BF16)
+    check_flashmla_decode(dense, sgl_kernel_flash_mla.get_mla_metadata, name, monkeypatch)
