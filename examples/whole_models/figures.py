@@ -1,5 +1,5 @@
-"""Write the tables and plots of whole models from their records (`make figures`): of `generate` and vLLM's
-steps, and of keys and models on several GPUs."""
+"""Write the tables and plots of whole models from their records (`make figures`): of `generate`, of the engines' steps,
+and of keys and models on several GPUs."""
 
 from __future__ import annotations
 
@@ -66,6 +66,22 @@ def fastest(loaded: tb.Loaded) -> dict[str, dict[tuple[str, int], float]]:
     return {name: times for name, times in found.items() if times}
 
 
+def same_checkpoint(loaded: tb.Loaded) -> str:
+    """A sentence on which of our rows beside vLLM's had the weights and the prompts that vLLM had."""
+    times, context = {key for each in fastest(loaded).values() for key in each}, loaded.rows[0]["context"]
+    beside = [row for row in loaded.rows if row["peer"] == tb.OURS and row["context"] == context]
+    beside = [row for row in beside if (row["mode"], row["b"]) in times]
+    read = [row for row in beside if "--checkpoints" in row.get("command", "")]
+    if not read:
+        return "tsmla's weights were drawn on the GPU. "
+    said = "tsmla read the same checkpoint and had the same prompts"
+    if len(read) == len(beside):
+        return f"{said}. "
+    rows = "; ".join(f"{row['mode']}, B {row['b']}" for row in read)
+    others = "its other rows beside vLLM's have weights that were drawn on the GPU, and those of decode caches of noise"
+    return f"{said} in {rows}; {others}. "
+
+
 def generate() -> tb.Record:
     def step(row: tb.Row, context: int) -> str:
         sliced = f", {row['layers']} layers" if "slice" in row["mode"] else ""
@@ -98,8 +114,8 @@ def generate() -> tb.Record:
         backends = [f"the fastest of its own backends that were timed ({own})"] * bool(own)
         backends += ["ours"] * any(row["backend"] == CUSTOM for row in rows)
         version = ", ".join(sorted({row["vllm"] for row in rows}))
-        said += f" vLLM {version} read the same checkpoint and had the same prompts, in runs of its own, with "
-        return f"{said}{' and with '.join(backends)}. {tb.provenance(rows)}"
+        said += f" vLLM {version} read a checkpoint of random weights, in runs of its own, with "
+        return f"{said}{' and with '.join(backends)}. {same_checkpoint(loaded)}{tb.provenance(rows)}"
 
     def marks(loaded: tb.Loaded) -> Iterator[Mark]:
         context, peers = loaded.rows[0]["context"], fastest(loaded)
@@ -498,7 +514,7 @@ def context_parallel(folder: str) -> tb.Record:
 
 def generate_mesh(folder: str) -> tb.Record:
     def step(row: tb.Row) -> str:
-        """What a row is of, the mesh apart."""
+        """The name of a row's model and step, without its mesh."""
         length = f" of {row['context']:,} tokens" if row["mode"].endswith("prompt") else ""
         products = f", {row['products']} products" if "products" in row else ""
         return f"{row['mode']}{length}{products}, {row['layers']} layers{context(row)}"

@@ -267,6 +267,7 @@ def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     rows += [{**rows[0], "b": 1}, {**rows[0], "context": 16384, "us": 9000.0}]
+    rows[0]["command"] = "python -m examples.whole_models.generate --checkpoints WEIGHTS --out FILE"
     put(tmp_path, "generate", rows)
     put(tmp_path, "vllm", vllm)
     assert written(with_markers(tmp_path, "generate", "vllm")) == 0
@@ -274,7 +275,8 @@ def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 | 7.00 | 1.14 |\n" in readme
     assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - | - | - |\n" in readme
     assert "| v2-lite decode, 16,384 tokens | 16 | 6.00 | **9.00** | 67% | 2,000 | - | - | - | - |\n" in readme
-    assert "timed (FLASHMLA, FLASH_ATTN_MLA)" in readme and "vLLM 0.26.0 read the same checkpoint" in readme
+    assert "timed (FLASHMLA, FLASH_ATTN_MLA)" in readme and "vLLM 0.26.0 read a checkpoint of random weights" in readme
+    assert "tsmla read the same checkpoint and had the same prompts." in readme
     page = (tmp_path / "benchmarks" / "figures" / "vllm.md").read_text()
     names = "FLASHMLA | FLASH_ATTN_MLA | **tsmla** | FLASHMLA, fp8 cache | **tsmla**, fp8 cache"
     assert f"| step, context, B | {names} | tsmla / best other | tsmla / best other, fp8 cache |" in page
@@ -285,6 +287,10 @@ def test_whole_models_become_the_readmes_table(tmp_path: Path) -> None:
     assert "| step, context, B | FLASHMLA = **tsmla** |\n" in page
     assert page.rstrip().endswith("| v2-lite decode, 512, 16 | 0.50 |")
     assert is_png(tmp_path / "benchmarks" / "figures" / "vllm_decode.png")
+    # A row that was measured without that checkpoint stands beside vLLM's, too, and the caption says so.
+    put(tmp_path, "vllm", [*vllm, {**vllm[0], "b": 1}])
+    assert written(arguments(tmp_path)) == 0
+    assert "the same checkpoint and had the same prompts in v2-lite decode, B 16; its other rows" in page_of(tmp_path)
     put(tmp_path, "generate", [{**fixed, "b": 16}])
     assert written(arguments(tmp_path)) == 2
 
