@@ -112,7 +112,8 @@ def filled(page: str, readme: str, up: str) -> str:
 
 
 def insertion(readme: str, kind: str, name: str | None, up: str) -> str:
-    """What a comment of a page stands for. ValueError if there is no such thing."""
+    """The text that a comment of a page stands for. ValueError if there is no such part or row, OSError if there is no
+    such table."""
     if kind == "runs":
         return rows(readme, name)
     if kind == "figure":
