@@ -1,4 +1,5 @@
-"""Draw the figures and write the tables of README.md and benchmarks/README.md from the records (`make figures`).
+"""Draw the figures and write the tables of README.md and benchmarks/README.md from the records of kernels (`make
+figures`, which also runs examples/whole_models/figures.py for those of whole models).
 
 Every number shown comes from `benchmarks/results`: lists of rows, of a point and a function each. `benchmarks/records`
 declares what records are shown as: plots and a full page in `benchmarks/figures`, and a part of a README between the

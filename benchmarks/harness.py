@@ -55,7 +55,8 @@ class Case:
       read: if points are names, the function that reads one; ValueError if there is no such point.
       point: the point of this object.
       iterations: replays of each function.
-      patience: seconds without a word after which the process of the points is ended.
+      patience: seconds without a word after which the process of the points is ended; before its first word at least
+        FIRST_PATIENCE.
     """
 
     points: ClassVar[tuple[Any, ...]] = ()
@@ -160,8 +161,8 @@ class Errors:
         self.differs, self.norm, self.worst = 0.0, 0.0, None
 
     def add(self, out: Any, lse: Any, scores: Any, values: Any, sinks: Any = None) -> None:
-        """Add rows [n, V], and their lse [n] or None, of attention with scaled scores [n, N] over values [N, V], both
-        float64. `sinks` [n] take weight in `out` and are not in `lse`."""
+        """Add rows [..., n, V], and their lse [..., n] or None, of attention with scaled scores [..., n, N] over values
+        [..., N, V], both float64. `sinks` [n] take weight in `out` and are not in `lse`."""
         want_lse = scores.logsumexp(-1)
         want = scores.softmax(-1) @ values
         if sinks is not None:
@@ -263,7 +264,7 @@ def in_processes(
     `said`, a pipe's end, as ("at", name, point), and ("rows", point, rows) after each point.
 
     Raises:
-      RuntimeError: a process ended or hung before it named a peer at its point.
+      RuntimeError: the last name that a process said before it ended or hung was ours, or it had said none.
     """
     spawn = multiprocessing.get_context("spawn")
     left, end = list(points), time.monotonic() + SECONDS.value

@@ -5,8 +5,9 @@
     python examples/rollout_and_training.py --model v3.2 --layers 4      # a slice of DeepSeek-V3.2
     python examples/rollout_and_training.py --batch_invariant            # products in one order for any number of rows
 
-A rollout decodes texts token by token over a paged latent cache, in the absorbed form, with `batch_invariant=True`. A
-trainer computes the log-probabilities of these tokens again, from the texts as a whole. These ways are compared:
+A rollout decodes texts token by token over a paged latent cache, in the absorbed form, MLA's attention with
+`batch_invariant=True`. A trainer computes the log-probabilities of these tokens again, from the texts as a whole. These
+ways are compared:
 
   whole      all tokens at once in the expanded form, as trainers do; for V3.2 with an indexer of 16 bits
   replayed   V3.2 alone: the same, with the keys that the rollout chose
@@ -14,15 +15,15 @@ trainer computes the log-probabilities of these tokens again, from the texts as 
   exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)
   at once    with --batch_invariant: the rollout's own step, on all rows at once
 
-The rollout's own compiled programs compute the last two, and their attention reads the same cache in the same order.
-"repeated" has the rollout's bits if the programs' results repeat. "exact" has them if a program also computes a row in
-one way, wherever the row stands and whichever rows stand beside it: attention does with `batch_invariant=True`, while a
-library's product may add up a row's terms in an order that depends on the row's place. With --batch_invariant the
-rollout's products, norms and softmax are those of `tsmla_jax.nn.batch_invariant`, which add in one order for any number
-of rows: then the trainer computes all rows at once and has the rollout's bits. The last table says which
+The rollout's own compiled programs compute "repeated" and "exact", and their attention reads the same cache in the same
+order. "repeated" has the rollout's bits if the programs' results repeat. "exact" has them if a program also computes a
+row in one way, wherever the row stands and whichever rows stand beside it: attention does with `batch_invariant=True`,
+while a library's product may add up a row's terms in an order that depends on the row's place. With --batch_invariant
+the rollout's products, norms and softmax are those of `tsmla_jax.nn.batch_invariant`, which add in one order for any
+number of rows: then the trainer computes all rows at once and has the rollout's bits. The last table says which
 operation differs: each is given the rollout's own inputs. Its last lines compare a step's results with those of the
-same rows in the batches of "exact": where these differ, "exact" has other bits than the rollout.
-Weights are random and MLPs dense, of the width of a token's experts.
+same rows in the batches of "exact": where these differ, "exact" has other bits than the rollout. Weights are random and
+MLPs dense, of the width of a token's experts.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def models(layers: int) -> dict[str, Model]:
 
 
 class Texts(NamedTuple):
-    """Where the texts are: `count` of them, with a prompt and new tokens of one length each; static."""
+    """The sizes of the texts: `count` of them, each with a prompt and new tokens of one length; static."""
 
     count: int
     prompt: int
@@ -182,7 +183,7 @@ def log_probs(params: Params, x: jax.Array) -> jax.Array:
 
 
 def end_of(params: Params) -> Params:
-    """What `log_probs` needs."""
+    """The parameters that `log_probs` needs."""
     return {name: params[name] for name in ("norm", "head")}
 
 
@@ -216,8 +217,9 @@ def new_caches(model: Model, texts: Texts, dtype: Any) -> list[Any]:
 
 
 class Rollout(NamedTuple):
-    """What a rollout made: the tokens [B, P + N]; of the new ones but the last the log-probability of the token that
-    follows [B, N - 1], and the inputs of each layer [layers, B, N - 1, E]; the caches; each layer's choice of V3.2."""
+    """The results of a rollout: the tokens [B, P + N]; of the new ones but the last the log-probability of the token
+    that follows [B, N - 1], and the inputs of each layer [layers, B, N - 1, E]; the caches; each layer's choice of
+    V3.2."""
 
     tokens: jax.Array
     log_probs: jax.Array
@@ -402,8 +404,9 @@ def recompute_exact(model: Model, texts: Texts, params: Params, tokens: jax.Arra
 
 
 class Difference(NamedTuple):
-    """How two arrays of one dtype differ: the part of the numbers whose bits differ, the mean number of bits by which
-    these differ (log2 of 1 + the distance in units of the last place), and the greatest difference."""
+    """How two arrays of one dtype differ: the part of the numbers whose bits differ (0 and -0 count as equal), the mean
+    number of bits by which these differ (log2 of 1 + the distance in units of the last place), and the greatest
+    difference."""
 
     part: float
     bits: float
@@ -411,8 +414,8 @@ class Difference(NamedTuple):
 
 
 def difference(a: jax.Array, b: jax.Array) -> Difference:
-    """The Difference of two arrays of the same shape and floating dtype. ValueError if a number is NaN, or infinite in
-    both: a model that makes NaN twice would pass for one whose bits agree."""
+    """The Difference of two arrays of the same shape and floating dtype. ValueError if a number is NaN, or the same
+    infinity in both: a model that makes NaN twice would pass for one whose bits agree."""
     assert a.shape == b.shape and a.dtype == b.dtype
     count, bits, greatest = map(float, _difference(a, b))
     if np.isnan(greatest):
@@ -469,9 +472,9 @@ def _head(_: MLAConfig, params: Params, x: jax.Array) -> jax.Array:
 
 
 def operations(model: Model, texts: Texts, params: Params, rollout: Rollout) -> Iterator[tuple[str, Difference]]:
-    """Of each operation and layer, how its result on all rows at once differs from that on a step's rows, given the
+    """For each operation and layer, how its result on all rows at once differs from that on a step's rows, given the
     rollout's inputs: the products on as many rows as there are texts, against all; attention in the absorbed form over
-    the cache, against the expanded one over the same latents. Of V3.2 the products alone."""
+    the cache, against the expanded one over the same latents. For V3.2 only the products."""
     config, each = model.mla, texts.new - 1
     positions = jnp.tile(jnp.arange(each, dtype=jnp.int32) + texts.prompt, texts.count)
     angles = rope_cos_sin(config, positions)

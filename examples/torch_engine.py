@@ -4,10 +4,10 @@
 
 One MLA layer of DeepSeek's head sizes. The prompts run as one ragged call; then each step writes the new tokens'
 latents into the cache and attends over it. On a GPU a step is captured once and replayed: the lengths, the slots and
-the token's input change in place, and nothing is allocated or launched by the host but the graph. On a CPU the same
-functions run torch's reference, step by step. Instead of a model's head, each new token's input is made from the output
-of the one before. The last lines check the loop against one expanded attention over all the tokens. Needs
-`pip install '.[torch]'` in a clone.
+the token's input change in place, and the host allocates nothing for a step and launches only the graph (copies of the
+inputs are for the check at the end). On a CPU the same functions run torch's reference, step by step. Instead of a
+model's head, each new token's input is made from the output of the one before. The last lines check the loop against
+one expanded attention over all the tokens. Needs `pip install '.[torch]'` in a clone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Layer:
         return torch.cat((torch.einsum("thn,hln->thl", nope, self.uk), rope), -1)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """Of mla_decode's [T, H, 512] -> [T, E]."""
+        """The result of mla_decode, [T, H, 512] -> [T, E]."""
         return torch.einsum("thl,hlv->thv", attended, self.uv).flatten(1) @ self.o
 
 

@@ -5,8 +5,8 @@
 The mesh has two axes. Devices along "fsdp" have texts of their own. Devices along "context" share the texts: each has a
 part of the tokens, and MLA exchanges the latents alone, 576 numbers a token for all heads of DeepSeek, from which each
 device expands its keys and values. Each device of the mesh holds a part of every parameter and of the optimizer's
-state. It gathers a parameter where it is used, and the gradient is summed and split again by the same collective,
-transposed.
+state, where an axis can be split evenly. It gathers a parameter where it is used, and the gradient is summed and split
+again by the same collective, transposed.
 
 The losses are compared, step by step, with those of the same batches on one device. Needs `pip install '.[flax]'` in a
 clone, which brings optax.
@@ -196,7 +196,7 @@ def loss_of(parts: Params, specs: Any, shape: Shape, dtype: Any, texts: Texts) -
 
 
 def batches(shape: Shape, steps: int) -> Iterator[Texts]:
-    """Packed texts that repeat a random pattern of tokens. The last rows of a batch belong to no text."""
+    """Packed texts that repeat a random pattern of tokens. Tokens of a row after its last text belong to none."""
     rng = np.random.default_rng(0)
     texts = 2 * shape.tokens // shape.max_len + 1
     for _ in range(steps):

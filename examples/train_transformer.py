@@ -71,7 +71,8 @@ class Transformer(nnx.Module):
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens [T] of packed requests, and where each request starts [B + 1]. The last rows belong to no request."""
+    """Tokens [T] of packed requests, and where each request starts [B + 1]. Rows after the last request belong to
+    none."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         lens = rng.integers(PATTERN + 1, TOKENS // REQUESTS, REQUESTS)

@@ -4,13 +4,13 @@ projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 exp
 and 6), 2816 x 2048 of V2-Lite (64 and 6).
 
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
-experts both run two products. The first product makes silu(gate) * up, which "tsmla" also quantises. It reads tokens
-by their index; where models copy the rows first (COPIED_PAIRS), it reads the copy, and the copying is timed, too.
-"deep_gemm" is two products alone, of random rows in the layout that it asks for, without what is between: masked below
-MANY_TOKENS, contiguous from there on. "cublas", for "linear" only, multiplies bf16 with weights that were widened
-before. Tokens choose experts at random, and all functions get the same choices. Some rows of ours are compared with
-float64 over activations that are not quantised (norm of the difference over norm): rel_err of exact products, own_err
-of quantised ones.
+experts both run two products. The first product makes silu(gate) * up, which "tsmla" also quantises. It reads tokens by
+their index; where models copy the rows first (COPIED_PAIRS), it reads the copy, and the copying is timed, too.
+"deep_gemm" is for experts the two products alone, of random rows in the layout that it asks for, without what is
+between: masked below MANY_TOKENS, contiguous from there on. "cublas", for "linear" only, multiplies bf16 with weights
+that were widened before. Tokens choose experts at random, and all functions get the same choices. Some rows of ours are
+compared with float64 over activations that are not quantised (norm of the difference over norm): rel_err of exact
+products, own_err of quantised ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXPERTS = {(4096, 7168): (256, 8), (4096, 4096): (256, 6), (2816, 2048): (64, 6)
 """How many experts there are, and how many of them each token has, by the size of the gate and up projections."""
 FORMS = {"tsmla": "float8_e4m3fn", "tsmla_exact": "bfloat16"}
 PRODUCTS = {"tsmla": "quantized", "tsmla_exact": "exact"}
-"""What `nn` calls the products of each of our rows; FORMS has the dtypes of their activations."""
+"""The name that `nn` has for the products of each of our rows; FORMS has the dtypes of their activations."""
 
 
 class Point(NamedTuple):

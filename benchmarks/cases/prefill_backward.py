@@ -1,9 +1,9 @@
-"""The gradient of mla_prefill: the operator of the backward pass alone, causal, points as in prefill, random normal
-bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of kv and
-shared rope columns, "tsmla_selected" that of mla_prefill where a token of the one request selects at most 2048 keys:
-random ones of those up to its own, or all of them. cuDNN's is the operator that torch's autograd calls. A function
-holds all operands of its operator, because the replays of a CUDA graph read them where they were. Older records have
-calls through autograd, by CUDA events.
+"""The gradient of mla_prefill: the operator of the backward pass alone, causal, points named as in prefill, random
+normal bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of
+kv and shared rope columns, "tsmla_selected" that of mla_prefill where a token of the one request selects at most 2048
+keys: random ones of those up to its own, or all of them. cuDNN's is the operator that torch's autograd calls. A
+function holds all operands of its operator, because the replays of a CUDA graph read them where they were. Older
+records have calls through autograd, by CUDA events.
 
 Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
 every row of a function with the same head dims repeats them.

@@ -79,8 +79,8 @@ def draw(mode: str, tokens: int, count: int, within: int) -> Any:
 
 
 def draw_prompt(tokens: int, count: int, shared: float) -> Any:
-    """For each token different positions, up to its own: int32 [tokens, count], ascending, then -1. Of these, at least
-    the part `shared` are positions of the token before, too."""
+    """For each token different positions, up to its own: int32 [tokens, count], ascending, then -1. Of `count`
+    positions at least the part `shared` are positions of the token before, too."""
     columns, kept = torch.arange(count, device=device()), round(count * shared)
     chosen = [columns] * min(count, tokens)
     for at in range(count, tokens):
@@ -202,8 +202,8 @@ class SparsePrefill(packed.PackedCase):
         return max(2 * pairs * h * (scores + LATENT) / FLOPS_PER_S["bf16"], moved / BYTES_PER_S) * 1e6
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        """The fields of a function's row. Attention has errors on a sample of tokens, ours with lse_err, fp8 queries
-        also with own_err; the copy in bf16 has the error of all of it."""
+        """The fields of a function's row. Attention over a selection has errors on a sample of tokens, ours with
+        lse_err, fp8 queries also with own_err; the copy in bf16 has the error of all of it."""
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
         case |= {"form": FORMS.get(name, "direct")}

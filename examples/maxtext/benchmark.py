@@ -6,8 +6,8 @@
 
 MAXTEXT is a checkout of MaxText (written against e591f30 of 2026-08-22). The step is the gradient of the module's
 output, weights and activations in bfloat16. Kernels run in turn; a time is the median over the rounds. MaxText imports
-packages that an attention layer does not use: stand-ins replace those that are not installed, and MaxText's reader of
-configs, whose files are read here.
+packages that an attention layer does not use: stand-ins replace those that are not installed, Google's clients of its
+cloud, and MaxText's reader of configs, whose files are read here.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class TsmlaMLABackend(MLAAttentionBackend):
         k_rope: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, L] absorbed, q_rope [T, H, R], k = v [T, 1, L], k_rope [T, 1, R] -> out [T, H, L] and the layer's
-        cache [P, Z, L + R]. Raises NotImplementedError for a layer with a sliding window or capped logits."""
+        cache [P, Z, L + R]. Raises NotImplementedError for a layer with a sliding window or capped logits, ValueError
+        for arrays of other widths or a pool of other pages."""
         del v  # the latent, as k is
         if layer.sliding_window_size or layer.logit_cap:
             raise NotImplementedError(

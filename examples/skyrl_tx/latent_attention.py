@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
         raise missing from None
 
 PAGE_SIZES = (64, 32, 16)
-"""What the kernels read, the best first. tx's lengths are multiples of 16."""
+"""The page sizes that the kernels read, the best first. tx's lengths are multiples of 16."""
 
 
 class Split(NamedTuple):
@@ -58,7 +58,7 @@ WHOLE = Split(P(), P())
 
 
 class Tokens(NamedTuple):
-    """What a layer computes of its tokens: q_nope [B, T, H, N] and the rotated q_rope [B, T, H, R]; and what is cached,
+    """A layer's projections of its tokens: q_nope [B, T, H, N] and the rotated q_rope [B, T, H, R]; and what is cached,
     the normed latent [B, T, L] and the rotated k_rope [B, T, R]."""
 
     q_nope: jax.Array
@@ -96,7 +96,7 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
     """
 
     implementation: str | None = None
-    """Of `tsmla_jax.mla_prefill_kv` and `mla_decode`; None is the best that can run."""
+    """The implementation of `tsmla_jax.mla_prefill_kv` and `mla_decode`; None is the best that can run."""
 
     def __call__(
         self,
@@ -197,7 +197,7 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         return Adapters(a, b.reshape(*b.shape[:2], self.num_heads, -1), scale)
 
     def _split(self, batch: int) -> Split:
-        """Over tx's mesh: sequences over fsdp where they divide, heads over tp."""
+        """The split over tx's mesh: sequences over fsdp where they divide, heads over tp if the config shards them."""
         axes = get_abstract_mesh().shape
         rows = "fsdp" if "fsdp" in axes and batch % axes["fsdp"] == 0 else None
         heads = "tp" if "tp" in axes and self.config.shard_attention_heads else None

@@ -1,1 +1,1 @@
-"""Whole models of random weights: through our engine, and as steps of vLLM."""
+"""Whole models of random weights: through our engine, and as steps of vLLM and SGLang."""

@@ -1,4 +1,4 @@
-"""What a step of a whole model must read or multiply at least, on one device of a mesh."""
+"""The least that a step of a whole model must read or multiply, on one device of a mesh."""
 
 from __future__ import annotations
 

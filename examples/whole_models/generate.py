@@ -12,8 +12,8 @@ texts are random ids, so that tokens choose their experts nearly evenly. A decod
 texts of --context tokens over caches of noise; a prefill row is prompts of --context tokens, a chunk at a time; a
 prompt row is the whole prefill of one text. floor_us is the time of the bytes that a step must read (weights once, of
 the experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a
-prefill. compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with jax's
-compilation cache filled by a run with --compile_only.
+prefill. compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with
+--compilation_cache, whose folder a run with --compile_only fills.
 
 With --checkpoints weights are those of a checkpoint in that folder, which is written there from a seed unless it is
 there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are prefilled, so that their tokens mean
@@ -39,7 +39,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-# Before jax is: v3-slice needs nearly all of the GPU's memory.
+# Set before jax is imported: v3-slice needs nearly all of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
@@ -155,7 +155,8 @@ def prefill_floor(config: ModelConfig, tokens: int, length: int) -> float:
 
 
 def prompts_of_prefill() -> int:
-    """Prompts whose prefill is timed, for all replicas: 32 each of up to 512 tokens, fewer of longer ones."""
+    """The prompts of the first prefill, for all replicas: 32 each of up to 512 tokens, fewer of longer ones. The
+    prefill that is timed has twice as many."""
     return min(32, max(4, 16384 // CONTEXT.value)) * mesh_shape().replicas
 
 
@@ -211,7 +212,7 @@ def time_decode(engine: Engine, config: ModelConfig, batch: int, *, prefilled: b
 
 
 def time_prefill(engine: Engine, config: ModelConfig, count: int, length: int) -> float:
-    """Microseconds that the prefill of `count` prompts of `length` tokens takes, with an engine that is open."""
+    """Microseconds that the prefill of `count` prompts of `length` tokens takes, from when the engine is open on."""
     engine.open()
     jax.block_until_ready(engine._opened().caches)
     waiting, begin = deque(enumerate(prompts(config.vocab_size, count, length))), time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole models share: the models, where their checkpoints are, prompts, and tokens compared."""
+"""Common parts of the benchmarks of whole models: the models, their checkpoints, prompts, and tokens compared."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def prefill_rows(model: tuple[str, str], rates: Mapping[int, float]) -> Iterator
 
 
 def equal_share(row: dict[str, Any]) -> float | None:
-    """The share of a row's tokens that are those of --compare's row of the same step and texts."""
+    """The share of a row's tokens that are those of --compare's row of the same step and texts; None without one."""
     if not COMPARE.value:
         return None
     for other in json.loads(Path(COMPARE.value).read_text()):

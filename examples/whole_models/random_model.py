@@ -67,7 +67,7 @@ def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]
 
 
 def _attention_shapes(attention: LayerAttention, narrow: bool) -> dict[str, Any]:
-    """Of one layer; V4's are never narrow."""
+    """The shapes and dtypes of one layer's attention; V4's are never narrow."""
     params: dict[str, Any] = {}
     for name, shape in ATTENTION_WEIGHTS[type(attention)].param_shapes(attention).items():
         if isinstance(attention, V4Config):
@@ -130,8 +130,9 @@ def _experts(shape: tuple[int, ...], count: int, sharding: Any) -> Any:
 
 
 def noise(seed: int, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
-    """Uniform values of variance 1 / (last axis), or of a scale of such values in e4m3; without temporaries. Bytes,
-    which packed caches are, lie between 0x30 and 0x3F: positive numbers in every format that is packed there."""
+    """Uniform values of variance 1 / (last axis), made without temporaries. Those of e4m3 lie between -400 and 400:
+    block scales give them that variance. Bytes, which packed caches are, lie between 0x30 and 0x3F: positive numbers in
+    every format that is packed there."""
     values: jax.Array = _noise(shape, jnp.dtype(dtype), sharding)(jnp.uint32(seed))
     return values
 

@@ -18,7 +18,7 @@ LATENT, HOST = 512, 8
 
 @dataclass(frozen=True)
 class Link:
-    """What an exchange between GPUs takes: a time for each exchange, and one for each byte that a GPU receives.
+    """The cost of an exchange between GPUs: a time for each exchange, and one for each byte that a GPU receives.
 
     Attributes:
       latency: microseconds. rate: bytes a microsecond.
@@ -87,7 +87,7 @@ def attention_times(rows: Iterable[tb.Row]) -> Times:
 
 
 def per_floor(times: Times, heads: int, values: int) -> float:
-    """What a microsecond of floor takes on one GPU: the slope between few texts and many, of the greatest length."""
+    """The time of a microsecond of floor on one GPU: the slope between few texts and many, of the greatest length."""
     ones = [(at, found) for at, found in times.items() if (at.heads, at.values, at.gpus) == (heads, values, 1)]
     longest = max(at.keys for at, _ in ones)
     return fit([(floor, us) for at, (us, floor) in ones if at.keys == longest])[1]
@@ -100,7 +100,7 @@ def of_part(times: Times, at: Attention) -> float:
 
 
 def attention_link(times: Times) -> Link:
-    """What the exchange and the merge take beside the attention itself on two GPUs, by the bytes that are received."""
+    """The cost of the exchange and the merge, beside the attention itself, on two GPUs, by the bytes received."""
     beside = [(at.partial_bytes, times[at][0] - of_part(times, at)) for at in times if at.gpus == 2]
     latency, slope = fit(beside)
     return Link(latency, 1 / slope)
@@ -139,7 +139,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a step takes beside its exchanges: `fixed` microseconds, and `factor` for a microsecond of floor."""
+    """The time of a step beside its exchanges: `fixed` microseconds, and `factor` for a microsecond of floor."""
 
     fixed: float
     factor: float

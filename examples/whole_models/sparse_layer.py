@@ -89,7 +89,7 @@ def jax_us(run: Callable[[], Any]) -> float:
 
 
 def torch_us(run: Callable[[], Any]) -> float:
-    """As `jax_us`, of what runs on torch's current stream."""
+    """`jax_us` for what runs on torch's current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(BUSY_PRODUCTS):
         _matrix(False) @ _matrix(False)
@@ -104,7 +104,7 @@ def torch_us(run: Callable[[], Any]) -> float:
 
 
 class LayerStep(NamedTuple):
-    """What projections give a step: latent [T, 512], k_rope [T, 64], index_k [T, 128], index_q [T, Hi, 128],
+    """The projections' results for a step: latent [T, 512], k_rope [T, 64], index_k [T, 128], index_q [T, Hi, 128],
     index_weights [T, Hi], q_latent [T, H, 512] (absorbed) and q_rope [T, H, 64], bfloat16."""
 
     latent: Any
@@ -117,8 +117,9 @@ class LayerStep(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What all steps share: the packed caches uint8 [P, Z, 656] and [P, Z, 132]; block_tables [T, M], seq_lens [T] and
-    the slots of the new tokens [T], int32; cos and sin of their positions, float32 [T, 32]; softmax_scale and k."""
+    """The operands that all steps share: the packed caches uint8 [P, Z, 656] and [P, Z, 132]; block_tables [T, M],
+    seq_lens [T] and the slots of the new tokens [T], int32; cos and sin of their positions, float32 [T, 32];
+    softmax_scale and k."""
 
     kv: Any
     keys: Any

@@ -18,14 +18,14 @@ before, as the time of 4,096 tokens.
 With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. With --drawn
 they are drawn on the GPU (drawn.py), the same for every backend, and their peer is "vllm, drawn weights".
 Without either they are vLLM's dummy weights, which send nearly all tokens to the same experts. Steps of the last two
-compare backends with each other alone. Each row has the first greedy tokens of each request, the same prompts for every
-backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the same step, batch
-and context.
+compare backends with each other alone. Each decode row has the first greedy tokens of each request, the same prompts
+for every backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the same
+step, batch and context.
 
 --profile DIR runs some steps of each point more, and writes the GPU's time of each kernel in a step there; the row's
 attention_us is what kernels of attention take, among them those that convert selected positions and join queries'
-parts. --serve N ends with a run of N requests of mixed lengths: a row of mode "... serving" has what was compiled in
-it, by vLLM's own monitor, and how much GPU memory is used after 20 of the requests and after all.
+parts. --serve N ends with a run of N requests of mixed lengths: a row of mode "... serving" has what was compiled since
+the engine's start, by vLLM's own monitor, and how much GPU memory is used after 20 of the requests and after all.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from examples.whole_models.models import (
 
 BACKEND = flags.DEFINE_string("backend", "CUSTOM", "vLLM's decode backend: CUSTOM is this project's")
 PREFILL = flags.DEFINE_string("prefill", None, "vLLM's MLA prefill backend; its own choice by default")
-KV = flags.DEFINE_string("kv", "auto", "dtype of the cache: auto or fp8")
+KV = flags.DEFINE_string("kv", "auto", "vLLM's --kv-cache-dtype: auto, fp8 or fp8_ds_mla")
 RUNS = flags.DEFINE_integer("runs", 3, "runs of a point")
 STEPS = flags.DEFINE_integer("steps", 48, "decode steps of a run", lower_bound=KEPT_TOKENS)
 MAX_LEN = flags.DEFINE_integer("max_len", 16384, "longest request")
@@ -133,7 +133,7 @@ def without_router_kernel() -> None:
 
 
 class Compilations(logging.Handler):
-    """Counts the kernels that vLLM's monitor says were compiled while it serves."""
+    """Keeps vLLM's messages on what is compiled after the engine's start, which its monitor writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,9 @@ def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], f
     runs = [engine.generate(given, STEPS.value) for _ in range(RUNS.value)]
     medians = [statistics.median(run.steps) * 1e3 for run in runs if run.steps]
     if not medians:
-        raise RuntimeError(f"no step gave all {batch} requests a token; legal: a batch that the engine runs at once")
+        raise RuntimeError(
+            f"no two steps in a row gave all {batch} requests a token; legal: a batch that the engine runs at once"
+        )
     us = statistics.median(medians)
     graph_us = math.nan if COMPILE.value else engine.graph_us(given)
     row = {
