@@ -1,1 +1,1 @@
-"""Parts of the `tsmla` command that need jax: its devices, the usual calls, and `tsmla explain`."""
+"""Parts of the `tsmla` command that need jax: jax's devices, the usual calls, and `tsmla explain`."""

@@ -23,7 +23,7 @@ def examine() -> Devices:
 
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # AssertionError if JAX_PLATFORMS names no platform of this machine
+    except (RuntimeError, AssertionError) as error:  # AssertionError: JAX_PLATFORMS=cuda without CUDA
         said = (str(error).splitlines() or ["no platform that it may use is there"])[0]
         asked = os.environ.get("JAX_PLATFORMS")
         return Devices(None, (), False, f"{said} (JAX_PLATFORMS={asked})" if asked else said)

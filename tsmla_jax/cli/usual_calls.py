@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class UsualCall:
-    """A usual call and its explanation: the implementation that runs, and why each of the others can't."""
+    """A usual call and its explanation: the implementation that runs, None if none can; and for every implementation
+    the reasons why it can't run or isn't chosen by default, none if it may be chosen."""
 
     op: str
     call: str
@@ -88,8 +89,8 @@ def usual_calls() -> tuple[UsualCall, ...]:
 
 
 def lines_of(call: UsualCall) -> list[str]:
-    """Lines of text: first the usual call and the implementation that runs it, then for each other one why it
-    doesn't.
+    """Lines of text: first the usual call and the implementation that runs it, then one for each implementation that
+    can't run it or isn't chosen by default: why.
     """
     refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
     # Nothing else is against these kernels.

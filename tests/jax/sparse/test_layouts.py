@@ -183,6 +183,11 @@ def test_cache_dtypes() -> None:
     assert resolve("plain", "float16") == jnp.float16 and resolve("plain", "float32") == jnp.float32
 
 
+def test_the_width_of_a_packed_cache_is_an_int() -> None:
+    with pytest.raises(TypeError, match=r"^head_dim: got str; legal: a static int"):
+        sparse.init_v4_cache(1, layout="packed", cache_dtype="fp8", head_dim="512")
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1), "float32"), ((1, 1, 656), "uint8"), ((1, 1152), "uint8")])
 def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> None:
     assert cache_spec("kv_cache", Array(shape, dtype), page_size=1).num_slots == 1
@@ -194,6 +199,10 @@ def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> N
         (lambda: sparse.pack_v32_rows(np.zeros((2, 500)), np.zeros((2, 64))), "latent: got shape.*must be 512"),
         (lambda: sparse.pack_v32_rows(np.zeros((2, 512)), np.zeros((3, 64))), "k_rope: got rows"),
         (lambda: sparse.unpack_v32_rows(np.zeros((2, 656), np.float32)), "rows: got dtype float32; legal: uint8"),
+        (
+            lambda: sparse.unpack_v4_rows(np.zeros((5, 576), np.uint8), np.zeros((1, 8), np.uint8)),
+            r"scales: got rows \[1\]; data has \[5\]",
+        ),
         (lambda: sparse.resolve_cache_dtype("packed", "bfloat16"), "cache_dtype: got 'bfloat16'"),
         (lambda: sparse.resolve_cache_dtype("dense", "fp8"), "layout: got 'dense'"),
         (

@@ -111,6 +111,13 @@ def test_refuses(call: object, message: str) -> None:
         call()
 
 
+def test_a_rank_of_another_type_is_refused_and_a_traced_one_is_legal() -> None:
+    with pytest.raises(TypeError, match=r"^rank: got float; legal: an int, 0 to world - 1 = 1, or an int32 sc"):
+        sparse.localize_context_lens(ints([1]), rank=0.0, world=2)
+    localize = jax.jit(lambda lens, rank: sparse.localize_context_lens(lens, rank=rank, world=2))
+    assert localize(ints([3]), jnp.int32(1)).tolist() == [1]
+
+
 def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     with pytest.raises(ValueError, match="decode_lens: 5 query tokens in all; legal: at most total_tokens = 4"):

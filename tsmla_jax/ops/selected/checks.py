@@ -36,7 +36,8 @@ def slot_mapping(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def sparse_mla(spec: SparseMLASpec, indices: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """indices, after the check that the active ones are -1 or slots of their cache."""
+    """indices, after the check that lengths are from 0 to K, and that the active ones are slots of their cache, or -1
+    without lengths or at the end of a window."""
     arrays = (indices,) if lengths is None else (indices, lengths)
     return behind(partial(values.sparse_mla, spec), *arrays)
 
@@ -75,7 +76,7 @@ def compress(
 
 
 def cu_seqlens(array: jax.Array, num_tokens: int) -> jax.Array:
-    """Checks the offsets of the requests' new tokens: they ascend and lie within the tokens."""
+    """Checks the offsets of the requests' new tokens: they begin at 0, never decrease and lie within the tokens."""
     return behind(partial(values.cu_seqlens, num_tokens), array)
 
 

@@ -15,8 +15,8 @@ from tsmla_kernels import contract
 class CompressorState(NamedTuple):
     """The last tokens of every request, as a ring: the token at position p lies in row p % ring.
 
-    If the ring has n tokens more than the window of one entry, a request can take back up to n tokens (rejected drafts)
-    by a call with a smaller seq_len.
+    If the ring has n tokens more than one entry pools, a request can take back up to n tokens (rejected drafts) by a
+    call whose new tokens begin earlier.
 
     Attributes:
       kv_score: [N, ring, 2, W] float32: kv, and score with its position bias added.

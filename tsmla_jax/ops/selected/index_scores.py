@@ -135,7 +135,8 @@ def score(q: jax.Array, weights: jax.Array, keys: jax.Array, narrow: bool) -> Sc
 
 
 class Gradient(NamedTuple):
-    """The gradient summed so far: of a block's queries [t, Hi, Di] and weights [t, Hi], and of every key [P Z, Di]."""
+    """The gradient summed so far: of queries [t, Hi, Di] and weights [t, Hi], those of a block or of all tokens, and of
+    every key [P Z, Di]."""
 
     q: jax.Array
     weights: jax.Array
@@ -174,8 +175,9 @@ def gradient_over_blocks(
     """The gradient of all tokens, each part in its dtype in `start`.
 
     Args:
-      body: takes a Gradient that is zero for the block's queries and weights, which of the block's tokens count, and
-        the block's rows of the operands; returns the Gradient with the block's part added.
+      body: takes the Gradient so far of the block's queries and weights (zero in tokens that count) and of all keys,
+        which of the block's tokens count, and the block's rows of the operands; returns the Gradient with the block's
+        part added.
       operands: arrays with T rows.
       start: zeros in the shapes that the gradient of all tokens has.
       block: how many tokens a block has.

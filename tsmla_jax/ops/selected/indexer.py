@@ -1,6 +1,6 @@
-"""The V3.2 indexer before its logits: the pieces of its queries and weights, and reading the 132-byte key cache.
+"""The indexer before its logits: the pieces of its queries and weights, and reading its key cache, plain or packed.
 
-Source: DeepSeek-V3.2-Exp's lightning indexer, with the cache layout of vLLM and SGLang.
+Source: DeepSeek-V3.2-Exp's lightning indexer, with the cache layout of vLLM and SGLang (132 bytes a key).
 """
 
 from __future__ import annotations

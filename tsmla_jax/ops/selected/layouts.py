@@ -1,4 +1,4 @@
-"""The packed cache layouts, byte for byte, and the functions that write them.
+"""The packed cache layouts, byte for byte, and the functions that write and read them.
 
 V3.2, 656 bytes a row: 512 e4m3 | 4 f32 scales, one per 128 channels, powers of two | 64 bf16 rope.
 V4, 584 bytes a row: a page is Z rows of 448 e4m3 | 64 bf16, then Z rows of 8 UE8M0 scale bytes (7 used, one per 64
@@ -33,7 +33,7 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
       k_rope: [..., 64] floats, rotated.
 
     Raises:
-      ValueError: other widths.
+      TypeError, ValueError: arrays of other widths or dtypes, or whose other axes differ.
     """
     packed.check_packed_rows(describe("latent", latent), describe("k_rope", k_rope))
     latent, k_rope = jnp.asarray(latent), jnp.asarray(k_rope)
@@ -50,7 +50,7 @@ def unpack_v32_rows(rows: UInt8[Array, "*N 656"]) -> tuple[Float[Array, "*N 512"
       rows: uint8 [..., 656].
 
     Raises:
-      ValueError: rows of another width or dtype.
+      TypeError, ValueError: rows of another width or dtype.
     """
     _describe_bytes("rows", rows, V32_PACKED.row_bytes)
     rows = jnp.asarray(rows)
@@ -73,7 +73,7 @@ def pack_v4_rows(kv: Float[Array, "*N 512"]) -> tuple[UInt8[Array, "*N 576"], UI
       kv: [..., 512] floats, normed and rotated.
 
     Raises:
-      ValueError: another width.
+      TypeError, ValueError: another width or dtype.
     """
     _describe_wide("kv", kv, V4_PACKED.head_dim)
     kv = jnp.asarray(kv)
@@ -94,10 +94,12 @@ def unpack_v4_rows(data: UInt8[Array, "*N 576"], scales: UInt8[Array, "*N 8"]) -
       scales: uint8 [..., 8].
 
     Raises:
-      ValueError: other widths or dtypes.
+      TypeError, ValueError: other widths or dtypes, or other axes that differ.
     """
-    _describe_bytes("data", data, V4_PACKED.data_row_bytes)
-    _describe_bytes("scales", scales, V4_PACKED.scale_row_bytes)
+    rows = _describe_bytes("data", data, V4_PACKED.data_row_bytes).shape[:-1]
+    scale_rows = _describe_bytes("scales", scales, V4_PACKED.scale_row_bytes).shape[:-1]
+    if scale_rows != rows:
+        raise ValueError(f"scales: got rows {list(scale_rows)}; data has {list(rows)}")
     data, scales = jnp.asarray(data), jnp.asarray(scales)
     values = numerics.from_bytes(data[..., : V4_PACKED.nope_dim], numerics.E4M3).astype(jnp.float32)
     factors = numerics.ue8m0_to_f32(scales[..., : V4_PACKED.num_scales])
@@ -116,19 +118,22 @@ def write_v4_cache(
     page_size: int | None = None,
     page_span: int | None = None,
 ) -> Array:
-    """Write rows of a shared latent (K = V) into a cache of any layout; in place under donation.
+    """Write rows of a shared latent (K = V) into a plain cache or one of V4's packed pages; in place under donation.
 
     Args:
-      kv_cache: [P, Z, D] of bf16, f16, f32 or float8_e4m3fn, or uint8 [P, page_bytes] (the packed 584-byte layout).
-      kv: [T, D], norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps to 448.
+      kv_cache: [P, Z, D] of bf16, f16, f32, f64 or float8_e4m3fn, or uint8 [P, page_bytes] (the packed 584-byte
+        layout).
+      kv: [T, D], norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps to
+        [-448, 448].
       slot_mapping: [T] int32, page * page_span + offset; -1 is skipped. Slots must differ, as in write_kv_cache.
       kv_scale: the per-tensor scale of an fp8 cache; None is 1. Not legal for other caches.
       page_size: how many rows a packed page has (64), or a plain page whose stride is larger than its rows.
-      page_span: the slots between two packed pages, page_size unless slots were remapped (see remap_slots).
+      page_span: the slots between two packed pages, page_size unless slots were remapped (see remap_slots); between
+        two plain pages it is Z.
 
     Raises:
-      ValueError: a layout, width, dtype, page size or scale is not legal; under TSMLA_CHECK=1 also a slot that is
-        outside the cache or comes twice.
+      TypeError, ValueError: a layout, width, dtype, page size or scale is not legal; under TSMLA_CHECK=1 also a slot
+        that is outside the cache or comes twice.
     """
     spec = cache_spec("kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span)
     described = _describe_wide("kv", kv, spec.head_dim)

@@ -1,12 +1,14 @@
 """Indexer metadata: one row per query token from one row per request, lengths under context parallelism, and slots.
 
-Everything is static in shape and computed on the device: no host synchronisation, capturable in a CUDA graph.
+Everything is static in shape and computed on the device: no host synchronisation (except under TSMLA_CHECK=1), and
+capturable in a CUDA graph.
 Source: the sparse-attention metadata builders of vLLM, with their length-0 underflow clamped.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +62,8 @@ def expand_decode_metadata(
       DecodeMetadata. Row j of a request of m tokens has length max(seq_len - m + j + 1, 0).
 
     Raises:
-      ValueError: shapes or dtypes disagree, or m * B > total_tokens. TypeError: total_tokens isn't static.
+      ValueError: shapes or dtypes disagree, m or total_tokens is negative, or m * B > total_tokens. TypeError:
+      total_tokens isn't static.
       Under TSMLA_CHECK=1: ValueError when decode_lens are negative or sum past total_tokens.
     """
     requests = (describe_ints("seq_lens", seq_lens, "B").shape[0], "B, seq_lens's requests")
@@ -105,17 +108,27 @@ def localize_context_lens(
       int32 like seq_lens; 0 for an empty shard: its attention gives out 0 and lse -inf, which leave a merge unchanged.
 
     Raises:
-      ValueError: world or interleave not positive, rank outside [0, world), seq_lens not int32.
+      ValueError: world or interleave not positive, seq_lens not int32, or rank outside [0, world); a rank that is a jax
+        array is not checked. TypeError: world or interleave isn't static, or rank is no int.
     """
     rules.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
     world = contract.static_int("world", world, minimum=1)
     interleave = contract.static_int("interleave", interleave, minimum=1)
-    if not isinstance(rank, jax.Array) and not contract.static_int("rank", rank) < world:
-        raise ValueError(f"rank: got {rank}; legal: 0 to world - 1 = {world - 1}")
+    if not isinstance(rank, jax.Array):
+        _check_rank(rank, world)
     seq_lens = jnp.asarray(seq_lens)
     full = seq_lens // (world * interleave)
     rest = seq_lens - full * (world * interleave)
     return full * interleave + jnp.clip(rest - rank * interleave, 0, interleave)
+
+
+def _check_rank(rank: Any, world: int) -> None:
+    """TypeError unless `rank` is an int, ValueError unless it is in [0, world)."""
+    legal = f"0 to world - 1 = {world - 1}"
+    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        raise TypeError(f"rank: got {type(rank).__name__}; legal: an int, {legal}, or an int32 scalar of jax")
+    if not 0 <= operator.index(rank) < world:
+        raise ValueError(f"rank: got {rank}; legal: {legal}")
 
 
 def positions_to_slots(
@@ -125,8 +138,8 @@ def positions_to_slots(
     *,
     page_span: int | None = None,
 ) -> Int32[Array, "N K"]:
-    """Cache slots of positions within a sequence: block_table[position // Z] * span + position % Z; -1 stays -1, and a
-    position past the table has no slot, -1.
+    """Cache slots of positions within a sequence: block_table[position // Z] * span + position % Z; -1 for a position
+    that is negative or past the table.
 
     Args:
       positions: [N, K] int32; a negative one is "nothing here".
@@ -135,7 +148,7 @@ def positions_to_slots(
       page_span: the stride between pages in rows: Z, or more if pages are strided wider.
 
     Raises:
-      ValueError: shapes or dtypes disagree, page_span < page_size, or a table of no page.
+      TypeError, ValueError: shapes or dtypes disagree, page_size < 1, page_span < page_size, or a table of no page.
       Under TSMLA_CHECK=1: ValueError when a position lies past the block table.
     """
     num_rows = describe_ints("positions", positions, "N K").shape[0]
@@ -171,7 +184,7 @@ def expand_pools(
       `positions_to_slots`, and -1 in unused columns and in padding rows.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or pool_size < 1.
+      TypeError, ValueError: shapes or dtypes disagree, pool_size < 1, or tail is no bool.
     """
     rows = (describe_ints("pools", pools, "N K").shape[0], "N, pools's rows")
     describe_ints("positions", positions, "N", rows)
@@ -197,7 +210,7 @@ def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> In
       page_span: rows from one page to the next, at least Z.
 
     Raises:
-      ValueError: a span narrower than the page, or slots that are not int32.
+      TypeError, ValueError: page_size < 1, a span narrower than the page, or slots that are not int32.
     """
     page_size = contract.static_int("page_size", page_size, minimum=1)
     span = check_page_span("page_span", page_span, page_size)

@@ -152,9 +152,9 @@ def _tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Arra
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     """RMS norm in f32 with a fixed order of summation; without `weight` the normed values are not multiplied.
 
-    Barriers make a compiler round each product that it could fuse into a sum; on a GPU each barrier costs a kernel. If
-    there is nothing to round, there is no barrier: squares of 16-bit values fit in f32, and a power of two scales
-    exactly.
+    Barriers make a compiler round each product that it could fuse into a sum; on a GPU each barrier costs a kernel. The
+    squares and the mean have none where there is nothing to round: f32 holds all digits of a 16-bit value's square, and
+    a power of two scales exactly.
     """
     width, exact = x.shape[-1], x.dtype.itemsize == 2
     x = x.astype(jnp.float32)

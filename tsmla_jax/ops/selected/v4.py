@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @partial(jax.tree_util.register_dataclass, data_fields=["indices", "lengths"], meta_fields=["window"])
 @dataclass(frozen=True)
 class MixedIndices:
-    """Index rows for sparse_mla with two caches.
+    """Index rows for sparse_mla with two caches, or with the window cache alone.
 
     Attributes:
       indices: [T, K] int32: `window` columns of window slots (-1 after the last), then compressed slots, then -1; K % 4
@@ -85,13 +85,15 @@ def apply_rope(
     stay.
 
     Args:
-      x: [T, D] or [T, H, D], floats. The rotation is done in float32 and rounded back to x's dtype.
+      x: [T, D], or with axes between these two, as in [T, H, D]; floats. The rotation is done in float32 and rounded
+        back to x's dtype.
       positions: [T] int32; a negative one (padding) counts as 0, one past the table as its last.
       cos_sin: [N, R] float32 of rope_table.
       inverse: rotate back, which outputs of attention with K = V need, each by its query's position.
 
     Raises:
-      ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
+      TypeError, ValueError: shapes or dtypes that are not legal, or inverse is no bool; under TSMLA_CHECK=1 also a
+        position past the table.
     """
     array, table = describe("x", x), describe("cos_sin", cos_sin)
     rules.check_dtype("x", array, FLOATS)
@@ -99,7 +101,7 @@ def apply_rope(
     rules.check_at_least_one("cos_sin", table.shape, 0, "N")
     inverse = contract.static_bool("inverse", inverse)
     if len(array.shape) < 2:
-        raise ValueError(f"x: got shape {list(array.shape)}; legal: [T, D] or [T, H, D]")
+        raise ValueError(f"x: got shape {list(array.shape)}; legal: [T, D], or with axes between these two")
     describe_ints("positions", positions, "T", (array.shape[0], "T, x's rows"))
     rope_dim = table.shape[1]
     if rope_dim % 2 or rope_dim > array.shape[-1]:
@@ -130,21 +132,22 @@ def norm_rope(
     *,
     eps: float,
 ) -> Float[Array, "T D"]:
-    """RMS norm and rope on the last R channels, in float32, in a fixed order of operations.
+    """RMS norm over all channels, then rope on the last R, in float32, in a fixed order of operations: [T, D] float32.
 
-    The result is stored for a token (at its own position) or for a compressed entry (at position entry * ratio, its
-    window's first token); write it with write_v4_cache or write_indexer_cache. A row is bitwise the same whatever other
-    rows come with it.
+    The result is stored for a token (at its own position) or for a compressed entry (at position entry * ratio, the
+    first of the last `ratio` tokens that it pools); write it with write_v4_cache or write_indexer_cache. A row is
+    bitwise the same whatever other rows come with it.
 
     Args:
       kv: [T, D] floats.
       norm_weight: [D] floats; None multiplies by no weight.
-      positions: [T] int32; a negative one (padding) counts as 0.
+      positions: [T] int32; a negative one (padding) counts as 0, one past the table as its last.
       cos_sin: [N, R] float32 of rope_table.
-      eps: the norm's epsilon.
+      eps: the norm's epsilon, at least 0.
 
     Raises:
-      ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
+      TypeError, ValueError: shapes, dtypes or an eps that are not legal; under TSMLA_CHECK=1 also a position past the
+        table.
     """
     described = describe("kv", kv)
     rules.check_array("kv", described, "T D", FLOATS)
@@ -176,7 +179,7 @@ def window_slots(
       page_span: the slots between two pages, if not page_size.
 
     Raises:
-      ValueError: as positions_to_slots.
+      TypeError, ValueError: as positions_to_slots, or window < 1.
     """
     window = contract.static_int("window", window, minimum=1)
     describe_ints("positions", positions, "T")
@@ -194,7 +197,8 @@ def compressed_slots(
     max_entries: int | None = None,
     page_span: int | None = None,
 ) -> tuple[Int32[Array, "T E"], Int32[Array, " T"]]:
-    """Slots of all compressed entries that each query sees, and their count, which is (position + 1) // ratio.
+    """Slots of all compressed entries that each query sees, and their count, (position + 1) // ratio, or the number of
+    columns if that is less.
 
     Layers of ratio 128 need these rows, the same for each of them, so build the rows once a step. Layers that choose
     entries turn the chosen ones into slots with positions_to_slots.
@@ -208,7 +212,8 @@ def compressed_slots(
       page_span: the slots between two pages, if not page_size.
 
     Raises:
-      ValueError: as positions_to_slots; under TSMLA_CHECK=1 also a query that sees more than max_entries.
+      TypeError, ValueError: as positions_to_slots, or ratio < 1; under TSMLA_CHECK=1 also a query that sees more
+        entries than there are columns.
     """
     ratio = contract.static_int("ratio", ratio, minimum=1)
     describe_ints("positions", positions, "T")
@@ -239,12 +244,12 @@ def build_mixed_sparse_indices(
     Args:
       window_slots: [T, W] int32, -1 after each row's last.
       compressed_slots: [T, E] int32, or None; the first compressed_lens[t] of a row are used.
-      compressed_lens: [T] int32; None counts the slots that aren't -1, which must then come first.
+      compressed_lens: [T] int32; None counts the slots that aren't negative, which must come first.
       window_page, compressed_page: (page size, span) of a cache whose pages are strided wider than their rows: its
         slots page * size + offset become page * span + offset. Forgetting a stride reads other tokens' rows, silently.
 
     Returns:
-      MixedIndices; pass its fields to sparse_mla as indices, lengths and window.
+      MixedIndices; pass its fields to sparse_mla as indices, lengths and window (no window without compressed slots).
 
     Raises:
       TypeError, ValueError: shapes or dtypes that are not legal, a span narrower than its page.
@@ -316,8 +321,9 @@ def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: i
     dtype = resolve_cache_dtype(layout, cache_dtype)
     num_pages = contract.static_int("num_pages", num_pages, minimum=1)
     page_size = contract.static_int("page_size", page_size, minimum=1)
+    head_dim = contract.static_int("head_dim", head_dim, minimum=1)
     if layout == "plain":
-        return jnp.zeros((num_pages, page_size, contract.static_int("head_dim", head_dim, minimum=1)), dtype)
+        return jnp.zeros((num_pages, page_size, head_dim), dtype)
     if head_dim != layouts.V4_PACKED.head_dim:
         raise ValueError(f"head_dim: got {head_dim}; the packed layout has {layouts.V4_PACKED.head_dim}")
     return jnp.zeros((num_pages, layouts.V4_PACKED.page_bytes(page_size)), dtype)
