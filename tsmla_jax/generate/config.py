@@ -212,8 +212,9 @@ class ModelConfig:
         """Reads a `config.json` of a model that docs/guides/generate.md lists.
 
         Args:
-          source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
-            overrides the end-of-text ids, if it has any. docs/guides/generate.md says which fields may be absent.
+          source: the parsed file, its path, or the checkpoint directory. The end-of-text ids are those of the
+            directory's `generation_config.json`, if it has the field (null is none). docs/guides/generate.md says which
+            fields may be absent.
 
         Raises:
           ValueError: there is no such file, or it is no JSON object; a field is missing, has an illegal value, or
@@ -374,13 +375,14 @@ def _streams_from_hf(fields: Mapping[str, Any], where: str) -> StreamsConfig:
 def _mlp_layers_from_hf(
     fields: Mapping[str, Any], model_type: str, where: str, num_layers: int, has_experts: bool
 ) -> tuple[MLPKind, ...]:
-    """The kind of every layer's MLP: from the list of kinds, or without it from the older fields that count layers."""
+    """The kind of every layer's MLP: from the list of kinds, or without it from the older fields that count layers.
+    LongCat-Flash has neither: its kinds alternate."""
     if model_type == LONGCAT:
         return ("shortcut", "dense") * (num_layers // 2)
     is_v4 = model_type == "deepseek_v4"
     listed = fields.get("mlp_layer_types")
     if listed is not None:
-        legal = ("hash_moe", "moe") if is_v4 else ("dense", "sparse")
+        legal = ("hash_moe", "moe") if is_v4 else ("dense", "sparse") if has_experts else ("dense",)
         if not isinstance(listed, list) or len(listed) < num_layers or any(kind not in legal for kind in listed):
             raise ValueError(
                 f"{where}: mlp_layer_types = {listed!r:.80}; legal: a list of at least {num_layers} of "

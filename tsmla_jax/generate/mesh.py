@@ -88,7 +88,11 @@ def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
     if shape.size > count or (processes > 1 and shape.size != count):
         kind = jax.devices()[0].platform
         most = count // shards
-        fits = f"data_parallel = {most}" if most else f"products of the three up to {count}"
+        fits = f"products of the three up to {count}"
+        if processes > 1:
+            fits = f"values of the three whose product is {count}"
+        if most and (processes == 1 or most * shards == count):
+            fits = f"data_parallel = {most}"
         if kind == "cpu" and processes == 1:
             fits += f"; JAX_NUM_CPU_DEVICES={shape.size} in the environment simulates that many"
         where = f"jax has {count} ({kind})" if processes == 1 else f"the {processes} processes have {count} ({kind})"
@@ -176,8 +180,8 @@ def param_specs(params: Any, shards: int) -> Any:
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """The parameters of `load_model`, put on the mesh. Without a mesh they are only checked, and stay where they are.
 
-    An array that is on the mesh already is moved only if it is an output projection, or a stack of experts with shared
-    ones, that is not split as this mesh needs it.
+    An array that is on the mesh already is moved only if it is an output projection or a stack of experts that is not
+    split as this mesh needs it; a stack without shared experts only if every device has it whole.
 
     A device holds its own routed experts, its part of the output projection if that is split (`head_spec`), and all
     other weights whole. In its stacks the shared experts come after its own ones; with experts in MXFP4 they have
@@ -229,7 +233,7 @@ def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoE
 
 
 def _has_shards(weight: Any, moe: MoEConfig, shards: int) -> bool:
-    """Whether a stack is as long as one of `shards` shards, each with the shared experts after its own, unless these
+    """Whether a stack is as long as `shards` shards together, each with the shared experts after its own, unless these
     have parameters of their own."""
     each = len(experts_of(moe, shards, 0)) + _num_shared(weight, moe)
     if not isinstance(weight, BlockScaled):

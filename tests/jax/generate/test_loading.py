@@ -153,6 +153,13 @@ def test_bad_fields_are_named(model: str, field: str, value: Any, tmp_path: Path
     assert model == "v4" or str(error.value).startswith(str(tmp_path / "config.json"))
 
 
+def test_a_model_without_experts_has_no_layers_of_experts() -> None:
+    fields = tiny_config("v2", n_routed_experts=None)
+    with pytest.raises(ValueError, match=r"mlp_layer_types = .*; legal: a list of at least 2 of dense$"):
+        ModelConfig.from_hf({**fields, "mlp_layer_types": ["dense", "sparse"]})
+    assert ModelConfig.from_hf({**fields, "mlp_layer_types": ["dense", "dense"]}).moe is None
+
+
 def test_a_v2_checkpoint_is_read_to_the_last_tensor(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(write_tiny(tmp_path, model="v2"))
     assert config.moe is not None and (config.moe.routing, config.moe.scoring) == ("greedy", "softmax")

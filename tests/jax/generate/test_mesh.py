@@ -215,3 +215,13 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> N
         check_mesh(v4, MeshShape(1, 1, 3))
     with pytest.raises(ValueError, match=r"^program = 'layer'; legal on a mesh: 'step', None$"):
         EngineOptions(program="layer", data_parallel=2)
+
+
+def test_several_processes_take_all_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = ModelConfig.from_hf(tiny_config("v2", n_routed_experts=None))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"the 2 processes have 8 \(cpu\); what fits: data_parallel = 4$"):
+        check_mesh(dense, MeshShape(1, 1, 2))
+    for context in (3, 9):
+        with pytest.raises(ValueError, match=r"; what fits: values of the three whose product is 8$"):
+            check_mesh(dense, MeshShape(1, 1, context))
