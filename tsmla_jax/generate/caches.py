@@ -117,7 +117,7 @@ def packed_reasons(config: ModelConfig) -> list[str]:
     layers = config.attention if isinstance(config.attention, tuple) else (config.attention,)
     for layer in layers:
         if isinstance(layer, MLAConfig):
-            return ["only DeepSeek-V3.2 and V4 have one"]
+            return ["only DeepSeek-V3.2, GLM-5 and V4 have this layout"]
         if isinstance(layer, V32Config):
             latent, rope = layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim
         else:
@@ -128,9 +128,9 @@ def packed_reasons(config: ModelConfig) -> list[str]:
 
 
 def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
-    """The caches' default dtype: PACKED if the model has that layout (V3.2, V4) and parameters of 16 bits, else the
-    parameters' dtype. Engines serve V3.2 and V4 with this layout, and Hopper's kernel of the indexer reads no other
-    keys than fp8 ones with scales. Parameters of f32 are for exact results.
+    """The caches' default dtype: PACKED if the model has that layout (V3.2, GLM-5, V4) and parameters of 16 bits, else
+    the parameters' dtype. Engines serve V3.2 and V4 with this layout, and Hopper's kernel of the indexer reads no
+    keys but fp8 ones. Parameters of f32 are for exact results.
 
     Args:
       config: the model.

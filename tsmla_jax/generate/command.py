@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--widen",
         action="store_true",
-        help="widen block-scaled fp8 weights to --dtype when they are loaded (default: in each step, except on a CPU)",
+        help="widen block-scaled fp8 and MXFP4 weights to --dtype when they are loaded (the default on a CPU)",
     )
     parser.add_argument(
         "--fp8-products",
@@ -103,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=CACHE_DTYPES,
-        help="the cache's dtype; packed is the fp8 layout with scales of DeepSeek-V3.2 and V4 (default: packed for"
-        " these two with weights of bf16 or f16, else as --dtype)",
+        help="the cache's dtype; packed is the fp8 layout with scales of DeepSeek-V3.2, GLM-5 and V4 (default: packed"
+        " for these with weights of bf16 or f16, else as --dtype)",
     )
     parser.add_argument(
         "--q-dtype",
@@ -135,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr: the input is at fault, a package or memory is
-    missing, or logits are not finite. Other errors are raised; if one of several processes fails, all of them end."""
+    missing, or logits are not finite. Other errors are raised. With --num-processes no error returns or is raised:
+    after that line, or a traceback, this process ends at once, and jax ends the others."""
     if args.num_processes is None:
         return _run(args)
     try:
@@ -265,7 +266,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _record(result: Generation, plan: Plan, load_seconds: float) -> dict[str, Any]:
-    """The record of a run: --json writes it, and the closing table shows it."""
+    """The record of a run: --json writes it, and the closing table shows most of it."""
     return {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),
@@ -309,7 +310,7 @@ def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
             raise
         flag = _FLAGS.get(named[1], "--" + named[1].replace("_", "-"))
         said = str(error)[named.end() :]
-        if named[1].endswith("_parallel"):  # these errors speak of all three
+        if named[1].endswith("_parallel"):  # these errors may speak of the others
             said = re.sub(r"\b(data|expert|context)_parallel\b(?: = (\d+)\b(?! devices))?", _parallel_flag, said)
         for short, long in CACHE_DTYPES.items():
             said = re.sub(rf"\b{long}\b", short, said) if named[1] in ("cache_dtype", "q_dtype") else said

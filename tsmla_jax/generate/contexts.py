@@ -41,9 +41,9 @@ def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int
 
 
 def context_passes(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> ContextPasses | None:
-    """How many passes a prefill step makes over a context, and how many tokens each pass takes: as few passes as
-    MAX_EXPANDED_BYTES allows. Their results are merged one by one. None if each layer is a program of its own, and for
-    V3.2 and V4."""
+    """How many passes a prefill step makes over a context, and how many tokens each pass takes: the fewest of
+    1, 2, 4, ... passes that MAX_EXPANDED_BYTES allows. Their results are merged one by one. None if each layer is a
+    program of its own, and for V3.2 and V4."""
     attention = config.attention
     if not plan.at_once or not isinstance(attention, MLAConfig):
         return None

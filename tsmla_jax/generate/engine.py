@@ -1,4 +1,4 @@
-"""Generation: many texts in one paged cache, prefill in chunks, ragged decode, speculative verify.
+"""Generation: many texts in a paged cache, prefill in chunks, ragged decode, speculative verify.
 
 The host decides (which texts run, their pages, their drafts) with plain Python and numpy; the device computes, in a
 handful of compiled shapes, and keeps the state of the texts. The host reads the tokens of a step while the next one
@@ -51,7 +51,7 @@ class Generation:
     Attributes:
       tokens: the generated ids of each prompt, the token that ended the text included.
       figures: the costs of the run.
-      choices: which implementation of each operation ran and why.
+      choices: which implementations ran and why, as in `Plan.choices`.
     """
 
     tokens: list[list[int]]

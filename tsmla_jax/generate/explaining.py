@@ -1,5 +1,5 @@
-"""Which implementation runs each operation of a step, and why no better one: `tsmla_jax.explain` on its shapes, and the
-experts' products by their weights."""
+"""Which implementation runs attention, the choice of keys and V4's compression in a step, by `tsmla_jax.explain` on its
+shapes; which one runs the experts' products, by their weights; and why no better one."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class _Reader:
         return value
 
     def put_head(self, name: str, shape: Sequence[int]) -> jax.Array:
-        """The output projection on the device, or a part of it on each device of the mesh."""
+        """The output projection on the device, or on the mesh as `mesh.put_head` puts it."""
         output = self(name, shape)
         return jax.numpy.asarray(output) if self.mesh is None else put_head(self.mesh, output)
 
@@ -259,14 +259,14 @@ def load_model(
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128. Experts in MXFP4
         stay so, too (`MXFP4`), if kernels take their sizes. All other matrices are widened, such as those of indexers
-        and V4's attention. False widens all. None keeps them unless jax's default device is a CPU.
+        and V4's attention. False widens all. None keeps them unless jax's default backend is cpu.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
         block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`). Experts and, if its rows divide, an output
         projection that is not the embedding are split over them; each has the other parameters. A process reads only
         its part of the experts.
-      progress: show a progress bar on stderr.
+      progress: show a progress bar on stderr, if that is a terminal.
 
     Returns:
       the pytree described at `tsmla_jax.generate.model.Params`; on a mesh as `mesh.put_params` leaves it.

@@ -25,9 +25,9 @@ DEFAULT_ROUTING: dict[str, Routing] = {
     "mistral4": "greedy",
     "youtu": "greedy",
 }
-# Values that transformers' configuration of each model type takes for a field that `config.json` leaves out.
-# transformers has no configuration of Kimi-K2: its fields are required. Sizes are required of every model type: a file
-# without them is cut short.
+# Values that transformers' configuration of each model type takes for a field that `config.json` leaves out; if it has
+# none, the value that says what transformers' code computes. transformers has no configuration of Kimi-K2: its fields
+# are required. Sizes are required of every model type: a file without them is cut short.
 _V3_DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,

@@ -457,7 +457,7 @@ def mixture_of_experts(
 
 def without_zero(experts: jax.Array, weights: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
     """The choices [T, K], with num_experts in place of an expert without weights; and for each token the sum [T] of the
-    weights of its experts without weights, which return their input. Padding adds nothing to this sum.
+    weights of its experts without weights, which return their input. Ids past all of these add nothing to it.
     """
     zero = (experts >= config.num_experts) & (experts < config.num_experts + config.num_zero)
     return jnp.minimum(experts, config.num_experts), jnp.where(zero, weights, 0).sum(axis=1)

@@ -58,9 +58,9 @@ class EngineOptions:
       temperature: 0 is greedy, else finite and at least LEAST_TEMPERATURE.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: the seed of the random numbers that tokens are sampled by.
-      cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2 and V4 with parameters of 16 bits, else the
-        parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout with scales of V3.2 and V4,
-        latents and indexer keys; the parameters' dtype rounds no key. With parameters of float32 "bfloat16" and
+      cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2, GLM-5 and V4 with parameters of 16 bits,
+        else the parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is these models' fp8 layout with
+        scales, latents and indexer keys; the parameters' dtype rounds no key. With parameters of float32 "bfloat16" and
         "float16" are legal, too.
       kv_scale: a cache of "float8_e4m3fn" holds values / kv_scale.
       q_dtype: the dtype of absorbed queries, which are decode's queries in V2 and V3, and all queries in V3.2 and V4.
@@ -69,15 +69,16 @@ class EngineOptions:
       q_scale: an fp8 query holds values / q_scale.
       implementation: the implementation of the attention operations; None takes the best that can run.
       program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
-        fraction of the time. None is "layer" where jax's default device is a CPU, else "step"; on a mesh it is "step".
+        fraction of the time. None is "layer" where jax's default backend is cpu, else "step"; on a mesh it is "step".
       data_parallel: how many copies of the model the mesh has (`MeshShape`).
       expert_parallel: how many replicas a copy has, each of which attends for texts of its own. The experts of a copy
         are split over expert_parallel x context_parallel devices.
       context_parallel: how many devices share the keys of one text.
 
     Raises:
-      ValueError: a value is not legal.
-      TypeError: temperature or top_p is not a number.
+      ValueError: a value is not legal. `check` refuses a page size, dtypes and a mesh that don't go with a model, and
+        `make_plan` an unknown implementation.
+      TypeError: temperature, top_p, kv_scale or q_scale is not a number.
     """
 
     page_size: int | None = None
@@ -155,7 +156,8 @@ class Plan:
       dtype, q_dtype: names of the dtypes of the activations and of the absorbed queries.
       layout: the layout of a device's caches.
       at_once: whether a step is one program.
-      choices: which implementation runs each operation of attention and why; after `with_experts`, of the experts, too.
+      choices: which implementation runs attention, the choice of keys and V4's compression, and why; after
+        `with_experts`, the experts, too.
       mesh: the shape of the devices' mesh.
     """
 

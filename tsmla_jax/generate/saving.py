@@ -28,8 +28,8 @@ from tsmla_jax.nn.products.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.products.mxfp4 import MXFP4
 from tsmla_jax.nn.v4.names import stored_name
 
-# Tensors that `load_model` keeps in f32 (or i32), whatever its `dtype` is.
 _HEAD = "lm_head.weight"  # a checkpoint may store it beside the embedding that it is tied to
+# Tensors that `load_model` keeps in f32 (or i32), whatever its `dtype` is.
 _F32 = re.compile(r"\.(mlp|shortcut)\.gate\.(weight|e_score_correction_bias|tid2eid)$")
 _F32_OF_V4 = re.compile(r"norm\.weight$|\.sinks$|\.position_bias$|\.hc_head\.|\.(attn|ffn)_hc\.")
 
@@ -59,8 +59,8 @@ def save_model(
 
     Raises:
       ValueError: params do not fit config, dtype is none of the three, or max_shard_bytes is below 1; the folder holds
-        safetensors; base holds an int4 weight, lacks a tensor, has others, has one in another shape, or has one
-        block-scaled where the parameter is not, or the other way round.
+        safetensors; base holds an int4 weight, lacks a tensor, has others, has one in another shape, has one
+        block-scaled where the parameter is not, or the other way round, or can't hold the scales in its own dtype.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     check_dtype(dtype)

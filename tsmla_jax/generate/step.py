@@ -172,7 +172,8 @@ def run_prefill(
 def run_decode(
     params: Params, caches: list[Any], state: State, constants: Constants, drafts: Drafts, config: StepConfig
 ) -> tuple[State, list[Any], jax.Array]:
-    """The new tokens of the texts in the first config.rows rows of the state: the accepted drafts, and one token more.
+    """The new tokens of the texts in the first config.rows rows of the state: the accepted drafts, and one token more;
+    none after a token that ends its text.
 
     A draft is accepted if it equals the token chosen in its place, and all earlier drafts of its text are accepted.
 

@@ -253,7 +253,7 @@ def test_other_types_are_refused_by_name(tiny_model: Model) -> None:
     ("options", "message"),
     [
         ({"cache_dtype": "fp8"}, "cache_dtype = 'fp8'; legal with parameters of float32: float32, float8_e4m3fn"),
-        ({"cache_dtype": "packed"}, "cache_dtype = 'packed': only DeepSeek-V3.2 and V4 have one"),
+        ({"cache_dtype": "packed"}, "cache_dtype = 'packed': only DeepSeek-V3.2, GLM-5 and V4 have this"),
         ({"q_dtype": "float8_e4m3fn"}, "q_dtype = 'float8_e4m3fn'; legal with parameters of float32 and a cache of"),
         ({"expert_parallel": 3}, "expert_parallel = 3: "),
     ],
