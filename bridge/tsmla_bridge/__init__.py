@@ -1,5 +1,5 @@
 """The PyTorch front end of the MLA kernels. Importing it imports neither torch nor jax: torch comes with the first use
-of a name, jax only with `to_jax`, `to_torch` and `jax_function`."""
+of a name other than `__version__`, jax only with `to_jax`, `to_torch` and `jax_function`."""
 
 from __future__ import annotations
 

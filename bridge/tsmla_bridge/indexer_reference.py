@@ -1,8 +1,8 @@
 """Training of an indexer in torch operations: the logits of selected keys, the loss, and their gradients.
 
-The functions work on blocks of tokens, and within each on blocks of columns, as tsmla_jax's "xla" does. So there is
-never an intermediate array with an element for each pair of a token and a key, nor one of the gathered keys of all
-tokens. No value is read on the host.
+The functions work on blocks of tokens, and within each on blocks of columns, as tsmla_jax's "xla" does. So no
+intermediate array has an element for each pair of a token and a key, or the gathered keys of all tokens, unless one
+block has all of these. No value is read on the host.
 """
 
 from __future__ import annotations

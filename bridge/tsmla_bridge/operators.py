@@ -37,9 +37,9 @@ _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.Tran
 
 
 def is_traced(*values: Any, derivatives: bool = True) -> bool:
-    """Whether a call on these values must be seen as one operator. It must if a dispatch mode or torch.vmap is active,
-    or if one of the tensors is of a subclass (a fake tensor, say), has no memory, or, unless derivatives=False, is on a
-    GPU and asks for a derivative. Of a pair of tensors the first one is looked at."""
+    """Whether a call on these values must be seen as one operator. It must if a dispatch mode is active or torch.vmap
+    is the innermost transform, or if one of the tensors is of a subclass (a fake tensor, say), has no memory, or,
+    unless derivatives=False, is on a GPU and asks for a derivative. Of a pair of tensors the first one is looked at."""
     if _watching() or ((transformation := _transformation()) is not None and transformation.key() == _VMAP):
         return True
     for value in values:
@@ -72,8 +72,9 @@ def register(name: str, function: Callable[..., Any], schema: str, writes: Seque
 
 
 def register_fake(operator: Any, results: Callable[..., Any]) -> None:
-    """Let `results` make the operator's results where its tensors have no memory. ValueError unless all tensors are on
-    the device of the first: the results of a call on a "meta" tensor among others would never be written."""
+    """Let `results` make the operator's results where its tensors have no memory. ValueError unless all tensors, but
+    for those in lists, are on the device of the first: the results of a call on a "meta" tensor among others would
+    never be written."""
     names = [argument.name for argument in operator._opoverload._schema.arguments]
 
     def run(*arguments: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The operations' definitions on torch tensors, in float32 (float64 for float64). They mean what tsmla_jax's mean.
+"""The operations' definitions on torch tensors, in float32 (float64 for float64, except the indexer's logits). They
+mean what tsmla_jax's mean.
 
 They serve CPU tensors, calls that name the reference, and tests of the kernels; on a GPU also calls of the cache's
 operations, of merging and of the indexer, and gradients of prefill, that no kernel serves. Attention gathers every key
@@ -55,8 +56,8 @@ def mla_decode(
             stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
-        # NaN and infinity in a key reach the queries that see it through their scores. As values they are 0, because a
-        # weight of 0 times either would be NaN for all other queries.
+        # NaN and infinity in a key reach the queries that see it through their scores (unless a score is -inf, whose
+        # weight is 0). As values they are 0, because a weight of 0 times either would be NaN for all other queries.
         latents = keys[:, None, : spec.latent_dim]
         latents = torch.where(latents.isfinite(), latents, 0)
         found = _attend(rows[mine].to(dtype), keys[:, None], latents, visible, logit_scale, out_scale)
@@ -80,7 +81,8 @@ def mla_prefill(
     selection_rows: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and max_logits of mla_prefill; the scales are what logits and outputs are multiplied by."""
+    """out, lse and max_logits (-inf if the call asks for none) of mla_prefill; the scales are what logits and outputs
+    are multiplied by."""
     dtype = accumulation_dtype(spec.q_dtype)
     out = torch.zeros((*q.shape[:2], spec.v_head_dim), dtype=dtype, device=q.device)
     lse, greatest = (torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device) for _ in range(2))
@@ -225,7 +227,8 @@ def write_kv_cache(
 
 
 def put_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write rows [T, D] into the slots of cache [P, Z, D], of one dtype and any strides; other slots are skipped."""
+    """Write rows [T, D] into the slots of cache [P, Z, D], of one dtype and any strides; slots outside of the cache are
+    skipped."""
     num_pages, page_size, _ = cache.shape
     target, source, any_legal = targets(slot_mapping, num_pages * page_size)
     page, offset = target.div(page_size, rounding_mode="floor"), target % page_size
@@ -249,7 +252,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def to_cache_dtype(x: torch.Tensor, scale: Scale | None, dtype: str) -> torch.Tensor:
-    """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even; fp8 saturates at +-448."""
+    """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even, from float64 to 16 or 8 bits by way of
+    float32; fp8 saturates at +-448."""
     wide = accumulation_dtype(dtype_name(x.dtype))
     if scale is not None:
         x = x.to(wide) * _reciprocal(scale, wide)

@@ -28,7 +28,7 @@ def selection_bits(
 def selected(words: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Whether each of T tokens selects each of the keys at `positions` [N], from 0, as bool [T, N].
 
-    words: the words of a selection. Keys past the last word are not selected.
+    words: the words of a selection. They select no keys past the last word.
     rows: [T], the row of `words` that is the token's; a token with a negative row selects all keys.
     """
     inside = positions < words.shape[1] * WORD_KEYS

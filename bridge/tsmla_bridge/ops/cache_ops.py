@@ -47,7 +47,8 @@ def write_kv_cache(
         else torch operations.
     Returns:
       kv_cache itself. Rows are multiplied by 1 / kv_scale in float32 (float64 rows in float64) and rounded to nearest
-      even; an fp8 cache saturates at +-448 (infinities too), so only a NaN input gives a NaN.
+      even, from float64 to 16 or 8 bits by way of float32; an fp8 cache saturates at +-448 (infinities too), so only a
+      NaN input gives a NaN.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

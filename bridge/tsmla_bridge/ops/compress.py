@@ -52,7 +52,7 @@ def compress_write_kv_cache(
     Args:
       cache: uint8 [P, page_bytes] (V4 pages), uint8 [P, Z, C + 4] (the indexer's packed keys), or plain [P, Z, C] of
         float16, bfloat16, float32, float64 or float8_e4m3fn.
-      kv_score: [T, 2, W] float32, kv and scores of the new tokens.
+      kv_score: [T, 2, W] float32, kv and scores of the new tokens; W is C, or 2 C with overlap.
       ape: [ratio, W] float32.
       state: [N, ring, 2, W] float32, each request's last tokens.
       state_positions: [N, ring] int32, their positions; -1 for none.

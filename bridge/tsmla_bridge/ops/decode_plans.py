@@ -169,7 +169,7 @@ class Plan(plans.Plan[DecodeSpec]):
 
 
 class EmptyPlan(Plan):
-    """The plan of a call without requests, without query tokens, or without keys."""
+    """The plan of a call without requests, without query tokens, or without pages."""
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         return self.layout.without_keys()

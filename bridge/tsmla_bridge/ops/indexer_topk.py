@@ -263,8 +263,8 @@ def _of_results(spec: IndexerTopkSpec, results: Results, first: int, rows: int) 
 
 
 class Scratch(NamedTuple):
-    """Results of a chunk's first launch that the second reads: the logits and, if requests have several tokens, each
-    row's count of keys that it sees and the index of its request."""
+    """Results of a chunk's first launch that the second reads: the logits and, if the call has cu_seqlens_q, each row's
+    count of keys that it sees and the index of its request."""
 
     logits: torch.Tensor
     row_lens: torch.Tensor | None = None

@@ -43,8 +43,8 @@ def merge_attention_states(
         else torch operations.
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
-      (float64 for float64). An eager call is differentiable in outs and lses by torch operations, which run if a
-      derivative is asked for; under torch.compile the derivative raises NotImplementedError.
+      (float64 for outs of float64). An eager call is differentiable in outs and lses by torch operations, which run if
+      a derivative is asked for; under torch.compile the derivative raises NotImplementedError.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -102,12 +102,13 @@ def mla_decode(
         pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
         one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. The latent one may also be dense as
         [H, ..., L], if H is a power of 2 and L a multiple of 64. Hopper's kernels copy nothing, except such a latent
-        part where a batch_invariant call takes several launches; torch.compile joins a pair by a copy. float16,
+        part where a batch_invariant call takes several launches. A call that runs as an
+        operator of torch (under torch.compile or a dispatch mode, or for a derivative) joins a pair by a copy. float16,
         bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 or float64 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
-        table.
+        table, except in a batch_invariant call of Hopper's kernels over a cache without gaps.
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       latent_dim: L; R = 0 (L = D) is legal.
@@ -137,7 +138,7 @@ def mla_decode(
     meaning there may differ from jax's.
 
     The kernels run on torch's current stream and, but for TSMLA_CHECK=1, nothing waits for the device. In a capture
-    nothing is checked, so CUDA graphs can capture calls once a call of the same static sizes has loaded its kernel.
+    no data is checked, so CUDA graphs can capture calls once a call of the same static sizes has loaded its kernel.
     Calls from several threads and on several streams are independent. torch.compile takes them as one operator. The
     kernels have no derivative; the reference has. TSMLA_CHECK=1 checks what only the data shows: lengths, pages,
     offsets and visible_lens. For the kernels it counts when a call's shapes are first seen.

@@ -163,8 +163,8 @@ def mla_prefill(
     Args:
       q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. The kernels want q, k and v contiguous, and raise for other views.
-        On Hopper v may also be columns of a wider tensor [Tk, H, W] with W a multiple of 64, as kv[..., 128:] is,
-        unless the call has a derivative or torch.compile traces it.
+        On Hopper v may also be columns of a wider tensor [Tk, H, W] that begin at a multiple of 16 bytes, with W a
+        multiple of 64, as kv[..., 128:] is, unless the call has a derivative or torch.compile traces it.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.
@@ -196,8 +196,9 @@ def mla_prefill(
 
     q, k, v and the sinks have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16
     and bfloat16 with head dims 192 and 128, or both 256; else by torch operations, which make all scores of a request
-    at once. Gradients of gradients, of scales, and of calls with out= or lse= raise NotImplementedError;
-    implementation="reference" on plain tensors is ordinary torch operations and has them all.
+    at once, or NotImplementedError if "cute" is named. Gradients of gradients, of scales, and of calls with out= or
+    lse= raise NotImplementedError; implementation="reference" on plain tensors is ordinary torch operations and has
+    them all.
 
     Streams, threads, CUDA graphs and torch.compile are as mla_decode says.
 
@@ -290,8 +291,8 @@ def warm(spec: PrefillSpec, index: int, *, wide_v: bool = False) -> None:
 
 
 def gradients(inputs: PrefillInputs, pair: Pair, options: PrefillOptions, saved: Saved) -> Gradients:
-    """The gradients of q, k, v and the sinks: by the kernel if it can run, else by torch operations.
-    NotImplementedError if the kernel is named and can't run."""
+    """The gradients of q, k, v and the sinks: by the kernel if it can run and the reference isn't named, else by torch
+    operations. NotImplementedError if the kernel is named and can't run."""
     options = options.of_gradient()
     spec = _spec(inputs, options, {"softmax_scale": 1.0})
     saved, device = saved.checked(spec, inputs.q), inputs.q.device

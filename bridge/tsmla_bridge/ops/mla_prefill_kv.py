@@ -145,7 +145,7 @@ def mla_prefill_kv(
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
     Where Hopper's kernels read kv and k_rope in place, neither the slices nor the broadcast are made: in the forward
-    pass in float16 and bfloat16 if R is a multiple of 64, in the gradient if R is 64.
+    pass in float16 and bfloat16 if R is 64 or a multiple, in the gradient if R is 64.
 
     Args:
       q: [Tq, H, K], rope columns last.

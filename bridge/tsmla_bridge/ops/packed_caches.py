@@ -2,10 +2,10 @@
 cached rows, of the indexer's keys and of its queries, and the writes into both caches.
 
 On a Hopper GPU the catalog's kernels run the calls, one launch each; on Blackwell only where implementation="cute"
-names them. Torch operations run the calls on CPUs, on other GPUs, and where the kernels can't serve the call: a dtype,
-width or page size that sparse_cache.config refuses, a cache with gaps, rows that don't start at multiples of 16 bytes.
-No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of
-them.
+names them. Torch operations run the calls on CPUs, on other GPUs, and, unless "cute" is named, where the kernels can't
+serve the call: a dtype, width or page size that sparse_cache.config refuses, a cache, list of slots, q or weights with
+gaps, rows that don't start at multiples of 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1
+outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ Spec = TypeVar("Spec", DecodeSpec, SparseMLASpec)
 
 
 class Plan(Generic[Spec]):
-    """Facts that calls of the same shapes, strides, dtypes and options share.
+    """Facts that calls of the same shapes, strides, dtypes, devices and options share.
 
-    is_like: whether tensors are like those of the latest call of this plan.
+    is_like: whether tensors are like those of the latest call of this plan in which none required a gradient.
     """
 
     def __init__(self, spec: Spec, q: torch.Tensor) -> None:

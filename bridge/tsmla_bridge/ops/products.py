@@ -1,9 +1,9 @@
 """block_scaled_matmul, grouped_block_scaled_matmul and quantize_blocks on torch tensors.
 
 On a Hopper GPU the catalog's kernels run the calls, one launch each. Torch operations do so on CPUs, on other GPUs,
-where a derivative is asked for, and where a kernel can't serve the call: dtypes and sizes that its reasons name,
-tensors with gaps. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs
-can capture all of them.
+and, unless "cute" is named, where a derivative is asked for or a kernel can't serve the call: dtypes and sizes that its
+reasons name, tensors with gaps or not at multiples of 16 bytes. No call reads a value on the host, except under
+TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def block_scaled_matmul(
         in the lower four bits.
       x_scales: [T, ceil(K / 128)] float32, a scale for every 128 columns of a row. None unless x is float8_e4m3fn.
       weight_scales: for e4m3 [ceil(N / 128), ceil(K / 128)] float32, a scale for every 128 x 128 weights. For e2m1
-        [N, ceil(K / 32)] uint8, exponents s in e8m0: 2^(s - 127) is the scale of 32 columns of a row. The kernel takes
-        2^-127 as 0.
+        [N, ceil(K / 32)] uint8, exponents s in e8m0: 2^(s - 127) is the scale of 32 columns of a row, NaN if s is 255.
+        The kernel takes 2^-127 as 0.
       gated: whether the result is silu(gate) * up, computed in float32, [T, N / 2]: gate is x times the weight's first
         N / 2 rows, up is x times its last N / 2 rows.
       limit: with gated, `gate` is clipped to at most limit, and `up` to [-limit, limit]; None for no limit.

@@ -1,9 +1,10 @@
 """select_topk on torch tensors: the positions or slots of the largest logits of each row, exact.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell only where implementation="cute" names it.
-Torch operations run the call on CPUs, on other GPUs, and where the kernel can't serve it: slots with order="value",
-logits of another dtype than float32, sizes that topk.config refuses, tensors with gaps. No call reads a value on the
-host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
+Torch operations run the call on CPUs, on other GPUs, and, unless "cute" is named, where the kernel can't serve it:
+slots with order="value", logits of another dtype than float32 or not at a multiple of 16 bytes, sizes that topk.config
+refuses, tensors with gaps. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA
+graphs can capture all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """selection_bits on torch tensors: the bits by which mla_prefill selects keys, from the positions that a top-k chose.
 
 On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell only where implementation="cute" names it.
-Torch operations run the call on CPUs, on other GPUs, and for tensors with gaps. No call reads a value on the host, so
-CUDA graphs can capture all of them.
+Torch operations run the call on CPUs, on other GPUs, and, unless "cute" is named, for tensors with gaps. No call reads
+a value on the host, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

@@ -210,9 +210,9 @@ def sparse_mla(
         options and sizes.
       tokens_per_request: how many neighbouring tokens are of one request, which "auto" considers: 1 in a decoding step
         of one token a request, whose tokens share little. None: not known, or a prompt.
-      deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
-        asks for everywhere. The kernel then adds the caches' gradients as integers, whose scales take one more pass
-        over the selected keys.
+      deterministic: the kernel's gradients of two equal calls are equal bit by bit. It then adds the caches' gradients
+        as integers, whose scales take one more pass over the selected keys. torch.use_deterministic_algorithms(True)
+        asks for the same everywhere, in torch operations too, which this argument does not change.
       return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does; the kernel
         has it for queries of 16 bits, within 2**-11 (0.0005).
       implementation, out, lse, workspace: as in mla_decode; sparse_workspace_size says how much memory a call needs.
@@ -224,11 +224,12 @@ def sparse_mla(
       slot that isn't selected never reaches a result.
 
     q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU
-    by Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, on a CPU by torch operations.
-    Slots that no token selects have a gradient of 0. Memory is linear in T and in the caches' slots: beside the
-    gradients float32 sums [P * Z, D]. On a GPU and under torch.compile, gradients of gradients, over other caches, with
-    kv_scale or compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise NotImplementedError.
-    An eager call on a CPU, or with implementation="reference", is ordinary torch operations and has them.
+    by Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, and caches without gaps; on a CPU
+    by torch operations. Slots that no token selects have a gradient of 0. Memory is linear in T and in the caches'
+    slots: beside the gradients float32 sums [P * Z, D]. On a GPU and under torch.compile, gradients of gradients, over
+    other caches, with kv_scale or compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise
+    NotImplementedError. An eager call on a CPU, or with implementation="reference", is ordinary torch operations and
+    has them.
 
     Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
     mla_decode says; TSMLA_CHECK=1 checks slots and lengths.

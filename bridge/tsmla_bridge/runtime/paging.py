@@ -26,7 +26,8 @@ def init_cache(
       device: the cache's device; None is torch's default device.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      TypeError, ValueError: an argument other than device is not legal; the message names it, what it got and what is
+        legal. For device torch raises its own errors.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: got {type(dtype).__name__}; legal: a torch.dtype")

@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.decode.config import reads_heads_first
 Spec = TypeVar("Spec")
 
 Scale = float | torch.Tensor
-"""A Python float, or a float32 scalar tensor on the device of the others."""
+"""A Python number, or a float32 or float64 scalar tensor on the device of the others."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -63,8 +63,8 @@ def describe(name: str, value: Any) -> contract.Array:
 
 
 def describe_scale(name: str, value: Any) -> Any:
-    """A scale for the contract: tensors by shape and dtype; scalars of numpy as numbers; anything else unchanged, for
-    the contract to judge."""
+    """A scale for the contract: tensors by shape and dtype; float32 and float64 scalars of numpy as numbers; anything
+    else unchanged, for the contract to judge."""
     return describe(name, value) if isinstance(value, torch.Tensor) else as_number(value)
 
 
@@ -112,7 +112,7 @@ def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor |
     """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the one tensor that
     both are columns of, None), or both as they are. In the second form the latents may lie in memory as [H, ..., L].
 
-    Raises ValueError if the pair has neither form, TypeError if q is no tuple of tensors."""
+    Raises ValueError for any other pair, TypeError if q is no tuple of tensors."""
     if not isinstance(q, tuple):
         raise contract.not_an_array("q", q, TENSOR)
     latent, rope = _two(q)
@@ -141,8 +141,9 @@ def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor |
     if not (latent.is_contiguous() or is_heads_first(latent)) or row_step(rope) == 0:
         raise ValueError(
             f"q: got a pair of {shapes}, strides {show(latent.stride())} and {show(rope.stride())}; legal: the latent"
-            " and the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple"
-            " of 16 bytes; torch.cat(q, -1) makes one of them"
+            " and the rope columns of one tensor, or a latent part that is contiguous (or is as [H, ..., L], with H a"
+            " power of 2 and L a multiple of 64) and rope rows of one stride, a multiple of 16 bytes; torch.cat(q, -1)"
+            " makes one of them"
         )
     _check_latent_columns(latent, rope, latent_dim)
     return latent, rope
@@ -219,8 +220,8 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def page_step(kv_cache: torch.Tensor, name: str = "kv_cache") -> int:
-    """How many pages of Z * D elements lie between the starts of two pages of the cache [P, Z, D]: 1 where it is dense,
-    N for one layer's slice of a pool [P, N, Z, D]. ValueError if the kernels can't address it."""
+    """How many pages of Z * D elements lie from the start of one page of the cache [P, Z, D] to the start of the next:
+    1 where it is dense, N for one layer's slice of a pool [P, N, Z, D]. ValueError if the kernels can't address it."""
     num_pages, page_size, head_dim = kv_cache.shape
     page, row, column = kv_cache.stride()
     size = page_size * head_dim
@@ -265,7 +266,8 @@ def table_width(block_tables: torch.Tensor) -> int:
 
 
 def check_written(name: str, tensor: torch.Tensor) -> None:
-    """ValueError if several elements of a tensor that is written are one place in memory, as expand makes them."""
+    """ValueError if expand has made several elements of a tensor that is written one place in memory. Other overlaps
+    are not looked for."""
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{name}: got shape {show(tuple(tensor.shape))} with strides {show(tensor.stride())}; legal: a tensor whose"
@@ -274,8 +276,8 @@ def check_written(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_apart(name: str, written: torch.Tensor, read: Mapping[str, Any]) -> None:
-    """ValueError if a tensor that a kernel writes lies in memory that the same launch reads: whether a value is read
-    before it is overwritten depends on the order of the CTAs.
+    """ValueError if a dense tensor that a kernel writes lies in memory that the same launch reads: whether a value is
+    read before it is overwritten depends on the order of the CTAs. The gaps of a tensor count as its memory.
 
     read: the call's tensors, and None, by argument.
     """

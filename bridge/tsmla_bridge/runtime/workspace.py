@@ -137,7 +137,7 @@ def _num_sms(device: torch.device | str | int | None) -> int:
         why = "its number of multiprocessors decides"
     except (AssertionError, RuntimeError) as error:  # torch without CUDA, without a GPU, or with fewer of them
         why = str(error).splitlines()[0]
-    raise ValueError(f"device: got {device}; legal: a CUDA device that torch can use ({why})")
+    raise ValueError(f"device: got {device}; legal: cpu, or a CUDA device that torch can use ({why})")
 
 
 def sparse_workspace_size(
@@ -152,9 +152,9 @@ def sparse_workspace_size(
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
     On an H200 the partial results of any number of tokens take some 18 MB, or 35 with up to 32 heads. With 8, 16 or 32
-    heads tokens may share gathers: that takes 52 to 70 MB in all, and up to 3.5 bytes for each token and column of
-    indices. The partial results of batch_invariant calls take some 256 MiB at most, because many tokens take several
-    launches. Each token and head takes 4 bytes more.
+    heads tokens may share gathers: that takes 52 to 70 MB in all, and for each token up to 164 bytes, and 3.2 for each
+    column of indices. The partial results of batch_invariant calls take some 256 MiB at most, because many tokens take
+    several launches. Each token and head takes 4 bytes more.
 
     Args:
       max_tokens: T.
@@ -221,7 +221,8 @@ def decode_workspace_size(
     batch_invariant: bool = False,
     device: torch.device | str | int | None = None,
 ) -> int:
-    """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens.
+    """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens, and,
+    if the queries are ragged, of up to max_batch * max_q_len rows, padding included.
 
     The partial results of batch_invariant calls take some 256 MiB at most, unless one request alone needs more: larger
     batches take several launches.
