@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.kernel import PROVEN
 from tsmla_kernels.sm100 import config as sm100
 
 
@@ -60,15 +61,18 @@ def lines_of(report: Torch) -> list[str]:
 
 def _runs(arch: str) -> str:
     """A sentence's end that says which kernels run on a GPU of this architecture."""
-    if arch == "sm_90":
-        return "kernels, for all of them"
-    if f"{arch}a" in sm100.ARCHS:
-        named = [name for name in _operations() if _has_kernel(name, f"{arch}a")]
-        return (
-            f"kernels that have not run on such a GPU, only where implementation='cute' names them: {', '.join(named)}"
-            " (of other packages, extra blackwell, for attention and the indexer's logits)"
-        )
-    return "no kernel is written for it"
+    target = f"{arch}a"
+    served = [name for name in _operations() if _has_kernel(name, target)]
+    if not served:
+        return "no kernel is written for it"
+    if target in PROVEN:
+        others = [name for name in _operations() if name not in served]
+        return f"kernels, for all but {', '.join(others)}" if others else "kernels, for all of them"
+    packages = " (of other packages, extra blackwell, for attention and the indexer's logits)"
+    return (
+        f"kernels that have not run on such a GPU, only where implementation='cute' names them: {', '.join(served)}"
+        f"{packages if target in sm100.ARCHS else ''}"
+    )
 
 
 _MADE_OF = {"indexer_topk": "indexer_logits", "mla_prefill_kv": "mla_prefill"}

@@ -393,6 +393,17 @@ def test_doctor_names_the_kernels_for_blackwell() -> None:
         assert all((name in line) == selected for name in ("sparse_mla", "indexer_logits", "indexer_topk"))
 
 
+def test_doctor_says_which_operations_have_no_kernel() -> None:
+    gpus = [
+        torch_report.GPU(name, arch) for name, arch in (("H200", "sm_90"), ("RTX 5090", "sm_120"), ("A100", "sm_80"))
+    ]
+    _, hopper, small, older = torch_report.lines_of(torch_report.Torch(tuple(gpus), None, ()))
+    assert hopper.endswith("sm_90: kernels, for all but indexer_loss, indexer_selected_logits")
+    assert "only where implementation='cute' names them: compress_write_kv_cache, gather_kv_cache" in small
+    assert "mla_decode" not in small and "other packages" not in small
+    assert older.endswith("sm_80: no kernel is written for it")
+
+
 @pytest.mark.parametrize(
     ("absent", "driver", "jax", "torch", "said"),
     [
