@@ -83,7 +83,7 @@ def indexer_topk(
     return_scores, [T, 0]): select_topk of indexer_logits, by chunks of query tokens."""
     tokens, width = spec.logits.num_tokens, spec.k if spec.return_scores else 0
     if 0 in (tokens, spec.logits.num_requests, spec.num_columns):
-        scores = weights.new_full((tokens, width), -torch.inf)
+        scores = weights.new_full((tokens, width), -torch.inf, dtype=torch.float32)
         nothing = seq_lens.new_full((tokens, spec.topk.width), 0 if spec.return_bits else -1)
         return nothing, seq_lens.new_zeros(tokens), scores
     request = None

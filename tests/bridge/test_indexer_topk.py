@@ -99,6 +99,14 @@ def test_bits_go_to_given_memory(gpu: Gpu) -> None:
         tsmla_bridge.indexer_topk(**given, k=K, return_bits=True, out=out.new_empty(T, K))
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_scores_of_no_keys_are_float32(tokens: int) -> None:
+    weights, tables = torch.zeros(tokens, 8, dtype=torch.float64), torch.zeros(tokens, 0, dtype=torch.int32)
+    q, lens = torch.zeros(tokens, 8, 16), torch.zeros(tokens, dtype=torch.int32)
+    _, scores = tsmla_bridge.indexer_topk(q, weights, torch.zeros(1, 4, 16), tables, lens, 2, return_scores=True)
+    assert scores.dtype == torch.float32 and torch.equal(scores, torch.full((tokens, 2), -torch.inf))
+
+
 class Operations(TorchDispatchMode):
     """Records the names of the torch operations that run."""
 
