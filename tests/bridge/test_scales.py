@@ -180,3 +180,11 @@ def test_numbers_beside_a_tensor_are_rounded_as_in_jax() -> None:
     want = np.float32(pairs[:, 0]) * np.float32(pairs[:, 1])
     np.testing.assert_array_equal(np.float32(got), want)
     assert (want != np.float32(pairs[:, 0] * pairs[:, 1])).any()
+
+
+@pytest.mark.parametrize("q_scale", [None, 0.3])
+def test_numbers_beside_a_tensor_of_float64_stay_float64(q_scale: float | None) -> None:
+    one = torch.tensor(1.0, dtype=torch.float64)
+    want = torch.tensor(0.1 * (q_scale or 1.0), dtype=torch.float64)
+    assert torch.equal(scales.product(0.1, q_scale, one, one)[0], want)
+    assert torch.equal(scales.factors(0.1, q_scale, one, None)[0], want)

@@ -115,8 +115,9 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
     if not numbers or torch.compiler.is_compiling():
         logits = _tensor(softmax_scale, like) * _tensor(query, like) * _tensor(key, like)
     else:
-        # The product of two floats is exact as a double, and is rounded when it meets the tensor.
-        number = softmax_scale if query == 1.0 else _float32(softmax_scale) * _float32(query)
+        # The product of two floats is exact as a double, and is rounded when it meets a tensor of float32.
+        wide = query == 1.0 or dtype == torch.float64
+        number = softmax_scale * query if wide else _float32(softmax_scale) * _float32(query)
         logits = _tensor(key, like) * number
     return torch.stack((logits, _tensor(out, like)))
 
