@@ -68,6 +68,7 @@ def slots(
     rows = requests
     if rows is None:
         rows = torch.arange(num_requests, device=positions.device).view(-1, *[1] * (positions.ndim - 1))
-    page = block_tables[rows.long(), (positions // size).clamp(0, max_pages - 1).long()]
-    inside = (positions >= 0) & (positions < max_pages * size) & paging.has_slots(page, size)
+    column = positions // size  # compared with max_pages: max_pages * size need not be an int32
+    page = block_tables[rows.long(), column.clamp(0, max_pages - 1).long()]
+    inside = (column >= 0) & (column < max_pages) & paging.has_slots(page, size)
     return torch.where(inside, page * size + positions % size, -1).to(torch.int32)

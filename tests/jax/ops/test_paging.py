@@ -52,6 +52,11 @@ def test_slots_of_tokens() -> None:
     np.testing.assert_array_equal(tsmla_bridge.slots(given[0], given[1], PAGE, requests=given[2]), want)
 
 
+def test_tables_of_more_positions_than_int32_has() -> None:
+    tables, positions = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    assert tsmla_bridge.slots(tables, positions, 1 << 30).tolist() == [5]
+
+
 def test_slots_are_those_of_a_step() -> None:
     tables, lens = jnp.arange(8, dtype=jnp.int32).reshape(2, 4), jnp.array([20, 64], jnp.int32)
     step = Step.dense(tables, lens, new_tokens=2, page_size=PAGE)
