@@ -174,6 +174,20 @@ def test_sparse_decode_over_v4_pages(device: str, window: int | None, lengths: t
     assert_close(lse[..., 0].cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse), 1e-3)
 
 
+def test_queries_that_are_columns_of_wider_ones(gpu: Any) -> None:
+    q = torch.randn(2, 1, 64, 640).bfloat16()[..., :576]
+    indices, schedule = torch.zeros(2, 1, 64, dtype=torch.int32), flash_mla.get_mla_metadata()
+    cache, rows = torch.zeros(1, 64, 1, 656, dtype=torch.uint8), torch.randn(64, 1, 576).bfloat16()
+    found = [
+        (
+            *flash_mla.flash_mla_with_kvcache(queries, cache, None, None, 512, *schedule, indices=indices),
+            *flash_mla.flash_mla_sparse_fwd(queries[:, 0], rows, indices, 0.1)[::2],
+        )
+        for queries in (q, q.contiguous())
+    ]
+    assert len(gpu.launches) == 4 and all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("width", [576, 512])
 @pytest.mark.parametrize("lengths", [False, True])

@@ -122,7 +122,7 @@ def attend(
     out, lse = naming.call(
         warming.sparse_mla,
         naming.DECODE,
-        q.reshape(tokens, heads, head_dim),
+        q.reshape(tokens, heads, head_dim).contiguous(),
         near.pages(),
         indices,
         lengths,
@@ -158,7 +158,7 @@ def attend_rows(
     out, lse = naming.call(
         warming.sparse_mla,
         naming.PREFILL,
-        q,
+        q.contiguous(),
         kv,
         chosen.masked_fill(chosen >= kv.shape[0], -1),
         lengths,
