@@ -139,8 +139,7 @@ def test_a_choice_is_returned_and_given() -> None:
     assert own.selected.shape == (TOKENS, 3)
     assert own.selected[27].tolist() == sorted(own.selected[27].tolist()) and (own.selected[27] >= 0).all()
     without = {name: value for name, value in params.items() if not name.startswith("indexer")}
-    again = RUN("csa", without | {"indexer_weights_proj": params["indexer_weights_proj"]}, x, selected=own.selected,
-                index_loss=False)  # fmt: skip
+    again = RUN("csa", without, x, selected=own.selected, index_loss=False)
     np.testing.assert_allclose(np.asarray(again.y)[:USED], own.y[:USED], rtol=1e-6, atol=1e-6)
     gaps = np.full((TOKENS, own.selected.shape[1] + 3), -1, np.int32)
     gaps[:, 1:-2] = own.selected

@@ -24,7 +24,7 @@ from tsmla_jax.nn.products.linear import product
 from tsmla_jax.nn.products.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.step import ragged_positions
 from tsmla_jax.nn.v4.config import V4Config
-from tsmla_jax.nn.v4.functional import check_layer, compressor_rows, project_in, project_out
+from tsmla_jax.nn.v4.functional import check_layer, compressor_rows, project_out
 from tsmla_jax.nn.v4.step import check_angles
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe_ints
@@ -162,7 +162,7 @@ def prefill(
     texts = _Texts(cu_seqlens_q, request, positions, max_q_len, cos_sin)
     rank, width, eps = config.q_lora_rank, config.head_dim, config.rms_norm_eps
     rope = Rope(positions, cos_sin)
-    projected, _ = project_in(params, config, x)
+    projected = jnp.concatenate([x @ params[name] for name in ("q_a_proj", "kv_proj")], axis=1)
     low = norm_rope(projected, Columns(0, 1, rank), Norm(params["q_a_norm"], eps))[:, 0]
     q = lax.collapse(product(params, "q_b_proj", low), 1)
     q = norm_rope(q, Columns(0, q.shape[1] // width, width), eps, rope)
