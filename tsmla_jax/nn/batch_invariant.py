@@ -7,10 +7,10 @@ round differently. Here the order in which a row's terms are added does not depe
 
 `wrap` makes the functions of `tsmla_jax.nn.functional` compute so; `linear`, `rms_norm` and `log_softmax` are for the
 rest of a model. On Hopper the kernel of `grouped_block_scaled_matmul` computes products with many tiles. Kernels in
-Pallas for Triton compute everything else; their products have the same bits as that kernel's. On a CPU they run
-interpreted, to try a model: there `jax.vmap` and loops around them can change bits. Derivatives are ordinary operations
-of XLA. A program with the kernels in Pallas is not partitioned automatically over devices, and runs under
-`jax.shard_map` with check_vma=False.
+Pallas for Triton compute all other products, with the same bits as that kernel's, and the sums of norms and
+log-softmaxes. On a CPU they run interpreted, to try a model: there `jax.vmap` and loops around them can change bits.
+Derivatives are ordinary operations of XLA. A program with the kernels in Pallas is not partitioned automatically over
+devices, and runs under `jax.shard_map` with check_vma=False.
 
 See Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025), for the problem.
 """
@@ -135,7 +135,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
     Raises:
       TypeError: x or weight has another dtype, or eps is no number.
-      ValueError: the weight has another shape, or eps is not positive.
+      ValueError: the weight has another shape, or eps is not positive and finite.
       NotImplementedError: jax's default device can't run the kernel.
     """
     x, weight = _array("x", x), _array("weight", weight)
@@ -144,7 +144,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     if isinstance(eps, bool) or not isinstance(eps, Real):
         raise TypeError(f"eps: got {type(eps).__name__}; legal: a positive number, static")
     if not 0 < eps < math.inf:
-        raise ValueError(f"eps: got {eps}; legal: a positive number")
+        raise ValueError(f"eps: got {eps}; legal: a positive number below infinity")
     factors = _norm_factors(_flat(x), eps).reshape(*x.shape[:-1], 1)
     return (x.astype(jnp.float32) * factors).astype(x.dtype) * weight.astype(x.dtype)
 
@@ -206,7 +206,8 @@ def _by_platform(
     compiled: Callable[..., jax.Array], interpreted: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
     """`compiled` in programs for GPUs, also in those that a machine without one exports: there the loops of an
-    interpreted kernel would have other bits. `interpreted` in programs for CPUs."""
+    interpreted kernel would have other bits. `interpreted` in a program for CPUs, unless jax's default backend is a
+    GPU."""
     if jax.default_backend() == "gpu":
         return compiled(*arrays)
     return cast(jax.Array, lax.platform_dependent(*arrays, cuda=compiled, default=interpreted))

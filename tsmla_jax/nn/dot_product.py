@@ -277,7 +277,9 @@ class _Call(NamedTuple):
             raise ValueError(f"query: got shape {found['query'].shape}; legal: N and H of at least 1")
         for name, array in found.items():
             axes = {"query": "T, N, H", "key": "S, N, H", "value": "S, N, V"}[name]
-            legal = f"[{'B, ' * (rank - 3)}{axes}], with B, N and H of query, {[*rows, heads, width]}"
+            sizes = [*zip("B", rows, strict=False), ("N", heads), *([("H", width)] if name == "key" else [])]
+            shared = ", ".join(f"{axis} = {size}" for axis, size in sizes)
+            legal = f"[{'B, ' * (rank - 3)}{axes}] with query's {shared}"
             if len(array.shape) != rank or list(array.shape[:-3]) != rows:
                 raise ValueError(f"{name}: got shape {array.shape}; legal: {legal}")
             if array.shape[-2] != heads:

@@ -35,8 +35,9 @@ from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.decode.config import decode_config
 from tsmla_kernels.sm90.few_tokens import record
-from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
 from tsmla_kernels.sm90.few_tokens.config import (
+    MOST_NORMED_TERMS,
+    MOST_TERMS,
     REGISTERS,
     ChoiceSpec,
     ExpertsSpec,
@@ -44,6 +45,7 @@ from tsmla_kernels.sm90.few_tokens.config import (
     QueriesSpec,
     RouterSpec,
 )
+from tsmla_kernels.sm90.few_tokens.config import MOST_TOKENS as MOST_TOKENS
 from tsmla_kernels.sm90.few_tokens.index_key_config import IndexKeySpec
 from tsmla_kernels.sm90.few_tokens.values_config import ValuesSpec
 
@@ -70,8 +72,10 @@ def why_not_dtypes(x: Any, *weights: Weight, norm: Norm | None = None) -> list[s
     """Why the kernels can't take these arrays, on jax's default device; empty if they can."""
     if reasons := device.why_not(record.FEW_TOKEN_MATMUL) + device.why_not_by_default():
         return reasons
-    if x.dtype != jnp.bfloat16 or (norm is not None and norm.weight.dtype != jnp.bfloat16):
-        return [f"activations are {x.dtype}; the kernels of few tokens take bfloat16 activations and norms"]
+    if x.dtype != jnp.bfloat16:
+        return [f"activations are {x.dtype}; the kernels of few tokens take bfloat16"]
+    if norm is not None and norm.weight.dtype != jnp.bfloat16:
+        return [f"a norm's weight is {norm.weight.dtype}; the kernels of few tokens take bfloat16"]
     for weight in weights:
         if isinstance(weight, BlockScaled) and weight.products == "quantized":
             return ["products are quantized; the kernels of few tokens take activations as they are"]
@@ -112,7 +116,8 @@ def why_not_matmul(x: Any, weight: Weight, norm: Norm | None = None, *, gated: b
     if reasons := record.FEW_TOKEN_MATMUL.reasons(spec):
         return reasons
     if isinstance(weight, BlockScaled) and record.FEW_TOKEN_MATMUL.config_for(spec).form == REGISTERS:
-        return ["block_scaled_matmul reads e4m3 weights faster, except for one token"]
+        most = MOST_TERMS if norm is None else MOST_NORMED_TERMS
+        return [f"block_scaled_matmul reads e4m3 weights faster, except for one token of at most {most} terms"]
     return []
 
 
@@ -431,8 +436,9 @@ def why_not_index_keys(keys: Any, rope: Rope, norm: LayerNorm, k_cache: Any) -> 
     unable = device.why_not(record.FEW_TOKEN_INDEX_KEY) + device.why_not_by_default()
     if unable or keys.dtype != jnp.bfloat16 or k_cache.dtype != jnp.uint8:
         return unable or [f"keys are {keys.dtype}, and cached as {k_cache.dtype}; legal: bfloat16, and uint8"]
-    if (keys.shape[1], k_cache.shape[2]) != (INDEXER.head_dim, INDEXER.row_bytes):
-        return [f"keys have {keys.shape[1]} columns; few_token_index_key takes {INDEXER.head_dim}"]
+    if (found := (keys.shape[1], k_cache.shape[2])) != (legal := (INDEXER.head_dim, INDEXER.row_bytes)):
+        got = f"keys have {found[0]} columns, and rows of their cache {found[1]} bytes"
+        return [f"{got}; few_token_index_key takes {legal[0]} and {legal[1]}"]
     return record.FEW_TOKEN_INDEX_KEY.reasons(_index_key_spec(keys, rope, norm))
 
 

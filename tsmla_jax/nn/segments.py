@@ -26,7 +26,7 @@ from tsmla_kernels.contract import VALUES, values
 from tsmla_kernels.contract.rules import check_dtype, static_int
 
 # In `cu_seqlens` padding attends to itself like a segment, because mla_prefill allows no rows between requests that
-# belong to no request. It is cut into pieces, so that its cost is linear in its length.
+# belong to no request. It is cut into pieces, so that in rows of S tokens its cost is linear in its length.
 _PADDING_PIECES, _LEAST_PIECE = 16, 128
 
 
@@ -112,10 +112,10 @@ def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
     """`Segments.from_ids`, with errors that call the ids `name`."""
     describe(name, ids)
     given, ids = ids, jnp.asarray(ids)
-    if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
-        raise ValueError(f"{name}: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
     if not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype == jnp.bool_):
         raise TypeError(f"{name}: got dtype {ids.dtype}; legal: integers or booleans")
+    if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
+        raise ValueError(f"{name}: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
     if ids.ndim != 2:
         raise ValueError(f"{name}: got shape {ids.shape}; legal: [B, S]")
     check_static_length(name, ids.shape)
@@ -252,8 +252,8 @@ def segment_attention_kv(
     return_max_logits: bool = False,
     implementation: Preference = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`segment_attention` on the output of kv_b as it is. Hopper's kernel reads it in place; elsewhere keys and values
-    are made of it first, as in `mla_prefill_kv`.
+    """`segment_attention` on the output of kv_b as it is. Hopper's kernel reads it in place, if it takes the dtype and
+    the widths; else keys and values are made of it first, as in `mla_prefill_kv`.
 
     Args:
         q: [B, S, H, K], rope columns last.

@@ -45,8 +45,8 @@ class Step:
             block_tables are then the device's own.
         page_size: static, Z of the caches that slot_mapping is for; layers refuse caches with other pages. A step made
             by hand may have None: then the size of pages is not checked.
-        max_seq_len: static bound of seq_lens, by which a sparse layer chooses the form of its attention; None takes the
-            capacity of the block tables.
+        max_seq_len: static bound of seq_lens: V3.2's layers choose the form of their attention by it, and ignore
+            pages after it when they choose keys. None takes the capacity of the block tables.
     """
 
     block_tables: jax.Array
@@ -177,12 +177,12 @@ class Step:
 
     def check_pages(self, name: str, cache: jax.Array) -> None:
         """Raises a ValueError if a layer's cache, called `name`, has pages of another size than the step was made
-        with.
+        with; nothing is checked if page_size is None.
         """
         check_pages(name, cache, self.page_size, "page_size")
 
     def checked(self, total_tokens: int) -> Step:
-        """This step. Under TSMLA_CHECK=1 raises a ValueError if its cu_seqlens_q doesn't fit total_tokens tokens."""
+        """This step. Under TSMLA_CHECK=1 it is an error if its cu_seqlens_q doesn't fit total_tokens tokens."""
         cu_seqlens_q = jnp.asarray(needed_when_ragged(self.cu_seqlens_q))
         return replace(self, cu_seqlens_q=checks.cu_seqlens(cu_seqlens_q, total_tokens))
 
@@ -203,9 +203,10 @@ class Step:
         argument: the argument of `dense` or `ragged` that an error names.
         """
         if (made := tuple(self.slot_mapping.shape)) != shape:
+            requests = f" for {shape[0]} requests" if len(shape) == 2 else ""
             raise ValueError(
                 f"step: got one made for new tokens {list(made)}, but x has {list(shape)}; legal: a step made with"
-                f" {argument}={shape[-1]}"
+                f" {argument}={shape[-1]}{requests}"
             )
 
 
@@ -227,7 +228,7 @@ def check_axis(context_axis: str | None, made_with: str | None) -> None:
 
 def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: str) -> None:
     """Raises a ValueError unless a cache ([P, Z, width], or [P, bytes of a page] with V4's packed rows) has pages of
-    page_size tokens, as the step's slots assume.
+    page_size tokens, as the step's slots assume. A page_size of None, and a cache of another rank, are not checked.
 
     size_name: the argument by which the step was given page_size.
     """

@@ -164,4 +164,4 @@ def test_a_router_uses_the_kernel_where_it_can_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert expert_choice.why_not(config.num_experts) == []
     assert "choose_experts" in traced() and " top_k[" not in traced()
-    assert "1025 experts; the kernel holds at most 1024" in expert_choice.why_not(1025)[0]
+    assert "there are 1025 experts; the kernel holds at most 1024" in expert_choice.why_not(1025)[0]

@@ -185,7 +185,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(TypeError, match=r"eps: got .*; legal: a positive number, static"):
             batch_invariant.rms_norm(x, weight[0], eps)  # type: ignore[arg-type]
     for number in (0, -1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match=r"eps: got .*; legal: a positive number"):
+        with pytest.raises(ValueError, match=r"eps: got .*; legal: a positive number below infinity"):
             batch_invariant.rms_norm(x, weight[0], number)
     params = init_params(jax.random.key(0), CONFIG, jnp.float32)
     with pytest.raises(ValueError, match=r"params: got no 'in_proj'; legal: what functional.fold made"):

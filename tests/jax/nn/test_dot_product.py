@@ -164,7 +164,16 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "mask": (ValueError, r"mask: got shape \(2, 1, 5, 5\); legal", {"mask": jnp.ones((B, 1, 5, 5), bool)}),
     "float mask": (ValueError, "mask: got dtype float32; legal: bool", {"mask": jnp.ones((B, 1, 6, 5))}),
     "rank": (ValueError, r"query: got shape \(6, 32\); legal: \[B, T, N, H\]", {"query": Q[0, :, 0]}),
-    "rows": (ValueError, r"key: got shape \(1, 5, 4, 32\); legal", {"key": K[:1]}),
+    "rows": (
+        ValueError,
+        r"key: got shape \(1, 5, 4, 32\); legal: \[B, S, N, H\] with query's B = 2, N = 4, H = 32",
+        {"key": K[:1]},
+    ),
+    "rows of values": (
+        ValueError,
+        r"value: got .*; legal: \[B, S, N, V\] with query's B = 2, N = 4$",
+        {"value": V[:1]},
+    ),
     "width": (ValueError, r"key: got shape \(2, 5, 4, 8\); legal", {"key": K[..., :8]}),
     "keys": (ValueError, r"value: got shape \(2, 4, 4, 32\); .* S = 5", {"value": V[:, :4]}),
     "dtype": (ValueError, "value: got dtype float16; legal: query's, float32", {"value": V.astype(jnp.float16)}),

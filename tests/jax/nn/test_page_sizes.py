@@ -166,7 +166,8 @@ def test_a_step_for_other_tokens_is_refused_by_name() -> None:
 
     made, legal = "step: got one made for new tokens", "; legal: a step made with"
     for x, given in (((2, 2, 16), "[2, 2]"), ((3, 1, 16), "[3, 1]")):
-        with pytest.raises(ValueError, match=re.escape(f"{made} [2, 1], but x has {given}{legal} new_tokens={x[1]}")):
+        text = f"{made} [2, 1], but x has {given}{legal} new_tokens={x[1]} for {x[0]} requests"
+        with pytest.raises(ValueError, match=re.escape(text)):
             call(x, dense(64))
     with pytest.raises(ValueError, match=re.escape(f"{made} [2], but x has [4]{legal} total_tokens=4")):
         call((4, 16), ragged(64))

@@ -183,6 +183,8 @@ def test_wide_ids_are_not_cut() -> None:
     ids = np.asarray([[2**32 + 1, 1, 2**32, 0]])
     with pytest.raises(ValueError, match="ids: got int64 beyond int32; legal: ids of 32 bits, or jax_enable_x64"):
         Segments.from_ids(ids, max_segments=4)
+    with pytest.raises(TypeError, match="ids: got dtype float32; legal: integers or booleans"):
+        Segments.from_ids(np.asarray([[0.1]]), max_segments=4)  # type: ignore[arg-type]
     with jax.enable_x64(True):
         found = SEGMENTS(ids, max_segments=4)
     assert found.starts[0, :4].tolist() == [0, 1, 2, 3] and found.valid.tolist() == [[True, True, True, False]]

@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 def why_not(num_experts: int) -> list[str]:
     """Why `choose` can't serve so many experts on jax's default device; empty if it can."""
-    words = f"a token has {num_experts} experts; the kernel holds at most 1024 scores in registers"
+    words = f"there are {num_experts} experts; the kernel holds at most 1024 scores in registers"
     return triton.why_not((num_experts > 1024, words))
 
 
