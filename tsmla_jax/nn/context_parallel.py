@@ -4,8 +4,10 @@ For functions inside `jax.shard_map`, where a mesh axis (`context_axis`) has N d
 to (j + 1) Z - 1, lies on device j mod N and is that device's page j // N of the text. So the devices' shares of a text
 differ by a page at most, however long it is, and grow in turn. A step describes whole texts (seq_lens, positions); its
 block tables and slots are the device's own. Every device computes the queries of all tokens and attends over its own
-keys; the partial results are merged by their logsumexps, which gives the same bits on every device. With DeepSeek-V4
-the keys that are dealt out are the compressed entries, by the pages of their cache; every device has the whole window.
+cached keys; the partial results are merged by their logsumexps, which gives the same bits on every device. In MLA's
+prefills, new tokens attend to each other without the cache: that part is split by tokens instead (`own_offsets`). With
+DeepSeek-V4 the keys that are dealt out are the compressed entries, by the pages of their cache; every device has the
+whole window.
 
 Layout as in vLLM's decode context parallelism (cp_kv_cache_interleave_size); the merge is that of
 `tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a
@@ -360,9 +362,10 @@ def select_topk(
     """This device's positions among the k best keys of each token on all devices, exact, with the rule of
     `tsmla_jax.select_topk` for equal scores.
 
-    Each device proposes its k best keys. One exchange of N k candidates a token tells which key is the last of the k
-    best, and each device keeps its own keys up to that one. With more than FEW_TOKENS tokens, each device finds the
-    last key of its share of the tokens, and a second exchange, of two numbers a token, tells the other devices.
+    Each device proposes its c best keys. If N c is at most k, all of these are chosen. Else one exchange of N c
+    candidates a token tells which key is the last of the k best, and each device keeps its own keys up to that one.
+    With more than FEW_TOKENS tokens, each device finds the last key of its share of the tokens, and a second exchange,
+    of two numbers a token, tells the other devices.
 
     Args:
         positions: [T, c] i32, the positions of this device's min(k, keys) best keys among its own, ascending; -1 after
@@ -393,7 +396,8 @@ def select_topk(
 
 def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.Array:
     """The last of each token's k best candidates, from those of all devices [N, t, c, 2], where N c > k: [t, 2], its
-    score as an ordered integer, and its position in the text. It and the candidates before it are the k best."""
+    score as an ordered integer, and its position in the text. It and the candidates before it are the k best. If a
+    token has fewer than k candidates, no candidate lies after what is returned."""
     devices, tokens, each, _ = candidates.shape
     bits, whole = jnp.moveaxis(candidates, 0, 1).reshape(tokens, devices * each, 2).transpose(2, 0, 1)
     there = whole != _NOWHERE

@@ -1,5 +1,5 @@
-"""Packed texts in training: a check that all arrays have a gradient, and the texts' rows in pages, as the kernels that
-choose keys read them.
+"""Packed texts in training: a check that refuses weights without a gradient, and the texts' rows in pages, as the
+kernels that choose keys read them.
 
 Axes: T tokens or entries of all texts, packed one text after the other, B texts, P pages, M pages a text at most.
 """
@@ -20,7 +20,8 @@ _PAGE = 64
 
 
 def check_trainable(params: Params, x: jax.Array, hidden_size: int) -> None:
-    """ValueError / TypeError for x or a parameter that has no gradient, or x of another width."""
+    """ValueError / TypeError for x of integers, of 8 bits or of another width; ValueError for a parameter that is
+    block-scaled or of 8-bit floats, which have no gradient."""
     check_tokens(x, hidden_size, "T E")
     for name, value in params.items():
         if isinstance(value, BlockScaled) or value.dtype.name.startswith("float8"):
@@ -32,7 +33,7 @@ class Pages(NamedTuple):
     """Rows in pages that each belong to one text.
 
     rows  [P, Z, D]
-    tables  [B, M] i32, the pages of each text
+    tables  [B, M] i32, the pages of each text; columns after its last page hold other pages
     """
 
     rows: jax.Array

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory of safetensors files: names, shapes and tensors, quantised weights dequantised.
 
 Nothing here knows about attention. Tensors are read one at a time out of a memory map, so opening a checkpoint of
-hundreds of gigabytes reads no more than its index and headers. Values are numpy arrays (bf16 and fp8 as ml_dtypes),
-ready for `jnp.asarray` or `jax.device_put` with a sharding.
+hundreds of gigabytes reads no more than its config, index and headers. Values are numpy arrays (bf16 and fp8 as
+ml_dtypes), ready for `jnp.asarray` or `jax.device_put` with a sharding.
 """
 
 import os
@@ -118,7 +118,7 @@ class Checkpoint:
             CheckpointError: a missing tensor, another shape, integers to be read as floats (or the other way round), an
                 fp8 tensor without scales, scales that are misshapen, negative or not finite, scales of a tensor that is
                 neither fp8 nor fp4, values past the greatest float16 to be read as such, or a file that is truncated
-                or not safetensors. The text names the file and the tensor.
+                or not safetensors. The text names the file or folder and, if one is at fault, the tensor.
         """
         if self.is_int4(name):
             return self._read_int4(name, shape, dtype)[rows]
@@ -197,7 +197,7 @@ class Checkpoint:
             )
 
     def refuse_others(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError if there are tensors that were not read: config.json then describes another model than
+        """Raises CheckpointError if there are tensors that were not read: the config then describes another model than
         the checkpoint holds. Rope frequencies, which old checkpoints hold, are let through: they are computed here.
 
         Args:
@@ -207,7 +207,7 @@ class Checkpoint:
         if others:
             some = ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else "")
             raise CheckpointError(
-                f"{self.directory}: config.json describes a model without {len(others)} of the tensors: {some}"
+                f"{self.directory}: the config describes a model without {len(others)} of the tensors: {some}"
             )
 
     def is_fp4(self, name: str) -> bool:
@@ -278,8 +278,9 @@ class Checkpoint:
         )
 
     def _is_whole_scaled(self, name: str) -> bool:
-        """Whether an fp8 tensor has one scale for each matrix. It is a matrix [M, N], or a stack [E, M, N] as
-        transformers holds experts. Mistral Small 4 stores its weights so."""
+        """Whether an fp8 tensor has one scale for each matrix, and not for each block of a matrix of a single block. It
+        is a matrix [M, N], or a stack [E, M, N] as transformers holds experts. Mistral Small 4 stores its weights
+        so."""
         shape, scales = self.info(name).shape, self.info(self.scale_name(name) or name).shape
         blocks = tuple(-(-size // step) for size, step in zip(shape[-2:], self.block, strict=False))
         legal = ((), (1,), (1, 1)) if len(shape) == 2 else ((shape[0],), (shape[0], 1, 1))

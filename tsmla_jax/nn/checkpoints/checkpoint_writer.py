@@ -19,7 +19,7 @@ from tsmla_jax.nn.checkpoints.checkpoint import INDEX_NAME, INDEX_NAMES, SINGLE_
 from tsmla_jax.nn.products.block_scaled import BlockScaled
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""The most bytes of one file, unless it holds a single tensor."""
+"""The most bytes of the tensors in one file, unless it holds a single tensor."""
 
 # What belongs to a model beside its weights: config, tokenizer, chat template, code.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py")
@@ -42,7 +42,7 @@ def save_checkpoint(
         tensors: their names in the checkpoint, and arrays, or `BlockScaled` of them, whose scales are stored under
             base's name for them, else as `<name>_scale_inv`.
         base: a checkpoint whose other tensors and files (config, tokenizer) are copied.
-        max_shard_bytes: the most bytes of one file, unless it holds a single tensor.
+        max_shard_bytes: the most bytes of the tensors in one file, unless it holds a single tensor.
 
     Raises:
         ValueError: the folder holds safetensors; max_shard_bytes is below 1; a name comes twice; base lacks a tensor or

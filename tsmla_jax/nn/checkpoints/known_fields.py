@@ -223,7 +223,7 @@ def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], 
 
 
 def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
-    """ValueError for a field that is present and isn't a list (or a text) of legal entries; their number is not
+    """ValueError for a field that is neither null nor a list (or a text) of legal entries; their number is not
     checked."""
     for name, entries in legal.items():
         value = fields.get(name)

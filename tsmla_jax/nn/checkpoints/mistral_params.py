@@ -92,7 +92,7 @@ def _renamed(
 ) -> dict[str, Any]:
     """The fields in `names` under their other names (None: the same name).
 
-    ValueError for a value that is not `legal`, and for an unknown field that is not null, false, 0 or empty.
+    ValueError for a value that is not `legal`, and for an unknown field that is not null, false, 0, {} or [].
     """
     check_values(given, where, legal)
     fields = {}

@@ -102,7 +102,7 @@ def _refuse_unlike_int4(group: Mapping[str, Any], where: str) -> None:
 def _object(
     fields: Mapping[str, Any], name: str, where: str, default: Mapping[str, Any] = MappingProxyType({})
 ) -> Mapping[str, Any]:
-    """An object among fields, `default` if it is absent, null or empty; ValueError for anything else."""
+    """An object among fields, `default` if it is absent, null, false, 0 or empty; ValueError for anything else."""
     found = fields.get(name) or default
     if not isinstance(found, Mapping):
         raise ValueError(f"{where}: {name}: got {found!r:.60}; legal: an object, or null")

@@ -41,10 +41,10 @@ class LayerWeights(Generic[_Config]):
     Attributes:
         read_config: the layer's config from a checkpoint's folder and the index of the layer.
         param_shapes: name and shape of every parameter.
-        hf_name: the tensor behind a parameter, below `self_attn.`.
-        stored_names: the names of a checkpoint's tensors by their names in transformers' modules; None where they are
-            equal.
-        stored_name: the spelling of one of these names in a new checkpoint.
+        hf_name: the tensor behind a parameter (behind w_uk and w_uv it is kv_b_proj), below `self_attn.`.
+        stored_names: the names of a checkpoint's tensors by the names that `hf_name` gives them, after a prefix; None
+            where they are equal.
+        stored_name: the spelling of one of these names in a new checkpoint; None where it is the same.
         unfold: from folded parameters, the parameters that `param_shapes` describes; None if there is no `fold`.
     """
 
@@ -108,7 +108,8 @@ class LayerWeights(Generic[_Config]):
             config: the layer's shape.
             tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says. Of MLA's projections
                 all but kv_b_proj may be `BlockScaled`, and stay so, with the shape of the tensor.
-            dtype: the dtype of the parameters that are not `BlockScaled`; None keeps each array's own.
+            dtype: the dtype of the parameters that are not `BlockScaled`; None keeps each array's own (float64 needs
+                jax_enable_x64).
 
         Returns:
             the pytree described at `param_shapes`.
@@ -187,7 +188,8 @@ class LayerWeights(Generic[_Config]):
                 all layers).
             layer: index of the layer.
             config: the layer's shape, which is not compared with `config.json`; None reads that file of the folder.
-            dtype: the dtype of the parameters; None keeps the stored dtype, and makes quantised weights bfloat16.
+            dtype: the dtype of the parameters; None keeps the stored dtype (float64 needs jax_enable_x64), and makes
+                quantised weights bfloat16.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
 
         Returns:
@@ -242,12 +244,14 @@ class LayerWeights(Generic[_Config]):
                 folder is then a whole model with these layers in the place of its own. None writes only the layers.
             dtype: as in `params_to_hf`.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
-            max_shard_bytes: the most bytes of a file, unless it holds a single tensor; several files get an index.
+            max_shard_bytes: the most bytes of the tensors in one file, unless it holds a single tensor; several files
+                get an index.
 
         Raises:
             ValueError: as `params_to_hf`; layers is empty or has a negative index; config lacks a layer, or neither
                 config nor base is given; the folder holds safetensors; max_shard_bytes is below 1; base lacks a tensor,
-                has it in another shape, or has it block-scaled where the parameter is not, or the other way round.
+                has it in another shape, or has it block-scaled where the parameter is not, or the other way round; or
+                a parameter's scales don't fit the dtype in which base stores them.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         given = None if base is None else open_checkpoint(base)
@@ -274,7 +278,7 @@ class LayerWeights(Generic[_Config]):
         save_checkpoint(checkpoint_dir, tensors(), base=given, max_shard_bytes=max_shard_bytes)
 
     def _spelled(self, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """The names of a checkpoint's tensors, by the names in transformers' modules."""
+        """The names of a checkpoint's tensors, by those that `hf_name` gives them, after a prefix."""
         return self.stored_names(checkpoint) if self.stored_names else {name: name for name in checkpoint.names()}
 
 

@@ -39,7 +39,8 @@ _REQUIRED_SIZES = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class QueryScale:
-    """The factor of a query by its position p: 1 + beta log(1 + floor(p / period)), as in Llama 4 and Mistral Small 4.
+    """The factor of a query by its position p: 1 + beta log(1 + floor(p / period)), as in Mistral Small 4. Llama 4
+    has p + 1 in the place of p.
 
     Attributes:
         beta: at least 0; a config's llama_4_scaling_beta.

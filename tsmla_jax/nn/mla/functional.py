@@ -46,8 +46,8 @@ from tsmla_kernels import contract
 
 
 def check_layer(params: Params, config: MLAConfig) -> None:
-    """Raises a TypeError or ValueError unless the config is an MLAConfig, and params have the weights that all such
-    layers have; biases and g_proj are not looked for."""
+    """Raises a TypeError or ValueError unless the config is an MLAConfig, and params have all weights of
+    `param_shapes` or are folded."""
     check_config(config, MLAConfig)
     check_params(params, param_shapes(config))
 

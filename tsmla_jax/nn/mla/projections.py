@@ -73,16 +73,16 @@ def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
 
 
 def _joint_product(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
-    """x times in_proj of folded parameters, [..., A + L + R]. A layer asks for it in two places, and the compiler
-    computes it once.
+    """x times in_proj of folded parameters, plus in_proj_bias if there is one, [..., A + L + R]. A layer asks for it in
+    two places, and the compiler computes it once.
     """
     both = linear(x, params["in_proj"])
     return both + params["in_proj_bias"] if config.attention_bias else both
 
 
 def _project_in(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x times the query's first matrix, [..., A], and x times kv_a_proj_with_mqa, [..., L + R], by folded
-    parameters.
+    """x times the query's first matrix, [..., A], and x times kv_a_proj_with_mqa, [..., L + R], by folded parameters
+    and with their biases, if there are any.
     """
     both = _joint_product(params, config, x)
     return both[..., : -config.cache_dim], both[..., -config.cache_dim :]
@@ -173,7 +173,7 @@ def project_latent_unrotated(params: Params, config: MLAConfig, x: jax.Array) ->
 
 def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
     """kv [T, H, N + V]: each head's keys without rope columns, and its values, side by side. `mla_prefill_kv` takes kv
-    in this form, and Hopper's kernel reads it in place.
+    in this form, and Hopper's kernel reads it in place, if it takes the dtype and the widths.
     """
     both = params["w_ukv"] if "w_ukv" in params else jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
     if isinstance(both, BatchInvariant):

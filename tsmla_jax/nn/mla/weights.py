@@ -12,7 +12,7 @@ from tsmla_jax.nn.mla.shapes import param_shapes as param_shapes
 
 
 def hf_name(name: str) -> str:
-    """The name, after `self_attn.`, of the tensor that a parameter is read from."""
+    """The name, after `self_attn.`, of the tensor of a parameter, or of kv_b_proj, which w_uk and w_uv come from."""
     return f"{name.removesuffix('_bias')}.bias" if name.endswith("_bias") else f"{name}.weight"
 
 

@@ -45,9 +45,10 @@ class BlockScaled:
     Attributes:
       values, scales: those arrays; K is the axis that a product sums over.
       products: "quantized" for products with activations in e4m3 that have scales for 128 terms, "exact" for
-        activations as they are, both by block_scaled_matmul (`linear` leaves exact products of many rows to XLA). None
-        is "exact" where block_scaled_matmul has a kernel, and the products of `grouped_matmul` or of XLA elsewhere
-        (`products_of`).
+        activations as they are, both by block_scaled_matmul or, for a stack, grouped_block_scaled_matmul. Exact
+        products of many rows are left to XLA by `linear`, and those of few may be kernels of `nn.few_tokens`. None is
+        "exact" where the kernel of block_scaled_matmul is chosen (one row times a small matrix is left to XLA), and the
+        products of `grouped_matmul` or of XLA elsewhere (`products_of`).
     """
 
     values: jax.Array
@@ -85,7 +86,7 @@ def why_not_by_kernel(dtype: Any, columns: int, depth: int) -> list[str]:
 
 def products_of(weight: BlockScaled, dtype: Any) -> str | None:
     """How products of activations of this dtype with a weight are computed: its `products`; if that is None, "exact" by
-    the kernel of block_scaled_matmul where it can run, else None."""
+    the kernel of block_scaled_matmul where that is chosen, else None."""
     if weight.products is None and not why_not_by_kernel(dtype, *weight.shape[-2:]):
         return "exact"
     return weight.products

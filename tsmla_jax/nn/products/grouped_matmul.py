@@ -113,8 +113,8 @@ def grouped_matmul(
       `ScaledRows`, with a scale for every tile.columns. Places without a row hold any values.
 
     Raises:
-      ValueError: tile.half with weights that aren't block-scaled, or with another x than `ScaledRows`; tile.splits with
-        a gated product, or that doesn't divide the K / tile.depth loads of a sum.
+      ValueError: tile.half with weights that aren't block-scaled, or with another x than `ScaledRows`; `ScaledRows`
+        without tile.half; tile.splits with a gated product, or that doesn't divide the K / tile.depth loads of a sum.
     """
     narrow = isinstance(weight, BlockScaled)
     values, *row_scales = x if isinstance(x, ScaledRows) else (x,)

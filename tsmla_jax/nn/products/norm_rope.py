@@ -68,8 +68,9 @@ def norm_rope(
       rope: the rotation; None means no rotation.
       dtype: dtype of the result; None is x's.
       by_kernel: whether to use the kernel if it can run. A program with it is not partitioned automatically over
-        devices, can't be exported, has no derivative, and runs under `jax.shard_map` with check_vma=False. The kernel
-        takes the same positions and tables as `apply_rope`, but does not check their shapes and dtypes.
+        devices, is exported only with `tsmla_jax.export_disabled_checks()`, has no derivative, and runs under
+        `jax.shard_map` with check_vma=False. The kernel takes the same positions and tables as `apply_rope`, but does
+        not check their shapes and dtypes.
 
     Returns:
       [T, H, D] in `dtype`.

@@ -2,8 +2,9 @@
 cache.
 
 New tokens see each other in one causal call. Cached context is taken in chunks: each is gathered, expanded, attended to
-with the chunk's bits, and merged by lse. So the size of a chunk bounds the memory of keys, values and bits. All keys
-are read from the cache, so that a quantised cache means the same as in the direct form.
+with the chunk's bits, and merged by lse. So the size of a chunk bounds the memory of the context's keys and values, and
+of its bits, unless the indexer has given them for all keys. All keys are read from the cache, so that a quantised cache
+means the same as in the direct form.
 """
 
 from __future__ import annotations

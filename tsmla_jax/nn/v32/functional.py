@@ -183,7 +183,7 @@ def attend(
             chunks of the context), or None: `form_of` then decides from the step's sizes. Both forms compute the
             attention over the selected keys and differ only by rounding, unless `selected` has a position twice: "mask"
             counts it once, "direct" twice.
-        implementation: passed to the operations that the form calls, and to `tsmla_jax.indexer_topk`.
+        implementation: passed to the operations that choose keys, make bits of them and attend.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated); with return_selected also the

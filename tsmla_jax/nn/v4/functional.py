@@ -122,10 +122,11 @@ def init_cache(
 
 def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
     """The parameters of a layer as an engine's step reads them fastest. With them `attend` uses kernels for norms and
-    ropes on a GPU: there it has no derivative, is not partitioned automatically, can't be exported, and runs under
-    `jax.shard_map` with check_vma=False. The last axis of every matrix is the one that a product sums over: o_a_proj is
-    [G, o_rank, H D / G], the others are [N, K]. in_proj [rank + D + Hi, E] joins all matrices that multiply x, except
-    the compressors'; the two matrices of each compressor are joined in NAME_rows_proj [2 W, E].
+    ropes on a GPU: there it has no derivative, is not partitioned automatically, is exported only with
+    `tsmla_jax.export_disabled_checks()`, and runs under `jax.shard_map` with check_vma=False. The last axis of every
+    matrix is the one that a product sums over: o_a_proj is [G, o_rank, H D / G], the others are [N, K]. in_proj
+    [rank + D + Hi, E] joins all matrices that multiply x, except the compressors' (Hi is 0 without an indexer); the two
+    matrices of each compressor are joined in NAME_rows_proj [2 W, E].
     """
     folded = dict(params)
     folded["in_proj"] = cast(jax.Array, joined_rows([rows_of(folded.pop(name)) for name, _ in _inputs(config)]))
@@ -171,7 +172,7 @@ _ROWS = ("kv", "gate")
 
 def check_layer(params: Params, config: V4Config) -> None:
     """Raises a TypeError or ValueError unless the config is a V4Config, and params have the weights that layers of all
-    kinds have."""
+    kinds have, or are folded."""
     check_config(config, V4Config)
     check_params(params, _ALWAYS)
 

@@ -54,7 +54,8 @@ class V4Step:
         window_slots: [T, window] i32, the window cache's slots that each token attends to on this device. If N devices
             of a context_axis share compressed entries, it has ceil(window / N) columns.
         compressed_tables: [B, Mc] i32, pages of the compressed caches for writing entries. With a context_axis they
-            have a column for each page of a whole text, -1 where another device has the page.
+            have a column for each page of a whole text, -1 where another device has the page (not in sliding layers,
+            which write no entries).
         token_tables: [T, Mc] i32, this device's pages of the compressed caches, one row for each token.
         compressed_lens: [T] i32, how many entries each token sees on this device; None in sliding layers.
         rows: the index rows that tokens attend to; None in csa layers, which choose entries themselves.
