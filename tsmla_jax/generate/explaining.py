@@ -57,7 +57,7 @@ FORM = "attention over selected keys"
 @dataclass(frozen=True)
 class _Sizes:
     """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables; the dtype of
-    the absorbed queries; and how many devices share the keys of a request."""
+    the absorbed queries; how many devices share the keys of a request; and whether the step may begin its texts."""
 
     tokens: int
     max_q_len: int
@@ -65,6 +65,7 @@ class _Sizes:
     max_pages: int
     q_dtype: Any
     context: int
+    begins: bool
 
 
 def explain_step(
@@ -116,8 +117,8 @@ def explain_step(
     each, requests = (1, tokens) if context > 1 else (max_q_len, batch)
     common: dict[str, Any] = {"max_pages": max_pages, "q_dtype": q_dtype, "context": context}
     steps = {
-        "prefill": _Sizes(chunk, max_q_len=chunk, requests=1, **common),
-        "decode": _Sizes(tokens, max_q_len=each, requests=requests, **common),
+        "prefill": _Sizes(chunk, max_q_len=chunk, requests=1, begins=True, **common),
+        "decode": _Sizes(tokens, max_q_len=each, requests=requests, begins=False, **common),
     }
     for attention in dict.fromkeys(config.layer(index).attention for index in range(config.num_layers)):
         cache = jax.eval_shape(partial(init_cache, attention, layout))
@@ -274,7 +275,7 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
 
     # A prompt's first chunk has no context, and its later chunks have more and more.
     whole = sizes.max_pages * page_size
-    longest = min(sizes.tokens, whole) if sizes.requests == 1 else whole
+    longest = min(sizes.tokens, whole) if sizes.begins else whole
     form, of_longest = form_of(longest), form_of(whole)
     if form.name != of_longest.name:
         form = form._replace(why=f"{form.why}; {of_longest.name} after a context of up to {whole} tokens")

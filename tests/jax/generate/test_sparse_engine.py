@@ -19,7 +19,7 @@ from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_siz
 from tsmla_jax.generate.contexts import bound_of_context
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_tables, shared_steps
 from tsmla_jax.generate.pages import pages_for
-from tsmla_jax.generate.plan import make_plan
+from tsmla_jax.generate.plan import make_plan, make_serving_plan
 from tsmla_jax.nn import Step
 from tsmla_jax.ops.indexer_topk import api as indexer_api
 from tsmla_jax.ops.sparse_mla import api
@@ -182,6 +182,14 @@ def test_wrong_options_get_one_line(
     assert cli.run(cli.parse(["tsmla", "generate", *map(str, fixed), *arguments])) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
+
+
+def test_a_decode_step_of_one_text_is_explained_with_the_whole_context() -> None:
+    """Only a prompt's first chunk has none; with many drafts one text's step may be as long as a chunk."""
+    config = replace(real_widths("v3.2"), max_position_embeddings=2**16)
+    plan = make_serving_plan(config, EngineOptions(num_pages=1024, max_batch=1, speculative=300), "bfloat16")
+    forms = {choice.implementation for choice in plan.choices if choice.op.startswith("attention over selected keys")}
+    assert forms == {"direct"}
 
 
 def real_widths(model: str) -> ModelConfig:
