@@ -35,7 +35,7 @@ MLPKind = Literal["dense", "moe", "hash_moe", "shortcut"]
 LayerAttention = MLAConfig | V32Config | V4Config
 
 MAX_SIZE = 2**31 - 1
-"""Greatest size in a `config.json`: XLA's and the kernels' own."""
+"""Greatest size in a `config.json`, as indices, lengths and slots are int32."""
 MAX_LAYERS = 10_000
 """Most layers: some hundred times those of any model. A config has an entry for each of them."""
 

@@ -51,7 +51,7 @@ class Generation:
     Attributes:
       tokens: the generated ids of each prompt, the token that ended the text included.
       figures: the costs of the run.
-      choices: which implementations ran and why, as in `Plan.choices`.
+      choices: which implementations ran attention, the choice of keys, V4's compression and the experts, and why.
     """
 
     tokens: list[list[int]]
@@ -147,7 +147,7 @@ class Engine:
         """Takes up a text, if there is room for it now.
 
         Args:
-          text_id: a number of the caller's, below 2**31, that no text under way has; its random bits depend on it.
+          text_id: the caller's number, 0 to 2**31 - 1, that no text under way has; its random bits depend on it.
           tokens: the prompt.
           max_new_tokens: at least 1.
 
@@ -243,7 +243,7 @@ class Engine:
           prefill: whether prefill steps are compiled.
 
         Raises:
-          ValueError: another batch size, or as `admit`.
+          ValueError: another batch size. Other errors as `admit`.
         """
         self.open()
         plan = self.plan

@@ -32,7 +32,7 @@ def write_indexer_cache(
 
     Args:
       k_cache: uint8 [P, Z, Di + 4]; a page's bytes are Z keys of Di e4m3 and then Z scales of f32, 132 bytes a token
-        when Di is 128. Or plain floats [P, Z, Di], which hold the keys as they are.
+        when Di is 128. Or [P, Z, Di] of floats or float8_e4m3fn, which holds the keys rounded to that dtype, unscaled.
       k: [T, Di], normed. In a packed cache it is quantised with the scale 2^ceil(log2(max(amax, 1e-4) / 448)).
       slot_mapping: [T] int32, -1 skips the token. Slots must differ, as in write_kv_cache: two tokens with one slot may
         leave the key of the first with the scale of the second.

@@ -37,8 +37,8 @@ def write_packed_kv_cache(
       k_rope: [T, 64], rounded to bfloat16.
       slot_mapping: [T] int32, -1 skips the token. Slots must differ, as in write_kv_cache: two tokens with one slot may
         leave the latent of the first with the scales of the second.
-      cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
-        Without cos and sin, k_rope must be rotated already.
+      cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 (in float64 if that is its
+        dtype) and rounded to its dtype first. Without cos and sin, k_rope must be rotated already.
       rope_interleave, rope_layout: the rotation's layouts, as in `tsmla_jax.rope_write_kv_cache`.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
