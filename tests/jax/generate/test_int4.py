@@ -145,6 +145,8 @@ def test_other_weights_of_compressed_tensors_are_refused(change: dict[str, Any],
         ("scale", np.full((40, 2), np.nan, np.float32), "weight_scale' has scales that are not finite"),
         ("shape", np.asarray([40, 60], np.int64), r"weight' must have shape \(40, 64\), got \(40, 60\)"),
         ("shape", np.asarray([40], np.int64), r"weight' must have shape \(40, 64\), got \(40,\)"),
+        ("shape", np.asarray(40, np.int64), r"weight' must have shape \(40, 64\), got \(40,\)"),
+        ("shape", np.asarray([40, 64], np.float32), r"weight' must have shape \(40, 64\), got \(40\.0, 64\.0\)"),
     ],
 )
 def test_parts_that_do_not_fit(end: str, value: np.ndarray[Any, Any], text: str, tmp_path: Path) -> None:

@@ -152,8 +152,9 @@ class Checkpoint:
         kind = info.dtype if dtype is None else np.dtype(dtype)
         if jnp.issubdtype(kind, jnp.floating) != jnp.issubdtype(info.dtype, jnp.floating):
             raise self.unlike(name, kind.name)
+        part = raw[rows] if raw.ndim else raw
         with np.errstate(over="ignore"):
-            return self._in_range(name, np.array(raw[rows], dtype=kind), raw[rows])
+            return self._in_range(name, np.array(part, dtype=kind), part)
 
     def _in_range(self, name: str, value: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """`value`; CheckpointError if it was converted to float16 and has infinities although `stored` has none."""
@@ -232,8 +233,9 @@ class Checkpoint:
     def _read_int4(self, name: str, shape: Sequence[int] | None, dtype: DTypeLike | None) -> np.ndarray[Any, Any]:
         """One tensor of `is_int4`, dequantised, after its parts have been checked against each other."""
         packed, scale, size = map(self.info, int4_parts(name))
-        whole = tuple(self.read(int4_parts(name)[2]).tolist())
-        if len(whole) != 2 or (shape is not None and whole != tuple(shape)):
+        whole = tuple(self.read(int4_parts(name)[2]).ravel().tolist())
+        integers = all(isinstance(axis, int) for axis in whole)
+        if len(whole) != 2 or not integers or (shape is not None and whole != tuple(shape)):
             wanted = "two axes" if shape is None else f"shape {tuple(shape)}"
             raise CheckpointError(f"{size.file}: weight {name!r} must have {wanted}, got {whole}")
         rows, columns = whole
