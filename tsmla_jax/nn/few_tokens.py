@@ -417,7 +417,7 @@ def attend_by_kernel(
     mla_decode's first kernel attends; few_token_values merges its pieces and multiplies them by W_UV.
 
     Args:
-      absorbed: [1, 1, H, L + R], as `queries` returns it.
+      absorbed: [1, 1, H, L + R], the only row that `queries` returns.
       kv_cache, block_tables, seq_lens: as in `tsmla_jax.mla_decode`.
       w_uv: [H, V, L].
       options: softmax_scale, latent_dim, q_scale and kv_scale of `tsmla_jax.mla_decode`, all four.

@@ -20,8 +20,8 @@ _PAGE = 64
 
 
 def check_trainable(params: Params, x: jax.Array, hidden_size: int) -> None:
-    """ValueError / TypeError for x of integers, of 8 bits or of another width; ValueError for a parameter that is
-    block-scaled or of 8-bit floats, which have no gradient."""
+    """The errors of `check_tokens` for x [T, E]; ValueError for a parameter that is block-scaled or of 8-bit floats,
+    which have no gradient."""
     check_tokens(x, hidden_size, "T E")
     for name, value in params.items():
         if isinstance(value, BlockScaled) or value.dtype.name.startswith("float8"):
