@@ -43,7 +43,7 @@ from tsmla_jax.nn.checkpoints.quantised import is_activation_scale, refuse_confi
 from tsmla_jax.nn.checkpoints.weights import LayerWeights, is_chooser
 from tsmla_jax.nn.mla.names import stored_names as names_of_others
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
-from tsmla_jax.nn.products.block_scaled import BLOCK, BlockScaled, stack_size, with_products
+from tsmla_jax.nn.products.block_scaled import BLOCK, PRODUCTS, BlockScaled, stack_size, with_products
 from tsmla_jax.nn.products.mxfp4 import MXFP4, can_be_kept
 from tsmla_jax.nn.v4.names import stored_names
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
@@ -277,10 +277,11 @@ def load_model(
         has illegal values; the output projection differs from the embedding it is tied to; or a file is truncated.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
-    dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+    if fp8_products not in PRODUCTS:
+        raise ValueError(f"fp8_products: got {fp8_products!r}; legal: {', '.join(map(repr, PRODUCTS))}")
+    dtype, hidden = jnp.dtype(config.dtype if dtype is None else dtype), (config.hidden_size,)
     # V4 computes with its norms in f32 whatever the other parameters' dtype is.
     norm_dtype = dtype if config.streams is None else jnp.dtype(jnp.float32)
-    hidden = (config.hidden_size,)
     keep_fp8 = jax.default_backend() != "cpu" if keep_fp8 is None else keep_fp8
     check_mesh(config, mesh)
     checkpoint, options = Checkpoint(checkpoint_dir), {"keep_fp8": keep_fp8, "progress": progress}
@@ -327,13 +328,12 @@ def sample_checkpoint(checkpoint_dir: str | Path) -> str:
 
 
 def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:
-    prefix, hidden = f"model.layers.{index}", (config.hidden_size,)
+    prefix, hidden, kind = f"model.layers.{index}", (config.hidden_size,), config.mlp_layers[index]
     layer = {
         "attention_norm": read.put(f"{prefix}.input_layernorm.weight", hidden, norm_dtype),
         "attention": _read_attention(read, f"{prefix}.self_attn", config, index, norm_dtype),
         "mlp_norm": read.put(f"{prefix}.post_attention_layernorm.weight", hidden, norm_dtype),
     }
-    kind = config.mlp_layers[index]
     if kind == "shortcut":
         layer["shortcut"] = _read_moe(read, f"{prefix}.shortcut", config, by_token=False)
     if kind in ("moe", "hash_moe"):

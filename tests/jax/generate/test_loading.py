@@ -153,6 +153,12 @@ def test_bad_fields_are_named(model: str, field: str, value: Any, tmp_path: Path
     assert model == "v4" or str(error.value).startswith(str(tmp_path / "config.json"))
 
 
+def test_products_are_checked_before_a_tensor_is_read(tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(tiny_config("v2"))
+    with pytest.raises(ValueError, match=r"^fp8_products: got 'fp8'; legal: None, 'quantized', 'exact'$"):
+        load_model(tmp_path, config, fp8_products="fp8")
+
+
 def test_a_model_without_experts_has_no_layers_of_experts() -> None:
     fields = tiny_config("v2", n_routed_experts=None)
     with pytest.raises(ValueError, match=r"mlp_layer_types = .*; legal: a list of at least 2 of dense$"):
