@@ -356,7 +356,7 @@ def test_explain_names_the_unproven_kernels_of_blackwell(
         "write_kv_cache, bf16",
     ):
         line = next(line for line in lines if line.startswith(op))
-        assert line.endswith(": xla; cute where it is named, not run on such a GPU")
+        assert line.endswith(": xla; cute if it is named (untested on such a GPU)")
     assert next(line for line in lines if line.startswith("compress_kv")).endswith(": xla")
 
 

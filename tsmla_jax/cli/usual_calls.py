@@ -95,7 +95,7 @@ def lines_of(call: UsualCall) -> list[str]:
     refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
     # Nothing else is against these kernels.
     unproven = [name for name, reasons in call.reasons.items() if reasons and all(map(_is_untested, reasons))]
-    named = f"; {' or '.join(unproven)} where it is named, not run on such a GPU" if unproven else ""
+    named = f"; {' or '.join(unproven)} if it is named (untested on such a GPU)" if unproven else ""
     return [f"{call.op}, {call.call}: {call.chosen or 'nothing can run it'}{named}", *refused]
 
 

@@ -3,8 +3,9 @@
 A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a
 latent cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the
 axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
-"context". Experts are split over all devices of a copy, and so is the output projection if its rows divide and it is
-not the embedding; each device holds everything else whole.
+"context" (in V4 the compressed entries; its windows are whole on each device). Experts are split over all devices of a
+copy, and so is the output projection if its rows divide and it is not the embedding; each device holds everything else
+whole.
 This is the data parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437,
 section 3.4).
 """
@@ -42,7 +43,7 @@ class MeshShape:
     Attributes:
       data: copies of the model.
       expert: replicas of a copy, which attend for texts of their own.
-      context: devices that the keys of one text are dealt out to.
+      context: devices that the keys of one text, in V4 its compressed entries, are dealt out to.
     """
 
     data: int = 1
