@@ -1,4 +1,5 @@
-"""Small workspaces: loops over blocks of query tokens, and reads and writes of rows that copy no cache."""
+"""Small workspaces: loops over blocks of query tokens, and reads and writes of rows that copy no
+cache, if the one to write is donated."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def over_token_blocks(
 ) -> tuple[jax.Array, ...]:
     """The results of `body` on blocks of `block` rows of every operand, put together again.
 
-    The last block ends at the last row and recomputes the rows that it shares with the block before: nothing is padded
-    or copied.
+    The last block ends at the last row and recomputes the rows that it shares with the block before: no operand is
+    padded or copied as a whole.
 
     Args:
       outs: the shapes of the whole results, rows first.

@@ -1,4 +1,5 @@
-"""Indexer metadata: one row per query token from one row per request, lengths under context parallelism, and slots.
+"""Indexer metadata: one row per query token from one row per request, lengths under context parallelism, slots,
+and the tokens of pools.
 
 Everything is static in shape and computed on the device: no host synchronisation (except under TSMLA_CHECK=1), and
 capturable in a CUDA graph.
