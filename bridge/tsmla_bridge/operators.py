@@ -234,8 +234,9 @@ def call_attention(
 
 
 def refuse_tangents(name: str, arguments: Sequence[Any]) -> None:
-    """NotImplementedError if an argument has a tangent of forward mode, which the dispatcher would drop."""
-    if any(map(_is_dual, arguments)):
+    """NotImplementedError if an argument has a tangent of forward mode, which the dispatcher and the kernels would
+    drop."""
+    if forward_ad._current_level >= 0 and any(map(_is_dual, arguments)):
         raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
 
 

@@ -61,6 +61,60 @@ def test_kernels_without_a_derivative_drop_no_tangent(gpu: Gpu, monkeypatch: pyt
     assert len(gpu.launches) == launches
 
 
+def decoded(scale: torch.Tensor) -> torch.Tensor:
+    q, cache = torch.ones(1, 1, 16, 576).bfloat16(), torch.ones(2, 64, 576).bfloat16()
+    return tsmla_bridge.mla_decode(q, cache, TABLES, LENS, softmax_scale=scale)
+
+
+def sparsely(scale: torch.Tensor, name: str = "softmax_scale") -> torch.Tensor:
+    q, cache = torch.ones(1, 16, 576).bfloat16(), torch.ones(2, 64, 576).bfloat16()
+    given = {"softmax_scale": 0.1, name: scale}
+    return tsmla_bridge.sparse_mla(q, cache, torch.zeros(1, 64, dtype=torch.int32), **given)
+
+
+def prefilled(scale: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+    arrays = {"q": torch.ones(4, 2, 192).bfloat16(), "v": torch.ones(4, 2, 128).bfloat16()}
+    arrays |= {"k": arrays["q"], **given}
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    return tsmla_bridge.mla_prefill(**arrays, cu_seqlens_q=starts, max_q_len=4, softmax_scale=scale)
+
+
+def test_kernels_drop_no_derivative_of_scales(gpu: Gpu) -> None:
+    """Also where the call before, with the same tensors but for the scales, asked for none."""
+    scale = torch.tensor(0.1)
+    for call in (decoded, sparsely):
+        call(scale)
+    asking = scale.clone().requires_grad_()
+    launches = len(gpu.launches)
+    for name in ("softmax_scale", "q_scale", "kv_scale"):
+        with pytest.raises(NotImplementedError, match=name):
+            sparsely(asking, name)
+    assert len(gpu.launches) == launches
+    with pytest.raises(NotImplementedError, match="mla_decode has no derivative"):
+        decoded(asking).sum().backward()
+    gathered = tsmla_bridge.gather_kv_cache(torch.ones(2, 16, 64), TABLES, STARTS, LENS, total_len=20, kv_scale=asking)
+    gathered.sum().backward()
+    assert asking.grad == 20 * 64
+    with torch.no_grad():
+        assert not any(call(asking).requires_grad for call in (decoded, sparsely))
+
+
+def test_kernels_drop_no_tangent_of_prefill_and_of_scales(gpu: Gpu) -> None:
+    scale = torch.tensor(0.1)
+    for call in (decoded, sparsely, prefilled):
+        call(scale)
+    launches = len(gpu.launches)
+    with forward_ad.dual_level():
+        for call in (decoded, sparsely, prefilled):
+            with pytest.raises(NotImplementedError, match="call it on tensors without a tangent of forward mode"):
+                call(forward_ad.make_dual(scale, scale))
+        for name, width in (("q", 192), ("k", 192), ("v", 128)):
+            values = torch.ones(4, 2, width).bfloat16()
+            with pytest.raises(NotImplementedError, match="mla_prefill has no derivative"):
+                prefilled(scale, **{name: forward_ad.make_dual(values, values)})
+    assert len(gpu.launches) == launches
+
+
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_the_reference_of_mla_decode_has_its_derivative_on_a_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mode: str):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))

@@ -132,15 +132,15 @@ def gather_kv_cache(
       implementation: as in write_kv_cache.
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
-      An eager call is differentiable in kv_cache by torch operations, which run if a derivative is asked for; under
-      torch.compile the derivative raises NotImplementedError.
+      An eager call is differentiable in kv_cache and kv_scale by torch operations, which run if a derivative is asked
+      for; under torch.compile the derivative raises NotImplementedError.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as write_kv_cache says, except for derivatives.
     """
     scale = operators.scale_arguments(kv_scale)
     arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)
-    derived = operators.asks_for_derivative(kv_cache)
+    derived = operators.asks_for_derivative(kv_cache, kv_scale)
     traced = torch.compiler.is_compiling() or (not derived and operators.is_traced(kv_cache))
     return torch.ops.tsmla.gather_kv_cache(*arguments) if traced else _gather(*arguments)
 
@@ -168,7 +168,7 @@ def _gather(
     )
 
     def why_not() -> list[str]:
-        reasons = GATHER_KV_CACHE.reasons(spec) + operators.derivative_reasons(kv_cache)
+        reasons = GATHER_KV_CACHE.reasons(spec) + operators.derivative_reasons(kv_cache, kv_scale)
         return reasons + loaded_kernels.layout_reasons(given)
 
     by_kernel = loaded_kernels.is_chosen(GATHER_KV_CACHE, implementation, kv_cache.device, why_not)

@@ -165,11 +165,14 @@ def mla_decode(
         and not compiling
     )
     plan = None
-    if usual:
+    numbers = type(softmax_scale) is float and q_scale is None and (kv_scale is None or type(kv_scale) is float)
+    derived = not (numbers or compiling) and operators.asks_for_derivative(softmax_scale, q_scale, kv_scale)
+    if usual and not derived:  # the tensors by which a plan is looked up don't show the scales' derivatives
         plan = plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options, visible_lens)
     if plan is None:
         named, others = DecodeOptions(*options), (kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
-        if compiling or operators.is_traced(q, kv_cache, derivatives=implementation != "reference"):
+        by_operator = derived and not loaded_kernels.is_by_definition(implementation, kv_cache.device)
+        if by_operator or compiling or operators.is_traced(q, kv_cache, derivatives=implementation != "reference"):
             inputs = DecodeInputs(_concatenated(q, latent_dim), *others)
             if isinstance(softmax_scale, scales.Premultiplied):
                 pair = softmax_scale.factors

@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge import operators
 from tsmla_bridge.ops import prefill_launch
 from tsmla_bridge.ops.prefill_launch import Gradients, Inputs, PrefillOptions, Saved
-from tsmla_bridge.runtime import scales
+from tsmla_bridge.runtime import loaded_kernels, scales
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_kernels.contract import PrefillSpec
@@ -79,6 +79,8 @@ def call(
     others = (given_scales.get(name) for name in ("q_scale", "k_scale", "v_scale"))
     pair = scales.product(given_scales["softmax_scale"], *others)
     if spec is not None and not by_operator:
+        if not loaded_kernels.is_by_definition(options.implementation, inputs.q.device):
+            operators.refuse_tangents(form.name, differentiable)
         run = form.run_eagerly or form.run
         max_logits = operators.new_max_logits(inputs.q) if options.max_logits else None
         out, lse = run(spec, inputs, pair, options.implementation, *asked, max_logits)

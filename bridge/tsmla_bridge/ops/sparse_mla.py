@@ -228,8 +228,8 @@ def sparse_mla(
     by torch operations. Slots that no token selects have a gradient of 0. Memory is linear in T and in the caches'
     slots: beside the gradients float32 sums [P * Z, D]. On a GPU and under torch.compile, gradients of gradients, over
     other caches, with kv_scale or compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise
-    NotImplementedError. An eager call on a CPU, or with implementation="reference", is ordinary torch operations and
-    has them.
+    NotImplementedError, and on a GPU forward mode does. An eager call on a CPU, or with implementation="reference", is
+    ordinary torch operations and has them.
 
     Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
     mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
@@ -243,17 +243,21 @@ def sparse_mla(
         form, tokens_per_request, deterministic, return_max_logits, implementation,
     )  # fmt: skip
     inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
+    scales_given = (softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+    unscaled = q_scale is None and kv_scale is None and compressed_kv_scale is None
     compiling = torch.compiler.is_compiling()
     check_workspace(workspace)
     # True equals 1 and 8.0 equals 8, so a plan is looked up only by options of the legal types.
     bools = {type(batch_invariant), type(deterministic), type(return_max_logits)}
     usual = not compiling and type(latent_dim) is int and bools == {bool}
     plan = None
+    if usual and not (unscaled and type(softmax_scale) is float) and operators.asks_for_derivative(*scales_given):
+        usual = False  # the tensors by which a plan is looked up don't show that
     if usual and _LEGAL_TYPES.issuperset(map(type, (*options[1:6], tokens_per_request))):
         plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
     if plan is None:
         named, described = SparseInputs(*inputs), SparseOptions(*options)
-        derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*inputs, softmax_scale, q_scale)
+        derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*inputs, *scales_given)
         by_operator = derived and not loaded_kernels.is_by_definition(implementation, q.device)
         if (
             compiling
@@ -261,32 +265,27 @@ def sparse_mla(
             or operators.is_traced(q, kv_cache, compressed_kv_cache, sinks, derivatives=implementation != "reference")
         ):
             if derived:
-                kv_scales = {"kv_scale": kv_scale, "compressed_kv_scale": compressed_kv_scale}
-                sparse_backward.check_derivable(
-                    named, described, {"softmax_scale": softmax_scale, "q_scale": q_scale, **kv_scales},
-                    {"out": out, "lse": lse, "workspace": workspace},
-                )  # fmt: skip
+                memory = {"out": out, "lse": lse, "workspace": workspace}
+                sparse_backward.check_derivable(named, described, dict(zip(_SCALES, scales_given, strict=True)), memory)
             if isinstance(softmax_scale, scales.Premultiplied):
                 factors = softmax_scale.factors
             else:
-                scales.check("softmax_scale", softmax_scale, optional=False)
-                scales.check("q_scale", q_scale)
-                scales.check("kv_scale", kv_scale)
-                scales.check("compressed_kv_scale", compressed_kv_scale)
-                factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+                for name, scale in zip(_SCALES, scales_given, strict=True):
+                    scales.check(name, scale, optional=name != "softmax_scale")
+                factors = scales.factors(*scales_given)
             return _call_operator(named, factors, described, return_lse, out, lse, workspace)
         plan = plans.find(named, described, make_plan)
-    unscaled = q_scale is None and kv_scale is None and compressed_kv_scale is None
+        if not loaded_kernels.is_by_definition(implementation, q.device):
+            operators.refuse_tangents("sparse_mla", scales_given)
     if unscaled and type(softmax_scale) is float and LEAST_SCALE <= softmax_scale <= GREATEST_SCALE:
         factors = (softmax_scale, 1.0, 1.0)
     elif isinstance(softmax_scale, scales.Premultiplied):
         factors = softmax_scale.factors
     else:
-        given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale,
-                 "compressed_kv_scale": compressed_kv_scale}  # fmt: skip
+        given = dict(zip(_SCALES, scales_given, strict=True))
         plan.check_scales(given)
         tensors.same_device("q", q, given)
-        factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+        factors = scales.factors(*scales_given)
     if return_max_logits:
         max_logits = operators.new_max_logits(q)
         results = plan.run(inputs, factors, return_lse, out, lse, workspace, max_logits)
@@ -335,6 +334,7 @@ def _greatest_of(*arguments: Any) -> torch.Tensor:
     return operators.new_max_logits(q if wanted else q[:0])
 
 
+_SCALES = ("softmax_scale", "q_scale", "kv_scale", "compressed_kv_scale")
 _LEGAL_TYPES = frozenset((int, type(None)))  # the types of options that are numbers or None
 _INPUTS = len(SparseInputs._fields)
 _OPTIONS = _INPUTS + 2
