@@ -25,6 +25,10 @@ _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 """The dtypes that jax has only under jax_enable_x64; it would narrow them, to a copy."""
 
 
+_NARROW = ("int1", "uint1", "int2", "uint2", "int4", "uint4")
+"""The integers of jax that torch lacks, by name. torch would take those of one bit for bool."""
+
+
 def _jax() -> ModuleType:
     """The module jax. ImportError, with the way out, where it isn't installed."""
     try:
@@ -44,9 +48,9 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     Raises:
       TypeError: it is no torch tensor.
-      ValueError: it isn't contiguous, it is a lazily negated or conjugated view, jax would have to copy it, or jax has
-        its dtype only under jax_enable_x64, which is off.
-      RuntimeError: jax has no such device.
+      ValueError: it isn't contiguous, it has no memory ("meta"), it is a lazily negated or conjugated view, jax would
+        have to copy it, or jax has its dtype only under jax_enable_x64, which is off.
+      RuntimeError, BufferError: jax or DLPack has no such device or dtype.
       ImportError: jax isn't installed.
     """
     jax = _jax()
@@ -78,7 +82,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
       array: of any shape and of a dtype that DLPack and torch have, on one device.
 
     Raises:
-      TypeError: it is no jax array, or one of keys or of integers of 2 or 4 bits.
+      TypeError: it is no jax array, or one of keys or of integers of 1, 2 or 4 bits.
+      BufferError: torch has no such dtype.
       ValueError: it lies on several devices.
       ImportError: jax isn't installed.
     """
@@ -86,7 +91,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     if not isinstance(array, jax.Array):
         raise TypeError(f"array: got {type(array).__name__}; legal: a jax.Array")
     kind = array.dtype
-    if jax.dtypes.issubdtype(kind, jax.dtypes.extended) or kind.name in ("int4", "uint4", "int2", "uint2"):
+    if jax.dtypes.issubdtype(kind, jax.dtypes.extended) or kind.name in _NARROW:
         raise TypeError(f"array: got dtype {kind}; legal: one that torch has")
     if len(array.devices()) != 1:
         raise ValueError(f"array: got one on {len(array.devices())} devices; legal: on one")
