@@ -61,8 +61,9 @@ def plan_of_latest(
     options: tuple[Any, ...],
     visible_lens: Any = None,
 ) -> Plan | None:
-    """`plans.latest` for DecodeOptions. q may be a pair of tensors; such calls, and those with visible_lens, are kept
-    under (DecodeOptions, whether q is a pair, whether visible_lens is given).
+    """`plans.latest` for DecodeOptions. Calls that read q as two tensors, and those with visible_lens, are kept under
+    (DecodeOptions, whether q is read as two, whether visible_lens is given). A pair that is read as the one tensor that
+    it is part of is not found here.
 
     Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
     eager call on the host."""

@@ -12,8 +12,8 @@ from tsmla_kernels.contract import values
 
 
 def check(checker: Callable[..., None], spec: object, *tensors: torch.Tensor | None) -> None:
-    """Call `checker`, a function of tsmla_kernels.contract.values, on the tensors' values if TSMLA_CHECK asks and no
-    CUDA graph is captured."""
+    """Call `checker`, which takes arguments as a function of tsmla_kernels.contract.values does, on the tensors' values
+    if TSMLA_CHECK asks and no CUDA graph is captured."""
     if not values.enabled():
         return
     given = [tensor for tensor in tensors if tensor is not None]  # the checkers take None for those that a call lacks

@@ -79,7 +79,8 @@ def arch(index: int) -> str:
 
 
 def is_blackwell(index: int) -> bool:
-    """Whether the package tokenspeed_mla is written for the device."""
+    """Whether the device is a Blackwell GPU of compute capability 10.x, for which the package tokenspeed_mla is
+    written."""
     return capability(index)[0] == 10
 
 
