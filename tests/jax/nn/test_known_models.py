@@ -145,6 +145,11 @@ def test_a_layer_of_another_model_is_refused(tmp_path: Path) -> None:
             load(tmp_path, 0)
 
 
+def test_a_field_of_another_deepseek_model_is_refused_as_such() -> None:
+    with pytest.raises(ValueError, match="index_topk: got 2048; legal: None, as models of this type have no such f"):
+        MLAConfig.from_hf({**V3, "model_type": "deepseek_v3", "index_topk": 2048})
+
+
 def test_a_config_without_a_model_type_is_taken_by_its_fields() -> None:
     for fields, read in ((V3, MLAConfig.from_hf), (V32, V32Config.from_hf), (V32, MLAConfig.from_hf)):
         assert read({key: value for key, value in fields.items() if key != "model_type"}) == read(fields)

@@ -219,7 +219,8 @@ def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], 
     for name, value in fields.items():
         says_nothing = not value or (value == 1 and value is not True)
         if not says_nothing and name not in known and parts.search(name) and not _OTHER_PARTS.search(name):
-            raise ValueError(f"{where}: {name}: got {value!r:.60}; legal: None (no DeepSeek model has such a field)")
+            why = "models of this type have no such field"
+            raise ValueError(f"{where}: {name}: got {value!r:.60}; legal: None, as {why}")
 
 
 def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
