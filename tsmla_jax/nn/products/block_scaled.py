@@ -2,8 +2,8 @@
 
 They stay narrow on the device: a product reads one byte for each weight and widens it in registers, and a product of
 many rows may widen the whole matrix first. If the weight's `products` is "quantized", activations are quantised, as in
-the inference code that comes with the model, and no weight is widened. Source: DeepSeek-V3 (arXiv:2412.19437), section
-3.3.
+the inference code that comes with the model, and the kernel widens no weight. Source: DeepSeek-V3 (arXiv:2412.19437),
+section 3.3.
 """
 
 from __future__ import annotations

@@ -53,9 +53,10 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype, if a plain weight has it, too.
 
-    A block-scaled weight whose `products` is "quantized" is not widened. Any other block-scaled weight is widened: by
-    the kernel that reads it, or to x's dtype by XLA if x has many rows (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets
-    a small matrix whose `products` is None, or if no kernel can run.
+    A block-scaled weight whose `products` is "quantized" goes to block_scaled_matmul, whose kernel doesn't widen it.
+    Any other block-scaled weight is widened: by the kernel that reads it, or to x's dtype by XLA if x has many rows
+    (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets a small matrix whose `products` is None, or if no kernel can run
+    (then an "exact" one block by block, without its scales, which multiply the blocks' products).
     """
     if isinstance(weight, BatchInvariant):
         return batch_invariant.linear(x, weight.values)
