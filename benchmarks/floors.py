@@ -1,5 +1,4 @@
-"""Measured rates of an H100 and an H200, from which floors of times are computed; sizes of the dense cache's rows and
-pages."""
+"""Rates of an H100 and an H200, from which floors of times are computed; sizes of the dense cache's rows and pages."""
 
 from __future__ import annotations
 
@@ -7,7 +6,8 @@ LATENT, ROPE, PAGE = 512, 64, 64
 """Columns of a dense cache's row, and rows of a page."""
 BYTES_PER_KEY = {"bf16": 2 * (LATENT + ROPE), "fp8": LATENT + ROPE}
 
-# Measured on an H200: the reads of a large copy, and a plain matrix product on random data.
+# Measured on an H200: the reads of a large copy, and a plain bf16 matrix product on random data. That fp8 is twice as
+# fast is assumed, from the tensor cores' rates.
 BYTES_PER_S = 4.35e12
 # An H100's memory; its products are as fast as an H200's.
 H100_BYTES_PER_S = 3.09e12
@@ -21,6 +21,6 @@ def bytes_per_s(device: str) -> float:
 
 
 def floor_us(flops: float, moved: float, dtype: str = "bf16") -> float:
-    """Microseconds that an H200 takes at the measured rates for so many operations of that dtype or for so many bytes,
+    """Microseconds that an H200 takes at these rates for so many operations of that dtype or for so many bytes,
     whichever is longer."""
     return max(flops / FLOPS_PER_S[dtype], moved / BYTES_PER_S) * 1e6

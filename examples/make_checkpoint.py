@@ -104,7 +104,7 @@ def make_tokenizer() -> tuple[dict, list[int]]:
 
 
 def shared_fields(vocab_size: int, dtype: str, tied: bool) -> dict:
-    """The fields of config.json that are the same for every model."""
+    """The fields of config.json that every model has; V2 replaces two of them."""
     return {
         "vocab_size": vocab_size,
         "hidden_size": 256,

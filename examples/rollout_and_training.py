@@ -9,7 +9,7 @@ A rollout decodes texts token by token over a paged latent cache, in the absorbe
 `batch_invariant=True`. A trainer computes the log-probabilities of these tokens again, from the texts as a whole. These
 ways are compared:
 
-  whole      all tokens at once in the expanded form, as trainers do; for V3.2 with an indexer of 16 bits
+  whole      all tokens at once in the expanded form, as trainers do; for V3.2 with an indexer in the weights' dtype
   replayed   V3.2 alone: the same, with the keys that the rollout chose
   repeated   by rows: the rollout's own steps again, each text in its row
   exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)

@@ -1,8 +1,8 @@
 """sparse_mla on a prompt's tokens over packed caches, beside FlashMLA's sparse prefill. Mode random: for each token
 2048 random slots of a context of 131,072 V3.2 rows, ascending; shared80, shared95: neighbouring tokens share 80 or 95 %
 of them; prompt: the first tokens of a text, which select all tokens up to their own if these are at most 2048
-(lengths), else 2048 random ones of them; prompt80: the same, where neighbouring tokens share 80 %; v4: a window of 128
-and 512 random compressed slots of V4 pages, with sinks.
+(lengths), else 2048 random ones of them; prompt80: the same, where neighbouring tokens share at least 80 %; v4: a
+window of 128 and 512 random compressed slots of V4 pages, with sinks.
 
   tsmla              bf16 queries straight from the packed cache, each token for itself
   tsmla union        the same, where neighbouring tokens gather the union of their slots once; 8, 16 or 32 heads
@@ -52,7 +52,7 @@ SELECTED = {"random": 2048, "shared80": 2048, "shared95": 2048, "prompt": 2048, 
 """The most slots that a token selects in each mode, without the window's."""
 CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
 SHARED = {"shared80": 0.8, "shared95": 0.95, "prompt80": 0.8}
-"""The part of a token's slots that the token before has, by mode; none in the others."""
+"""The part of a token's slots that the token before has, by mode, in prompt80 at least; the others ask for none."""
 PROMPTS = ("prompt", "prompt80")
 SAMPLE = 8  # tokens whose results are compared with float64's
 

@@ -271,10 +271,10 @@ def write_errors(results: Path, figures: Path) -> str:
     if not used:
         return "none recorded"
     said = (
-        "Errors relative to attention in float64 over the values that the inputs stand for, of fp8 queries in sparse "
-        "prefill over the bf16 queries that they were rounded from (norm of the difference over norm); of the "
-        "gradient, those of q, k and v. The last column has the greatest absolute error of the logsumexp, "
-        f"where it was measured. {tb.provenance(used)}"
+        "Errors relative to attention in float64 over the values that the inputs stand for (norm of the difference "
+        "over norm); of fp8 queries in sparse prefill, out's over the bf16 queries that they were rounded from; of "
+        "the gradient, those of q, k and v. The last column has the greatest absolute error of the logsumexp over the "
+        f"values of the inputs, where it was measured. {tb.provenance(used)}"
     )
     heads = ["call", "kernel", "points", "least", "greatest", "of lse"]
     body = tb.table_of(heads, lines).replace("|---|---:|", "|---|---|", 1)

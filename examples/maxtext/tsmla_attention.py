@@ -46,7 +46,8 @@ def attend(
         key: [batch, length, heads, 192].
         value: [batch, length, heads, 128].
         decoder_segment_ids: [batch, length] i32, 0 for padding; None is one segment a row.
-        max_segments: static, the most segments of a row (max_segments_per_seq); a row with more becomes NaN.
+        max_segments: static, the most segments of a row (max_segments_per_seq); a row with more becomes NaN. With
+            indexer_mask it isn't used.
         mesh, spec: how [batch, length, heads, columns] is split over devices: rows and heads may be.
         rope_dim: static, how many of key's last columns all heads share, as MaxText's MLA makes them. These are then
             read once, and key's other columns beside value, as MLA's wkv_b writes them: XLA sees through MLA's split

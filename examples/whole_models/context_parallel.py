@@ -6,9 +6,9 @@ A point is B texts, H heads and keys of each text; bf16, pages of 64, one new to
 that share a text: each point runs on 1, 2, 4, ... of them, up to all that there are by default.
 
 What is timed is a step of 8 layers in one program, each over a cache of its own and with queries that the layer before
-made: `tsmla_jax.mla_decode` on one GPU, and `nn.context_parallel.mla_decode` and `merge` on several. Rows with "values"
-are of layers that also project each head's result to that many columns, as a model's do: on several GPUs before they
-are merged. Rows are microseconds a layer; floor_us is the time of the bytes of a GPU's keys.
+made: `tsmla_jax.mla_decode` on one GPU, and `nn.context_parallel.mla_decode` and `merge` on several. Rows whose
+"values" are not 0 are of layers that also project each head's result to that many columns, as a model's do: on several
+GPUs before they are merged. Rows are microseconds a layer; floor_us is the time of the bytes of a GPU's keys.
 """
 
 from __future__ import annotations

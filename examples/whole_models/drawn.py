@@ -1,4 +1,4 @@
-"""Weights that are drawn on the GPU, in place of a checkpoint's, the same ones in every engine and for every backend.
+"""Weights that are drawn on the GPU, in place of a checkpoint's, the same ones for every backend of an engine.
 
 Matrices have the variance of 1 / (their inputs), norms are 1 and biases 0, as in random_checkpoint.py; e4m3 weights get
 the scales for that. A parameter's numbers follow from its name.

@@ -24,7 +24,7 @@ def decode_bytes(config: ModelConfig, narrow: bool, batch: int, context: int, me
     """Bytes that a device must read in a decode step of `batch` texts of `context` tokens: weights once, of its experts
     those that the texts can be expected to choose if all are alike, and the caches.
 
-    narrow: matrices that a checkpoint of fp8 weights has in e4m3 are so here."""
+    narrow: of `random_model.shapes`."""
     moe = config.moe
     assert moe is not None
     params = shapes(config, narrow)
@@ -42,8 +42,8 @@ def decode_bytes(config: ModelConfig, narrow: bool, batch: int, context: int, me
 
 
 def _cache_bytes_read(attention: LayerAttention, context: int) -> float:
-    """Bytes of a layer's caches for a text of `context` tokens: all latents, or the keys of the indexer and the rows
-    that it selects, packed as they are by default."""
+    """Bytes of a layer's caches for a text of `context` tokens: all latents, in 16 bits; or, packed as they are by
+    default, the indexer's keys, if there are any, and the rows that a token attends to."""
     if isinstance(attention, MLAConfig):
         return context * attention.cache_dim * 2
     if isinstance(attention, V32Config):

@@ -6,7 +6,7 @@
 
 A point is a model (v2-lite; v3-slice: one dense layer and 5 of experts in bf16, 9 in fp8; v3.2-slice, glm-5-slice,
 glm-5.2-slice, of whose layers 3 have no indexer, and v4-slice, of the Flash model: 6 layers, in fp8), the format of its
-weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
+weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in the matrices that `load_model` leaves so), and a
 batch size, "prefill", or "prompt" and a number of tokens (v2-lite,bf16,prompt131072). Weights are made on the device;
 texts are random ids, so that tokens choose their experts nearly evenly. A decode row is the median step of 64, of B
 texts of --context tokens over caches of noise; a prefill row is prompts of --context tokens, a chunk at a time; a

@@ -25,7 +25,7 @@ from tsmla_jax.nn.v4 import V4Config
 def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]:
     """The parameters' shapes and dtypes, as `load_model` would return them on a mesh of `shards` shards of experts.
 
-    narrow: the matrices that a checkpoint of fp8 weights has in e4m3 stay so.
+    narrow: matrices are in e4m3 where `load_model` leaves those of an fp8 checkpoint so.
     """
     moe, hidden, streams = config.moe, config.hidden_size, config.streams
     assert moe is not None
