@@ -17,7 +17,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
-    """Yarn context extension (arXiv:2309.00071), with DeepSeek's names and defaults.
+    """Yarn context extension (arXiv:2309.00071), with DeepSeek's names and defaults. attention_factor is transformers'.
 
     Attributes:
         factor: how much longer the context is than the original one, >= 1.

@@ -90,8 +90,8 @@ def prefill(
         form: "direct" (`sparse_mla` on the selected keys), "mask" (the expanded form with a bit for each pair of tokens
             of a text, which counts a position given twice once), or None, which decides from sizes as `form_of` does:
             the mask pays off up to some tens of thousands of tokens a text. Both forms attend to the same keys.
-        deterministic, implementation: passed to the operations that the form calls; implementation also to
-            `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
+        deterministic, implementation: passed to `tsmla_jax.sparse_mla` or `tsmla_jax.mla_prefill_kv`; implementation
+            also to `tsmla_jax.selection_bits`, `tsmla_jax.indexer_topk` and `tsmla_jax.indexer_loss`.
 
     Returns:
         V32Prefill. Padding rows of y and selected have no meaning.

@@ -221,8 +221,8 @@ def attend(
         q_scale: quantises the queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the compressed entries of every request (`nn.context_parallel`)
             and all have x, the window's cache and the compressors' states; the step is made with the same axis.
-        implementation: passed to `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and
-            `tsmla_jax.indexer_topk`.
+        implementation: passed to `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache`, `tsmla_jax.indexer_topk`
+            and, over a context_axis, `tsmla_jax.select_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Padding rows have no meaning.
@@ -352,8 +352,8 @@ def compressor_rows(params: Params, name: str, x: jax.Array) -> jax.Array:
     axes = "te,we->tw" if "in_proj" in params else "te,ew->tw"
 
     def project(weight: jax.Array) -> jax.Array:
-        # Products of 16-bit values are exact in f32: tensor cores make them several times as fast as products of f32
-        # values.
+        # Products of 16-bit values are exact in f32 unless they underflow: tensor cores make them several times as fast
+        # as products of f32 values.
         if x.dtype != weight.dtype or x.dtype.itemsize != 2:
             weight, wide = weight.astype(jnp.float32), x.astype(jnp.float32)
             return jnp.einsum(axes, wide, weight, precision="highest")
