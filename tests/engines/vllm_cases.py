@@ -289,7 +289,7 @@ def test_kernels_are_compiled_before_the_first_request(speculative: Layer, monke
 
     monkeypatch.setattr(decode.op, "warm", warm)
     speculative.builder._compile(0)
-    first = VERSION < (0, 28)
+    first = VERSION < (0, 30)
     several = [(4, False, first), (4, True, first), (16, True, first)]
     assert warmed == [(1, False, False), *([(1, False, True)] if first else []), *several]
     (spec, *_) = specs
