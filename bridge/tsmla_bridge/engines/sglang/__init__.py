@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _choices() -> Any:
-    """SGLang's module with the lists of backends' names; up to 0.5.17 they are in the module of its arguments."""
+    """SGLang's module with the lists of backends' names; up to 0.5.19 they are in the module of its arguments."""
     try:
         return importlib.import_module("sglang.srt.arg_groups.choices")
     except ModuleNotFoundError:

@@ -75,7 +75,7 @@ def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def _write_place(forward_batch: Any) -> Any:
-    """Where a batch's keys are written, as the pool takes it: up to SGLang 0.5.17 the slots alone."""
+    """Where a batch's keys are written, as the pool takes it: up to SGLang 0.5.21 the slots alone."""
     for_batch = getattr(KVWriteLoc, "for_batch", None)
     return forward_batch.out_cache_loc if for_batch is None else for_batch(forward_batch)
 

@@ -68,8 +68,8 @@ class HopperBackend(MLACommonBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
         """The sizes of pages. vLLM takes a block as one page where it can, and else the largest of these sizes that
-        divides it. So if vLLM names a block (0.32 and later) that is no page itself and a multiple of the best size, no
-        larger size is offered."""
+        divides it. So if vLLM names a block (from 0.31 on, in some calls) that is no page itself and a multiple of the
+        best size, no larger size is offered."""
         block = None if kv_cache_spec is None else kv_cache_spec.block_size
         if block is None or block in PAGE_SIZES or block % PAGE_SIZES[0]:
             return list(PAGE_SIZES)

@@ -92,7 +92,7 @@ class TsmlaMLASparseBackend(HopperBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The shape of a layer's cache. vLLM asks for it up to 0.27; later it follows from the layer's spec."""
+        """The shape of a layer's cache. vLLM asks for it up to 0.28; later it follows from the layer's spec."""
         return num_blocks, block_size, V32_PACKED.row_bytes if cache_dtype_str == PACKED_CACHE else head_size
 
     @classmethod
@@ -156,7 +156,7 @@ if hasattr(vllm_sparse, "SparseMLACommonMetadata"):
         scales: LayerScales | None = None
         step: OncePerStep = field(default_factory=OncePerStep)
 
-else:  # vLLM 0.27 and earlier, where every backend declares what the builder fills
+else:  # vLLM 0.29 and earlier, where every backend declares what the builder fills
 
     @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(AttentionMetadata):  # type: ignore[no-redef]
@@ -330,7 +330,7 @@ def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tens
 
 
 def _counts_rows_between_pages() -> bool:
-    """Whether this vLLM's slots count the rows between two pages. Up to 0.27 pages lie side by side."""
+    """Whether this vLLM's slots count the rows between two pages. Up to 0.28 pages lie side by side."""
     return hasattr(sparse_utils, "flat_kv_row_view")
 
 
