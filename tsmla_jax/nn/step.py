@@ -45,7 +45,7 @@ class Step:
             block_tables are then the device's own.
         page_size: static, Z of the caches that slot_mapping is for; layers refuse caches with other pages. A step made
             by hand may have None: then the size of pages is not checked.
-        max_seq_len: static bound of seq_lens: V3.2's layers choose the form of their attention by it, and ignore
+        max_seq_len: static bound of seq_lens: V3.2's layers choose the form of their attention by it, and may leave out
             pages after it when they choose keys. None takes the capacity of the block tables.
     """
 

@@ -187,7 +187,7 @@ class LayerWeights(Generic[_Config]):
             checkpoint_dir: the checkpoint's folder, or a `Checkpoint` already open (its headers are then read once for
                 all layers).
             layer: index of the layer.
-            config: the layer's shape, which is not compared with `config.json`; None reads that file of the folder.
+            config: the layer's shape, which is not compared with the checkpoint's config; None reads that config.
             dtype: the dtype of the parameters; None keeps the stored dtype (float64 needs jax_enable_x64), and makes
                 quantised weights bfloat16.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
@@ -239,7 +239,7 @@ class LayerWeights(Generic[_Config]):
         Args:
             checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.
             layers: the parameters of each layer by its index, as `params_to_hf` takes them.
-            config: the layers' shape, or each layer's by its index; None reads `config.json` of base.
+            config: the layers' shape, or each layer's by its index; None reads the config of base.
             base: a checkpoint whose other tensors are copied as they are stored, and its config and tokenizer: the
                 folder is then a whole model with these layers in the place of its own. None writes only the layers.
             dtype: as in `params_to_hf`.
@@ -263,7 +263,7 @@ class LayerWeights(Generic[_Config]):
                     raise ValueError(f"config: layer {layer} is missing; legal: a config for each of layers")
                 return cast(_Config, config[layer])
             if config is None and given is None:
-                raise ValueError("config=None; legal: the layers' config, or base, whose config.json is read")
+                raise ValueError("config=None; legal: the layers' config, or base, whose config is read")
             return self.read_config(cast(Checkpoint, given).directory, layer) if config is None else config
 
         def tensors() -> Iterator[tuple[str, Any]]:
