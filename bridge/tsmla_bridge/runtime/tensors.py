@@ -206,7 +206,11 @@ def wide_shape(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     pitch = tensor.stride(1) if heads > 1 else tensor.stride(0)
     rows = tokens <= 1 or heads <= 1 or tensor.stride(0) == heads * pitch
     if tensor.stride(2) != 1 or not rows or pitch < width or pitch % WIDE_COLUMNS or tensor.data_ptr() % ROW_BYTES:
-        check_dense(name, tensor)
+        raise ValueError(
+            f"{name}: got shape {show(tuple(tensor.shape))} with strides {show(tensor.stride())} at address"
+            f" {tensor.data_ptr():#x}; the kernel takes row-major tensors without gaps, or columns of one whose last"
+            f" axis is a multiple of {WIDE_COLUMNS}, from a multiple of {ROW_BYTES} bytes on (.contiguous() copies)"
+        )
     return tokens, heads, pitch
 
 
