@@ -115,6 +115,19 @@ def test_kernels_drop_no_tangent_of_prefill_and_of_scales(gpu: Gpu) -> None:
     assert len(gpu.launches) == launches
 
 
+def test_what_trains_an_indexer_drops_no_tangent() -> None:
+    q, weights, keys = torch.randn(2, 4, 16), torch.randn(2, 4), torch.randn(1, 8, 16)
+    indices, attention = torch.zeros(2, 3, dtype=torch.int32), (torch.randn(2, 2, 16), keys, torch.zeros(2, 2))
+    for i in range(3):
+        with forward_ad.dual_level():
+            given = [q, weights, keys]
+            given[i] = forward_ad.make_dual(given[i], torch.ones_like(given[i]))
+            with pytest.raises(NotImplementedError, match="indexer_selected_logits has no derivative"):
+                tsmla_bridge.indexer_selected_logits(*given, indices)
+            with pytest.raises(NotImplementedError, match="indexer_loss has no derivative"):
+                tsmla_bridge.indexer_loss(*given, *attention, softmax_scale=1.0, indices=indices)
+
+
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_the_reference_of_mla_decode_has_its_derivative_on_a_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mode: str):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))

@@ -51,13 +51,14 @@ def indexer_selected_logits(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
-        torch.vmap.
+        torch.vmap; or a tensor that it is differentiable in has a tangent of forward mode.
     """
     _check_implementation("indexer_selected_logits", implementation)
     if not torch.compiler.is_compiling():
         _check_tensors(q=q, weights=weights, k_cache=k_cache, indices=indices)
         _check_optional(lengths=lengths)
         operators.refuse_transformed("indexer_selected_logits", otherwise="")
+        operators.refuse_tangents("indexer_selected_logits", (q, weights, k_cache))
     logits: torch.Tensor = torch.ops.tsmla.indexer_selected_logits(q, weights, k_cache, indices, lengths)
     return logits
 
@@ -102,7 +103,7 @@ def indexer_loss(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
-        torch.vmap.
+        torch.vmap; or a tensor that it is differentiable in has a tangent of forward mode.
     """
     _check_implementation("indexer_loss", implementation)
     scales.check("softmax_scale", softmax_scale, optional=False)
@@ -115,6 +116,7 @@ def indexer_loss(
             sinks=sinks,
         )  # fmt: skip
         operators.refuse_transformed("indexer_loss", otherwise="")
+        operators.refuse_tangents("indexer_loss", (index_q, index_weights, index_cache))
     # No gradient passes through the attention's side.
     attention = [None if x is None else x.detach() for x in (q, kv_cache, lse, sinks)]
     scale = softmax_scale.detach() if isinstance(softmax_scale, torch.Tensor) else softmax_scale
