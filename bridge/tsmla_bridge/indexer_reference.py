@@ -69,9 +69,7 @@ class Blocks:
         self.seen = where.lengths if where.indices is not None else where.seq_lens
         if where.cu_seqlens_q is not None:
             assert where.seq_lens is not None
-            self.request, seen = seen_keys(where.seq_lens, where.cu_seqlens_q, num_tokens)
-            row = torch.arange(num_tokens, device=seen.device)
-            self.seen = seen.masked_fill(row < where.cu_seqlens_q[0], 0)  # rows before the first request's
+            self.request, self.seen = seen_keys(where.seq_lens, where.cu_seqlens_q, num_tokens)
 
     def of(self, tokens: slice) -> Iterator[Block]:
         """The blocks of these tokens, in the order of their columns."""

@@ -351,12 +351,13 @@ def indexer_logits(
 
 def seen_keys(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The request of each of num_tokens packed query tokens, and how many keys the token sees: token i of a request of
-    S tokens sees its first seq_len - (S - 1) + i keys. Rows past the last request's tokens see none."""
+    S tokens sees its first seq_len - (S - 1) + i keys. Rows that belong to no request see none."""
     ends = cu_seqlens_q[1:]
     rows_through = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)  # up to and with each row
     request = torch.bucketize(rows_through, ends, out_int32=True)
     first_keys = torch.nn.functional.pad(seq_lens - ends, (0, 1), value=-num_tokens)
-    return request.clamp(max=ends.shape[0] - 1), (first_keys[request] + rows_through).clamp(min=0)
+    seen = (first_keys[request] + rows_through).clamp(min=0).masked_fill(rows_through <= cu_seqlens_q[0], 0)
+    return request.clamp(max=ends.shape[0] - 1), seen
 
 
 def _indexer_keys(

@@ -57,6 +57,17 @@ def test_as_jax_defines_it(packed: bool, ragged: bool) -> None:
     assert torch.equal(out, got)
 
 
+def test_rows_of_no_request_see_no_key() -> None:
+    """Those before the first request's, too."""
+    given = problem(packed=False, ragged=True)
+    given["cu_seqlens_q"] = np.minimum(given["cu_seqlens_q"] + 2, len(given["q"]) - 1).astype(np.int32)
+    want = np.isfinite(tsmla_jax.indexer_logits(**given, implementation="reference"))
+    assert not want[:2].any() and not want[-1].any() and want[2:-1].any()
+    np.testing.assert_array_equal(tsmla_bridge.indexer_logits(**tensors_of(given)).isfinite(), want)
+    positions = tsmla_bridge.indexer_topk(**tensors_of(given), k=3)
+    np.testing.assert_array_equal(positions, tsmla_jax.indexer_topk(**given, k=3, implementation="reference"))
+
+
 def test_as_an_operator() -> None:
     given = tensors_of(problem(packed=False, ragged=True))  # opcheck can't compare float8
     arguments = (*(given[name] for name in NAMES), None)
