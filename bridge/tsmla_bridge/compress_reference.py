@@ -138,7 +138,7 @@ def _keep(spec: CompressWriteSpec, arrays: Arrays) -> None:
     request = torch.searchsorted(offsets[1:].contiguous(), token, right=True).clamp(max=compress.num_requests - 1)
     position = (lens - offsets.diff())[request] + token - offsets[request]
     held = arrays.state_slots.long()[request]
-    kept = (token < offsets[-1]) & (position >= lens[request] - compress.ring)
+    kept = (token >= offsets[0]) & (token < offsets[-1]) & (position >= lens[request] - compress.ring)
     kept = kept & (held >= 0) & (held < compress.num_states)
     place = torch.where(kept, held * compress.ring + position % compress.ring, -1)
     place, source, any_legal = targets(place, compress.num_states * compress.ring)

@@ -143,3 +143,21 @@ def test_static_options_that_are_not_legal(option: dict[str, Any], error: type[E
     with pytest.raises(error, match=message):
         call_of_two(cache, state, torch.full((2, 4), -1, dtype=torch.int32), **option)
     assert not cache.any() and not state.any()
+
+
+def test_rows_before_the_first_requests_leave_nothing_behind() -> None:
+    rng = np.random.default_rng(0)
+    rows, ape, cos_sin = (
+        torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in ((9, 2, 128), (4, 128), (64, 32))
+    )
+    found = []
+    for before in (0, 2):
+        state, positions = torch.zeros(2, 8, 2, 128), torch.full((2, 8), -1, dtype=torch.int32)
+        cache, tables = torch.zeros(4, 8, 64), torch.tensor([[0, 1], [2, 1]], dtype=torch.int32)
+        tsmla_bridge.compress_write_kv_cache(
+            cache, torch.cat((torch.ones(before, 2, 128), rows)), ape, state, positions, torch.ones(64), cos_sin,
+            tables, state_slots=torch.arange(2, dtype=torch.int32), seq_lens=torch.tensor([5, 4], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32) + before, ratio=4, overlap=True, eps=1e-6,
+        )  # fmt: skip
+        found.append((cache, state, positions))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
