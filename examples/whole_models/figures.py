@@ -3,6 +3,7 @@ and of keys and models on several GPUs."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -316,47 +317,62 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
     def shown(kind: Callable[..., float | None], digits: int) -> Callable[[tb.Point], str]:
         return lambda point: "-" if (found := ratio(point, kind)) is None else f"{found:.{digits}f}"
 
+    def name(point: tb.Point) -> str:
+        gpus = f", {point['gpus']} GPUs" if point["gpus"] > 1 else ""
+        return f"{point['mode']}, {cache(point)}, {point['context']}, {point['b']}{gpus}"
+
     def columns(loaded: tb.Loaded) -> Sequence[tb.Column]:
-        has_graphs = any("graph_us" in row for row in loaded.rows)
+        has_graphs, has_attention = (any(x in row for row in loaded.rows) for x in ("graph_us", "attention_us"))
+        of_attention: tuple[tb.Column, ...] = (
+            ("attention, us", lambda p: tb.number(attention(p, *others(p)), 0)),
+            ("tsmla's", lambda p: tb.number(attention(p, ours), 0)),
+            ("attention: tsmla / other", shown(attention, 2)),
+        )
         return (
-            ("step, cache, context, B", lambda p: f"{p['mode']}, {cache(p)}, {p['context']}, {p['b']}"),
+            ("step, cache, context, B", name),
             ("other backend", lambda p: ", ".join(others(p)) or "-"),
             ("ms", lambda p: milliseconds(step(p, *others(p)))),
             ("**tsmla**, ms", lambda p: f"**{milliseconds(step(p, ours))}**"),
             ("tsmla / other", shown(step, 3)),
             *([("graph: tsmla / other", shown(graph, 3))] if has_graphs else []),
-            ("attention, us", lambda p: tb.number(attention(p, *others(p)), 0)),
-            ("tsmla's", lambda p: tb.number(attention(p, ours), 0)),
-            ("attention: tsmla / other", shown(attention, 2)),
+            *(of_attention if has_attention else ()),
         )
 
     def caption(loaded: tb.Loaded) -> str:
         first = loaded.rows[0]
-        found: dict[str, list[tuple[float | None, float | None]]] = {}
+        found: dict[str, list[tuple[float | None, ...]]] = {}
         for point in loaded.points:
-            ratios = ratio(point, step), ratio(point, attention)
-            found.setdefault(f"{point['mode']}, {cache(point)}", []).append(ratios)
+            gpus = f", {point['gpus']} GPUs" if point["gpus"] > 1 else ""
+            ratios = ratio(point, step), ratio(point, graph), ratio(point, attention)
+            found.setdefault(f"{point['mode']}, {cache(point)}{gpus}", []).append(ratios)
         said = []
-        for what, pairs in found.items():
-            whole, kernels = (tb.mean_and_worst(each) for each in zip(*pairs, strict=True))
-            said += [f"{what}: {whole}" + (f", its attention {kernels}" if kernels else "")] if whole else []
+        for what, each in found.items():
+            means = (tb.mean_and_worst(kind) for kind in zip(*each, strict=True))
+            named = zip(("", "graphs ", "attention "), means, strict=True)
+            if text := ", ".join(f"{kind}{mean}" for kind, mean in named if mean):
+                said.append(f"{what}: {text}")
         layers = {row["mode"].rpartition(" ")[0]: row["layers"] for row in loaded.rows}
-        graphs = "A graph is that of a step, all its layers, replayed without the host. "
+        kinds = {
+            "attention_us": "Attention is its kernels of a step, those that convert selected positions and join a "
+            "query's parts among them. ",
+            "graph_us": "A graph is that of a step, all its layers, replayed without the host. ",
+        }
         return (
             f"Milliseconds of a step of {engine} {first[key]} with layers of a model's shape and all its experts, one "
             f"layer dense ({', '.join(f'{name}: {count} layers' for name, count in layers.items())}), by attention "
             f"backend; weights are drawn on the GPU, the same for all. "
-            f"Attention is its kernels of a step, those that convert selected positions and join a query's parts among "
-            f"them. {graphs if any('graph_us' in row for row in loaded.rows) else ''}Steps that took more than 1.25 "
-            f"times what their kernels took, while the host was busy with other work, are left out. With tsmla over "
+            f"{''.join(text for name, text in kinds.items() if any(name in row for row in loaded.rows))}Steps are left "
+            f"out where the host was busy with other work: they took more than 1.25 times what their kernels took, or "
+            f"one run of an engine 1.25 times what another run of it took. With tsmla over "
             f"the other backend: {'; '.join(said)}; geometric means. {tb.provenance(loaded.rows)}"
         )
 
     def steps(rows: list[tb.Row]) -> list[tb.Row]:
-        return [row for row in rows if not row["mode"].endswith(("serving", "checks"))]
+        steps = (row for row in rows if not row["mode"].endswith(("serving", "checks")))
+        return [{**row, "gpus": row.get("tensor_parallel", 1)} for row in steps]
 
     return tb.Record(
-        record, "", ("mode", "kv", "context", "b"), caption,
+        record, "", ("mode", "kv", "gpus", "context", "b"), caption,
         short=lambda loaded: [tb.table([point for point in loaded.points if ours in point.rows], columns(loaded))],
         peer=peer, rows_of=steps, order=lambda point: (point["mode"].endswith("prefill"), *point.key),
     )  # fmt: skip
@@ -364,6 +380,11 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
 
 def vllm_slices() -> tb.Record:
     return slices("vllm_slices", "vLLM", "vllm", CUSTOM, lambda row: row["backend"])
+
+
+def vllm_slices_two() -> tb.Record:
+    """On two GPUs, beside one."""
+    return dataclasses.replace(vllm_slices(), folder="h200x2", part="vllm_slices_two")
 
 
 def sglang_slices() -> tb.Record:
@@ -600,7 +621,7 @@ def growth_beyond() -> tb.Record:
 
 
 RECORDS = (
-    generate(), vllm(), vllm_steps(), vllm_slices(), sglang_slices(), vllm_prompts(), fp8_models(),
+    generate(), vllm(), vllm_steps(), vllm_slices(), vllm_slices_two(), sglang_slices(), vllm_prompts(), fp8_models(),
     context_parallel(TWO), generate_mesh(TWO), context_parallel(FOUR), generate_mesh(FOUR), growth_predicted(),
     growth_beyond(),
 )  # fmt: skip

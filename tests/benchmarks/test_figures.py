@@ -528,8 +528,28 @@ def test_vllms_slices_show_steps_and_their_attention(tmp_path: Path) -> None:
     assert "| v3.2-slice fp8 decode, 16 bits, 4096, 16 | - | - | **1.90** |" in readme
     assert "| v3.2-slice fp8 prefill, fp8_ds_mla, 4096, 16 | - | - | **55.00** |" in readme
     assert "serving" not in readme and "slice fp8 checks" not in readme
-    assert "decode, fp8_ds_mla: 0.95 (1 point), its attention 0.75 (1 point); " in readme
+    assert "decode, fp8_ds_mla: 0.95 (1 point), attention 0.75 (1 point); " in readme
     assert "prefill, 16 bits: 1.25 (1 point); geometric means" in readme
+
+
+def test_vllms_slices_on_two_gpus_have_their_rows_beside_one(tmp_path: Path) -> None:
+    """A step of which the host took a part is left out; the graph of it is shown."""
+    fixed = {**FIXED, "peer": "vllm, drawn weights", "vllm": "0.26.0", "layers": 4, "b": 16, "context": 4096}
+    rows = [
+        {**fixed, "mode": "v2-lite decode", "kv": "auto", "backend": backend, "us": us, "graph_us": graph_us, **more}
+        for backend, us, graph_us, more in (
+            ("CUSTOM", 1900.0, 1000.0, {"tensor_parallel": 2}),
+            ("FLASHMLA", 2000.0, 1250.0, {"tensor_parallel": 2}),
+            ("CUSTOM", 1800.0, 1100.0, {}), ("FLASHMLA", 2400.0, 1000.0, {"disturbed": True}),
+        )
+    ]  # fmt: skip
+    put(tmp_path, "vllm_slices", rows, "h200x2")
+    assert written(with_markers(tmp_path, "vllm_slices_two")) == 0
+    readme = page_of(tmp_path)
+    assert "| v2-lite decode, 16 bits, 4096, 16 | FLASHMLA | - | **1.80** | - | 1.100 |" in readme
+    assert "| v2-lite decode, 16 bits, 4096, 16, 2 GPUs | FLASHMLA | 2.00 | **1.90** | 0.950 | 0.800 |" in readme
+    assert "v2-lite decode, 16 bits: graphs 1.10 (1 point); " in readme and "Attention is" not in readme
+    assert "v2-lite decode, 16 bits, 2 GPUs: 0.95 (1 point), graphs 0.80 (1 point); geometric" in readme
 
 
 def test_sglangs_slices_name_whose_flash_mla_ran(tmp_path: Path) -> None:
