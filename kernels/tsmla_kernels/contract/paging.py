@@ -34,7 +34,7 @@ def check_slots(block_tables: Array, positions: Array, requests: OptionalArray, 
 def has_slots(page: Any, page_size: int) -> Any:
     """Which pages of an array (of jax or torch) have slots in int32: those of 0 or more whose last slot is below
     2^31."""
-    return (page >= 0) & (page < 2**31 // page_size)
+    return (page >= 0) & (page <= 2**31 // page_size - 1)  # a bound that is an int32 itself
 
 
 def check_new_cache(num_pages: object, page_size: object, head_dim: object, dtype: str) -> tuple[int, int, int]:

@@ -87,6 +87,18 @@ def test_a_page_or_position_of_no_slot_in_32_bits_has_none() -> None:
     assert step.slot_mapping.tolist() == [[3 * PAGE + 15, -1, -1, -1, -1]]
 
 
+def test_slots_of_pages_of_one_token() -> None:
+    """The first page without slots in int32 is then 2^31, which is no int32."""
+    tables, positions = np.array([[4, 2**31 - 1, -1]], np.int32), np.array([[0, 1, 2, 3]], np.int32)
+    expected = [[4, 2**31 - 1, -1, -1]]
+    assert tsmla_jax.slots(tables, positions, 1).tolist() == expected
+    for dtype in (torch.int32, torch.int64):
+        given = torch.from_numpy(tables).to(dtype), torch.from_numpy(positions)
+        assert tsmla_bridge.slots(*given, 1).tolist() == expected
+    step = Step.dense(jnp.array([[3, 7]], jnp.int32), jnp.array([2], jnp.int32), new_tokens=2, page_size=1)
+    assert step.slot_mapping.tolist() == [[3, 7]]
+
+
 def test_a_new_cache_is_zeros() -> None:
     cache = tsmla_jax.init_cache(3, dtype="float8_e4m3fn")
     assert cache.shape == (3, 64, 576) and cache.dtype == jnp.float8_e4m3fn and not np.asarray(cache, np.float32).any()
