@@ -45,6 +45,7 @@ WRONG = [
     (decode, ([5, 5, 5], TABLES, [1, 1, 2, 3]), r"cu_seqlens_q: starts at 1; legal: 0"),
     (decode, ([5, 5, 5], TABLES, [0, 2, 4, 5]), r"cu_seqlens_q: ends at 5; legal: at most the 4"),
     (prefill, ([0, 2, 1], [0, 1, 2]), r"cu_seqlens_q: request 1 has -1 tokens"),
+    (prefill, ([0, 3, -(2**31)], [0, 1, 2]), r"cu_seqlens_q: request 1 has -2147483651 tokens"),
     (prefill, ([0, 1, 2], [0, 0, 6]), r"cu_seqlens_kv: request 1 has 6 tokens; legal: at most max_kv_len = 5"),
     (write, ([0, 96, 3],), r"slot_mapping: token 1 goes to slot 96; legal: -1, or 0 to 95"),
     (write, ([0, 4, -2],), r"slot_mapping: token 2 goes to slot -2"),

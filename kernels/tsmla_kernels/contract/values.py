@@ -13,6 +13,7 @@ import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
 from tsmla_kernels.contract.compress import CompressSpec, CompressWriteSpec
+from tsmla_kernels.contract.layouts import valid_slots
 from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, SparseMLASpec
 
@@ -95,14 +96,18 @@ def cache_gather(spec: CacheGatherSpec, lens: np.ndarray, starts: np.ndarray, bl
         raise ValueError(f"lens: {total} tokens in all; legal: at most total_len = {spec.total_len}")
 
 
-def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
-    """Check that every slot is -1 or in the cache, and that none is written twice."""
+def slot_mapping(num_slots: int, slots: np.ndarray, *, page_size: int = 1, page_span: int = 1) -> None:
+    """Check that every slot is -1 or that of a row of the cache, and that none is written twice. page_size of each
+    page's page_span slots are rows."""
     writer: dict[int, int] = {}
     for token, slot in enumerate(slots.tolist()):
         if slot == -1:
             continue
-        if not 0 <= slot < num_slots:
-            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}; legal: -1, or 0 to {num_slots - 1}")
+        if not 0 <= slot < num_slots or slot % page_span >= page_size:
+            raise ValueError(
+                f"slot_mapping: token {token} goes to slot {slot}; legal: -1, or 0 to {num_slots - 1}"
+                f"{_rows_only(page_size, page_span)}"
+            )
         if slot in writer:
             raise ValueError(
                 f"slot_mapping: tokens {writer[slot]} and {token} both go to slot {slot}; legal: slots that differ"
@@ -118,26 +123,30 @@ def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | N
     and at the end of a window."""
     if lengths is not None:
         _check_counts("lengths: token {} has {} active indices", lengths, spec.num_selected, f"K = {spec.num_selected}")
-    limit = np.full(spec.num_selected, spec.cache.num_slots)
-    if spec.compressed is not None:
-        limit[spec.window :] = spec.compressed.num_slots
+    window = spec.num_selected if spec.compressed is None else spec.window
+    parts = [(indices[:, :window], spec.cache), (indices[:, window:], spec.compressed or spec.cache)]
     active = np.ones(indices.shape, bool) if lengths is None else np.arange(spec.num_selected) < lengths[:, None]
-    bad = active & ((indices >= limit) | (indices < -1))
+    bad = active & (indices != -1) & ~np.concatenate([valid_slots(*part) for part in parts], axis=1)
     # A window may hold fewer tokens than columns: -1 then fills its end. Everywhere else a length says where a row
     # ends, and a -1 before that end is a mistake.
     if lengths is not None:
         hole = active & (indices == -1)
         if spec.compressed is not None:
-            window = indices[:, : spec.window]
-            later = np.flip(np.logical_or.accumulate(np.flip(window >= 0, 1), 1), 1)
-            hole[:, : spec.window] &= later
+            later = np.flip(np.logical_or.accumulate(np.flip(indices[:, :window] >= 0, 1), 1), 1)
+            hole[:, :window] &= later
         bad |= hole
     where = np.argwhere(bad)
     if where.size:
         token, column = where[0].tolist()
+        cache = parts[column >= window][1]
+        legal = f"0 to {cache.num_slots - 1}{_rows_only(cache.page_size, cache.span)}"
+        if lengths is None:
+            legal = f"-1, or {legal}"
+        elif spec.compressed is not None and column < window:
+            legal += ", or -1 in the window's last columns"
         raise ValueError(
             f"indices: token {token} selects slot {indices[token, column]} in column {column}, which is active; "
-            f"legal: 0 to {limit[column] - 1}"
+            f"legal: {legal}"
         )
 
 
@@ -194,14 +203,18 @@ def compress(
     ring_positions: np.ndarray,
 ) -> None:
     """Check that offsets and states are sound, and that each request continues where its state left off."""
-    lens = np.diff(cu_seqlens_q)
     cu_seqlens(spec.num_tokens, cu_seqlens_q)
+    lens = np.diff(cu_seqlens_q)
     owner: dict[int, int] = {}
     for request, (end, length, slot) in enumerate(
         zip(seq_lens.tolist(), lens.tolist(), state_slots.tolist(), strict=True)
     ):
         if length == 0:
             continue
+        if length > end:
+            raise ValueError(
+                f"seq_lens: request {request} has length {end} and {length} new tokens; legal: at least those"
+            )
         if slot == -1 and length < end:
             raise ValueError(
                 f"state_slots: request {request} has no state (-1) and continues at position {end - length}; legal: "
@@ -216,10 +229,6 @@ def compress(
         if slot in owner:
             raise ValueError(f"state_slots: requests {owner[slot]} and {request} both have state {slot}")
         owner[slot] = request
-        if length > end:
-            raise ValueError(
-                f"seq_lens: request {request} has length {end} and {length} new tokens; legal: at least those"
-            )
         start = end - length
         # The next entry to complete pools tokens that came before this call: those must be in the ring.
         first = (start // spec.ratio - (spec.overlap - 1)) * spec.ratio
@@ -261,7 +270,7 @@ def compress_write(
 
 def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
     """Check that the offsets begin at 0, never decrease, and end within the `num_tokens` rows."""
-    if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > num_tokens:
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any() or offsets[-1] > num_tokens:
         raise ValueError(
             f"cu_seqlens_q: got {offsets.tolist()}; legal: from 0, never decreasing, to at most {num_tokens}"
         )
@@ -271,7 +280,7 @@ def grouped_product(spec: ProductSpec, cu_rows: np.ndarray, rows: np.ndarray | N
     """Check that cu_rows begins at 0, never decreases and ends within the result's rows, and that each entry of `rows`
     in a group is a row of x."""
     whose = "x's rows" if rows is None else "the size of rows"
-    if cu_rows[0] != 0 or (np.diff(cu_rows) < 0).any() or cu_rows[-1] > spec.num_rows:
+    if cu_rows[0] != 0 or (cu_rows[1:] < cu_rows[:-1]).any() or cu_rows[-1] > spec.num_rows:
         raise ValueError(
             f"cu_rows: got {cu_rows.tolist()}; legal: from 0, never decreasing, to at most {spec.num_rows}, {whose}"
         )
@@ -314,7 +323,7 @@ def positions(capacity: int, array: np.ndarray) -> None:
     if bad.size:
         row, column = bad[0].tolist()
         raise ValueError(
-            f"positions: row {row} asks for position {array[row, column]} in column {column}; legal: -1, or 0 to "
+            f"positions: row {row} asks for position {array[row, column]} in column {column}; legal: at most "
             f"{capacity - 1}, what its block table holds"
         )
 
@@ -350,6 +359,13 @@ def counts(name: str, capacity: int, array: np.ndarray) -> None:
 # ---- what several check
 
 
+def _rows_only(page_size: int, page_span: int) -> str:
+    """The end of the legal slots of pages that are strided wider than their rows; "" if they are not."""
+    if page_size == page_span:
+        return ""
+    return f", of each {page_span} the first {page_size}, as page_size is {page_size} and page_span {page_span}"
+
+
 def _check_counts(text: str, array: np.ndarray, most: int, legal: str = "") -> None:
     """Check that each count is 0 to `most`; `text` names the argument and has places for the token and its count."""
     for token, count in enumerate(array.tolist()):
@@ -372,7 +388,7 @@ def _check_pages(owner: str, table: np.ndarray, first: int, last: int, num_pages
 def _check_offsets(name: str, offsets: np.ndarray, total: int, bound_name: str, bound: int) -> None:
     if offsets[0] != 0:
         raise ValueError(f"{name}: starts at {offsets[0]}; legal: 0")
-    for request, length in enumerate(np.diff(offsets).tolist()):
+    for request, length in enumerate(np.diff(offsets.astype(np.int64)).tolist()):  # in int32 a difference may wrap
         if length < 0:
             raise ValueError(f"{name}: request {request} has {length} tokens; legal: offsets that never decrease")
         if length > bound:

@@ -295,9 +295,11 @@ def test_checks_see_positions_that_skip(monkeypatch: pytest.MonkeyPatch) -> None
         call(state_slots=ints([2]))
     with pytest.raises(ValueError, match=r"state_slots: request 0 has no state \(-1\) and continues at position 2"):
         call(state_slots=ints([-1]), seq_lens=ints([5]))
-    with pytest.raises(ValueError, match="seq_lens: request 0 has length 2 and 3 new tokens"):
-        call(seq_lens=ints([2]))
-    with pytest.raises(ValueError, match="cu_seqlens_q: got"):
-        call(seq_lens=ints([3, 3]), state_slots=ints([0, 1]), cu_seqlens_q=ints([0, 3, 2]))
+    for state_slots in ([0], [-1]):
+        with pytest.raises(ValueError, match="seq_lens: request 0 has length 2 and 3 new tokens"):
+            call(seq_lens=ints([2]), state_slots=ints(state_slots))
+    for offsets in ([0, 3, 2], [0, 2**31 - 1, -(2**31)]):
+        with pytest.raises(ValueError, match="cu_seqlens_q: got"):
+            call(seq_lens=ints([3, 3]), state_slots=ints([0, 1]), cu_seqlens_q=ints(offsets))
     with pytest.raises(ValueError, match="requests 0 and 1 both have state 1"):
         call(seq_lens=ints([2, 1]), state_slots=ints([1, 1]), cu_seqlens_q=ints([0, 2, 3]))

@@ -402,6 +402,8 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     with pytest.raises(ValueError, match=r"cu_rows: got \[0, 4, 2, 9\]; legal: from 0, never decreasing, .* 12"):
         tsmla_jax.grouped_block_scaled_matmul(**stack | {"cu_rows": ints([0, 4, 2, 9])})
+    with pytest.raises(ValueError, match=r"cu_rows: got \[0, 4, 2147483647, -2147483648\]; legal: from 0, never decr"):
+        tsmla_jax.grouped_block_scaled_matmul(**stack | {"cu_rows": ints([0, 4, 2**31 - 1, -(2**31)])})
     with pytest.raises(ValueError, match=r"rows: got 12 at 1; legal: 0 to 11, x's rows"):
         tsmla_jax.grouped_block_scaled_matmul(**stack, rows=ints([3, 12, 1, 0, 0, 0, 0, 0, 0, -1]))
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")

@@ -276,7 +276,7 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     call(indices=ints([[0, 11, -1, -1]] * 2))
     call(indices=ints([[0, 11, -1, 99]] * 2), lengths=ints([2, 2]))
     for indices in ([[0, 1, 2, 12]] * 2, [[0, -2, 2, 3]] * 2):
-        with pytest.raises(ValueError, match=r"indices: token 0 selects slot .*legal: 0 to 11"):
+        with pytest.raises(ValueError, match=r"indices: token 0 selects slot .*legal: -1, or 0 to 11$"):
             call(indices=ints(indices))
     with pytest.raises(ValueError, match="indices: token 1 selects slot -1 in column 1, which is active"):
         call(indices=ints([[0, 1, 2, 3], [0, -1, 2, 3]]), lengths=ints([4, 3]))
@@ -284,12 +284,25 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         call(lengths=ints([5, 1]))
     two = {"compressed_kv_cache": jnp.zeros((1, 4, 576)), "window": 2}
     call(indices=ints([[5, -1, 2, 3]] * 2), lengths=ints([4, 3]), **two)
-    with pytest.raises(ValueError, match="token 0 selects slot -1 in column 0"):
+    with pytest.raises(ValueError, match=r"token 0 selects slot -1 in column 0.* 0 to 11, or -1 in the window's"):
         call(indices=ints([[-1, 5, 2, 3]] * 2), lengths=ints([4, 3]), **two)
-    with pytest.raises(ValueError, match="token 0 selects slot 4 in column 2, which is active; legal: 0 to 3"):
+    with pytest.raises(ValueError, match=r"token 0 selects slot 4 in column 2, which is active; legal: 0 to 3$"):
         call(indices=ints([[5, -1, 4, 3]] * 2), lengths=ints([4, 3]), **two)
     with pytest.raises(Exception, match="token 1 selects slot -1"):
         jax.block_until_ready(jax.jit(call)(indices=ints([[0, 1, 2, 3], [0, -1, 2, 3]]), lengths=ints([4, 3])))
+
+
+def test_checks_see_slots_behind_the_rows_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    wide = {"kv_cache": jnp.zeros((3, 4, 576)), "page_size": 3}
+    call(indices=ints([[0, 2, 4, 10]] * 2), **wide)
+    call(indices=ints([[0, 2, 3, 7]] * 2), lengths=ints([2, 2]), **wide)
+    message = "slot 7 in column 2, which is active; legal: -1, or 0 to 11, of each 4 the first 3, as page_size is 3"
+    with pytest.raises(ValueError, match=message):
+        call(indices=ints([[0, 2, 7, 4]] * 2), **wide)
+    two = {"compressed_kv_cache": jnp.zeros((1, 4, 576)), "compressed_page_size": 2, "window": 2}
+    with pytest.raises(ValueError, match="slot 3 in column 3, which is active; legal: 0 to 3, of each 4 the first 2"):
+        call(indices=ints([[7, 11, 0, 3]] * 2), lengths=ints([4, 4]), **two)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

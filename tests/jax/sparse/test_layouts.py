@@ -260,3 +260,5 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         sparse.write_v4_cache(cache, kv, ints([0, 4]))
     with pytest.raises(ValueError, match="tokens 0 and 1 both go to slot 2"):
         sparse.write_v4_cache(cache, kv, ints([2, 2]))
+    with pytest.raises(ValueError, match="token 1 goes to slot 3; legal: -1, or 0 to 3, of each 4 the first 3"):
+        sparse.write_v4_cache(cache, kv, ints([2, 3]), page_size=3)

@@ -124,7 +124,7 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         sparse.expand_decode_metadata(ints([9, 9]), ints([[0], [0]]), ints([3, 2]), total_tokens=4)
     with pytest.raises(ValueError, match="decode_lens: request 1 has -1"):
         sparse.expand_decode_metadata(ints([9, 9]), ints([[0], [0]]), ints([3, -1]), total_tokens=4)
-    with pytest.raises(ValueError, match="row 1 asks for position 4 in column 0"):
+    with pytest.raises(ValueError, match="row 1 asks for position 4 in column 0; legal: at most 3, what its"):
         sparse.positions_to_slots(ints([[3], [4]]), ints([[0], [0]]), 4)
     with pytest.raises(Exception, match="row 1 asks for position 4"):
         jax.block_until_ready(jax.jit(lambda x: sparse.positions_to_slots(x, ints([[0], [0]]), 4))(ints([[3], [4]])))

@@ -12,6 +12,7 @@ import jax
 from tsmla_jax.ops.checks import behind
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.compress import CompressSpec
+from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, SparseMLASpec
 
 
@@ -30,9 +31,10 @@ def rope_positions(array: jax.Array, num_positions: int) -> jax.Array:
     return behind(partial(values.rope_positions, num_positions), array)
 
 
-def slot_mapping(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Checks slots to write: each is -1 or in the cache, and no slot comes twice."""
-    return behind(partial(values.slot_mapping, num_slots), slots)
+def slot_mapping(slots: jax.Array, cache: CacheSpec) -> jax.Array:
+    """Checks slots to write: each is -1 or that of a row of the cache, and no slot comes twice."""
+    check = partial(values.slot_mapping, cache.num_slots, page_size=cache.page_size, page_span=cache.span)
+    return behind(check, slots)
 
 
 def sparse_mla(spec: SparseMLASpec, indices: jax.Array, lengths: jax.Array | None) -> jax.Array:

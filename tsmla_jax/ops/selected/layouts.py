@@ -181,7 +181,7 @@ def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> 
     """
     rules.check_rank("rows to write", rows, "T D")
     describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
-    slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
+    slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec)
     return kept_slots(slots, spec)
 
 
