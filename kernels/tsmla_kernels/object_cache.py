@@ -111,6 +111,12 @@ def _temporary_files() -> str:
         return "/tmp"
 
 
+def make_directory() -> None:
+    """Make `directory()` for this user alone, if it doesn't exist; OSError if it can't be made. With the rights that a
+    umask leaves, others might write to it, and no kernel would be loaded from it."""
+    directory().mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
 def prebuilt_directory() -> Path | None:
     """The folder of the package PREBUILT, None if it isn't installed. Imports nothing."""
     spec = importlib.util.find_spec(PREBUILT)
@@ -194,7 +200,7 @@ def check_writable() -> None:
     if there is none."""
     where = directory()
     try:
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory()
         with tempfile.TemporaryFile(dir=where):
             pass
     except OSError as e:
@@ -212,9 +218,10 @@ def why_not_kept() -> str | None:
         object_files.check_directory(where)
     except UntrustedDirectory as e:
         return str(e)
-    existing = next((path for path in (where, *where.parents) if path.exists()), where)
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return None
+    with contextlib.suppress(OSError):  # a name that is too long, or a folder that can't be searched
+        existing = next((path for path in (where, *where.parents) if path.exists()), where)
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            return None
     return f"the cache of compiled kernels {where} can't be written; TSMLA_CACHE_DIR names another directory"
 
 

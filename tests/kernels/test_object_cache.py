@@ -213,6 +213,11 @@ def test_unwritable_directory_costs_a_warning(
     assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) and compiled.calls == 1
 
 
+def test_a_directory_that_can_not_be_looked_at_is_said_to_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CACHE_DIR", "/tmp/" + "a" * 300)
+    assert "can't be written; TSMLA_CACHE_DIR names another directory" in (object_cache.why_not_kept() or "")
+
+
 def test_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert object_cache.directory() == Path(os.environ["TSMLA_CACHE_DIR"])
     monkeypatch.delenv("TSMLA_CACHE_DIR")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -351,6 +352,8 @@ def keep_compiled_programs() -> None:
 
     # jax's type annotations lack this attribute.
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009
+        with contextlib.suppress(OSError):  # jax will warn
+            object_cache.make_directory()
         jax.config.update("jax_compilation_cache_dir", str(object_cache.programs_directory()))
 
 

@@ -23,6 +23,7 @@ from tsmla_jax.generate.command import (
     table,
 )
 from tsmla_jax.generate.prompts import read_lines, read_prompt_ids
+from tsmla_kernels import object_cache
 from tsmla_kernels.cli import command as cli
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -132,14 +133,18 @@ def test_streams_take_turns_and_wait_for_whole_characters() -> None:
 
 def test_compiled_programs_are_kept_unless_jax_keeps_them_already(cache_directory: Path) -> None:
     before = jax.config.jax_compilation_cache_dir
+    mask = os.umask(0o002)
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         keep_compiled_programs()
         assert jax.config.jax_compilation_cache_dir == str(cache_directory / "xla")
+        (cache_directory / "xla").mkdir(parents=True, exist_ok=True)  # as jax makes it
+        assert object_cache.entries() == []  # this user's alone, so kernels are loaded from it
         jax.config.update("jax_compilation_cache_dir", "elsewhere")
         keep_compiled_programs()
         assert jax.config.jax_compilation_cache_dir == "elsewhere"
     finally:
+        os.umask(mask)
         jax.config.update("jax_compilation_cache_dir", before)
 
 
