@@ -51,7 +51,8 @@ class Report:
 
 
 def _driver() -> str | None:
-    """The NVIDIA kernel driver's version, such as "580.65.06", or None without one."""
+    """The NVIDIA kernel driver's version, such as "580.65.06", or "unknown" if its file names none; None without a
+    driver."""
     if not _DRIVER_FILE.exists():
         return None
     words = _DRIVER_FILE.read_text().split()

@@ -74,7 +74,7 @@ def install_hint(module: str | None) -> str:
 
 
 def why_broken() -> str | None:
-    """What is wrong with the environment's distributions, and the commands that mend it; None if nothing is wrong."""
+    """The fault of the environment's distributions, and the commands that mend it; None if there is none."""
     former = version_of(FORMER)
     if former is None:
         return None
