@@ -13,7 +13,8 @@ from tsmla_kernels.kernel import Kernel, Operand
 
 @dataclasses.dataclass(frozen=True)
 class ScaleConfig:
-    """Rows of `width` floats times a factor. fault: "" or how the kernel is to be bad: "local_memory", "trace"."""
+    """Rows of `width` floats times a factor. fault: "" or how the kernel is to be bad: "local_memory", "trace", or
+    "end", which ends the process that compiles."""
 
     width: int
     fault: str = ""

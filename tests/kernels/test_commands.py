@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,6 +103,12 @@ def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
         compile_command(*arguments)
 
 
+def test_compile_says_that_a_process_was_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the system does if memory runs out."""
+    with pytest.raises(OSError, match=r"^a process that compiled was ended, .* fewer --jobs need less memory"):
+        compile_command("--kernel", "scale", "--config", "width=32,fault=end", "--config", "wide", "--jobs", "2")
+
+
 def test_compile_asks_for_the_compiler_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec  # other modules are looked for, too
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else found(name))
@@ -117,6 +124,26 @@ def test_cache_lists_jaxs_programs_too(cache_directory: Path, capsys: pytest.Cap
     assert cache_command() == 0
     assert f"1 files of jax's compilation cache, 0.02 MB in {cache_directory / 'xla'}" in capsys.readouterr().out
     assert cache_command("prune", "--all") == 0 and (cache_directory / "xla" / "jit_step-cache").exists()
+
+
+def test_cache_list_beside_a_process_that_removes_jaxs_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = object_cache.programs_directory()
+    programs.mkdir(parents=True)
+    programs.parent.chmod(0o700)
+    (programs / "kept").write_bytes(b"0" * 20_000)
+    (programs / "removed").write_bytes(b"0")
+    found = os.scandir
+
+    def scandir(folder: Path) -> list[os.DirEntry[str]]:
+        entries = list(found(folder))
+        (programs / "removed").unlink(missing_ok=True)
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert cache_command() == 0
+    assert "1 files of jax's compilation cache, 0.02 MB" in capsys.readouterr().out
 
 
 def test_presets_are_the_configs_that_calls_get() -> None:
@@ -203,6 +230,7 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
         ({"kernel": ["scale"]}, "got kernel ['scale']; legal: mla_decode, "),
         ({"arch": "sm_75"}, "got arch 'sm_75'; scale is written for sm_90a"),
         ({"config": {}}, "scale: got no width; a config has width, fault"),
+        ({"config": [[1, 2]]}, 'got \'{"kernel": "scale", "arch": "sm_90a", "config": [[1, 2]]}\'; legal: a line that'),
         ({"config": {"width": 32, "depth": 1}}, "scale: got depth; legal: width, fault"),
         ({"config": {"width": "32"}}, "scale: width: got '32'; legal: int"),
         ({"config": {"width": True}}, "scale: width: got True; legal: int"),

@@ -6,6 +6,7 @@ import argparse
 import base64
 import hashlib
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -157,6 +158,23 @@ def test_a_kernel_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.Monk
     assert wheel.run(given) == 1 and not (tmp_path / "dist").exists()
     with pytest.raises(ValueError, match=r"--jobs: got 0; legal: an int >= 1"):
         wheel.run(parser.parse_args(["--jobs", "0"]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "is empty; legal: lines that"),
+        ('{"kernel": "gone"}\n', ', line 1: got \'{"kernel": "gone"}\'; legal: a line'),
+    ],
+)
+def test_a_list_that_names_no_objects(lines: str, message: str, tmp_path: Path) -> None:
+    given = tmp_path / "a list"
+    given.write_text(lines)
+    parser = argparse.ArgumentParser()
+    wheel.add_arguments(parser)
+    with pytest.raises(ValueError, match=f"^--list {given}:?{re.escape(message) if lines else ' ' + message}"):
+        wheel.run(parser.parse_args(["--out", str(tmp_path / "dist"), "--list", str(given)]))
+    assert not (tmp_path / "dist").exists()
 
 
 def test_what_the_default_wheel_holds() -> None:

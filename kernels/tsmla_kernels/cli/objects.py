@@ -13,9 +13,11 @@ import json
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -84,9 +86,9 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile or can't be stored; ValueError for an
-    illegal config or architecture, ModuleNotFoundError without the CuTe DSL, ValueError or OSError for a directory that
-    nothing can be stored in."""
+    """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile or can't be stored, or if a line of
+    --list is not legal; ValueError for an illegal config or architecture, ModuleNotFoundError if something must be
+    compiled and there is no CuTe DSL, ValueError or OSError for a directory that nothing can be stored in."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
     illegal: list[str] = []
@@ -118,18 +120,26 @@ def _of_configs(args: argparse.Namespace) -> list[Wanted]:
 def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
     """The objects that the lines of --list name. Lines that name no object of this version add their error to
     `illegal`."""
-    kernels, found = _kernels(args.kernel, args.arch), []
-    lines = read_text("--list", args.list).splitlines()
+    kernels = _kernels(args.kernel, args.arch)
+    return [
+        wanted
+        for wanted in listed(args.list, illegal)
+        if any(wanted.kernel in each.kernels for each in kernels) and args.arch in (None, wanted.arch)
+    ]
+
+
+def listed(path: Path, illegal: list[str]) -> list[Wanted]:
+    """The objects that the lines of a file name that --list gives; adds the other lines' errors to `illegal`.
+    ValueError if the file can't be read or is empty."""
+    found = []
+    lines = read_text("--list", path).splitlines()
     if not lines:
-        raise ValueError(f"--list {args.list}: is empty; legal: lines that `tsmla cache list --json` printed")
+        raise ValueError(f"--list {path}: is empty; legal: lines that `tsmla cache list --json` printed")
     for number, line in enumerate(lines, 1):
         try:
-            wanted = wanted_of(line)
+            found.append(wanted_of(line))
         except ValueError as e:
-            illegal.append(f"--list {args.list}, line {number}: {e}")
-            continue
-        if any(wanted.kernel in each.kernels for each in kernels) and args.arch in (None, wanted.arch):
-            found.append(wanted)
+            illegal.append(f"--list {path}, line {number}: {e}")
     return found
 
 
@@ -157,7 +167,9 @@ def wanted_of(line: str) -> Wanted:
     """The object that a line of `tsmla cache list --json` names; ValueError if this version has none like it."""
     try:
         said = json.loads(line)
-        name, arch, fields = said["kernel"], said["arch"], dict(said["config"])
+        name, arch, fields = said["kernel"], said["arch"], said["config"]
+        if not isinstance(fields, dict):
+            raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"got {line!r:.400}; legal: a line that `tsmla cache list --json` printed") from None
     if not isinstance(name, str) or name not in KERNELS:
@@ -194,7 +206,8 @@ def configs(text: str, kernels: Sequence[Kernel | Chain]) -> list[tuple[Kernel, 
 
 
 def compile_all(missing: Sequence[Wanted], jobs: int) -> int:
-    """Compile each in `jobs` processes, and show the progress. Returns how many failed."""
+    """Compile each in `jobs` processes, and show the progress. Returns how many failed. OSError if one of the processes
+    is ended from outside."""
     failures = 0
     with _Progress(len(missing), sys.stderr) as progress:
         if jobs == 1 or len(missing) <= 1:
@@ -216,6 +229,11 @@ def compile_all(missing: Sequence[Wanted], jobs: int) -> int:
                 for child in multiprocessing.active_children():
                     child.terminate()
                 raise
+            except BrokenProcessPool:
+                raise OSError(
+                    "a process that compiled was ended, as the system does if memory runs out; fewer --jobs need less"
+                    " memory, and what is stored already is not compiled again"
+                ) from None
     return failures
 
 
@@ -361,11 +379,24 @@ def run_cache(args: argparse.Namespace) -> int:
         usable = sum(not entry.problem for entry in prebuilt)
         size, where = _megabytes(sum(entry.size for entry in prebuilt)), object_cache.prebuilt_directory()
         print(f"{len(prebuilt)} prebuilt objects, {usable} of them for this installation, {size} in {where}")
-    programs = [path for path in object_cache.programs_directory().glob("*") if path.is_file()]
-    if programs and args.action == "list":
-        size = _megabytes(sum(path.stat().st_size for path in programs))
+    programs = _sizes_of_files(object_cache.programs_directory()) if args.action == "list" else []
+    if programs:
+        size = _megabytes(sum(programs))
         print(f"{len(programs)} files of jax's compilation cache, {size} in {object_cache.programs_directory()}")
     return 1 if args.action == "verify" and damaged else 0
+
+
+def _sizes_of_files(folder: Path) -> list[int]:
+    """The sizes of the files in a folder, without those that another process removes meanwhile; none if the folder
+    can't be read."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode):
+                    found.append(status.st_size)
+    return found
 
 
 def _as_json(entries: Sequence[object_cache.Entry]) -> list[str]:

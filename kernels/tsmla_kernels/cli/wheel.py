@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from tsmla_kernels import __version__, object_cache
 from tsmla_kernels.catalog import CHAINS, KERNELS
-from tsmla_kernels.cli.objects import Wanted, compile_all, configs, wanted_of
+from tsmla_kernels.cli.objects import Wanted, compile_all, configs, listed
 from tsmla_kernels.cli.packages import DISTRIBUTION
-from tsmla_kernels.cli.parsing import read_text
 from tsmla_kernels.kernel import Chain, Kernel
 
 WHEEL = "tsmla-objects"
@@ -43,7 +42,7 @@ LIMIT = "limit=10.0"
 
 
 class Call(NamedTuple):
-    """What a decode step calls: a kernel or chain, and its options as `tsmla compile --config` takes them."""
+    """A call of a decode step: a kernel or chain, and its options as `tsmla compile --config` takes them."""
 
     kernel: str
     options: str
@@ -147,16 +146,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what the cache lacks, and write the wheel. Returns 1 if a kernel doesn't compile. Raises ValueError for
-    an illegal --jobs or list, ModuleNotFoundError if something must be compiled and there is no CuTe DSL, ValueError or
-    OSError if a folder can't be written."""
+    """Compile what the cache lacks, and write the wheel. Returns 1 if a kernel doesn't compile or can't be stored.
+    Raises ValueError for an illegal --jobs or list, ModuleNotFoundError if something must be compiled and there is no
+    CuTe DSL, ValueError or OSError if a folder can't be written."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
     if args.list is None:
         wanted = wanted_by(calls())
     else:
-        lines = read_text("--list", args.list).splitlines()
-        wanted = list(dict.fromkeys(wanted_of(line) for line in lines))
+        illegal: list[str] = []
+        wanted = list(dict.fromkeys(listed(args.list, illegal)))
+        if illegal:
+            raise ValueError(illegal[0])
     object_cache.check_writable()
     missing = [each for each in wanted if object_cache.stored(*each) is None]
     if missing and importlib.util.find_spec("cutlass") is None:
