@@ -112,8 +112,7 @@ def _temporary_files() -> str:
 
 
 def make_directory() -> None:
-    """Make `directory()` for this user alone, if it doesn't exist; OSError if it can't be made. With the rights that a
-    umask leaves, others might write to it, and no kernel would be loaded from it."""
+    """Make `directory()` for this user alone, if it doesn't exist; OSError if it can't be made."""
     directory().mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
@@ -214,10 +213,8 @@ def check_writable() -> None:
 def why_not_kept() -> str | None:
     """Why processes of this user can't keep what they compile, None if they can. Makes nothing."""
     where = directory()
-    try:
-        object_files.check_directory(where)
-    except UntrustedDirectory as e:
-        return str(e)
+    if reason := _why_untrusted(where):
+        return reason
     with contextlib.suppress(OSError):  # a name that is too long, or a folder that can't be searched
         existing = next((path for path in (where, *where.parents) if path.exists()), where)
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
