@@ -45,11 +45,11 @@ def slots(
       block_tables: [B, M] int32, the pages of each request in order.
       positions: [B] or [B, S] int32, positions of each request's tokens, from 0; or [T] with `requests`.
       page_size: Z, static.
-      requests: [T] int32, the request of each token. None: row b of `positions` is request b's.
+      requests: [T] int32, the request of each token; -1 for padding. None: row b of `positions` is request b's.
 
     Returns:
-      int32 like positions; -1, which writers skip, if a position is negative or past the request's table, or its page
-      is negative or too large for slots of int32.
+      int32 like positions; -1, which writers skip, if there is no such request, a position is negative or past the
+      request's table, or its page is negative or too large for slots of int32.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -62,9 +62,9 @@ def slots(
     num_requests, max_pages = tables.shape
     if 0 in (num_requests, max_pages):
         return jnp.full(at.shape, -1, jnp.int32)
-    rows = jnp.arange(num_requests).reshape(-1, *[1] * (at.ndim - 1)) if requests is None else jnp.asarray(requests)
-    page = tables[rows, jnp.clip(at // size, 0, max_pages - 1)]
-    inside = (at >= 0) & (at // size < max_pages) & paging.has_slots(page, size)
+    rows = jnp.arange(num_requests).reshape(-1, *[1] * (at.ndim - 1)) if requests is None else _int32(requests)
+    page = tables[jnp.clip(rows, 0, num_requests - 1), jnp.clip(at // size, 0, max_pages - 1)]
+    inside = (rows >= 0) & (rows < num_requests) & (at >= 0) & (at // size < max_pages) & paging.has_slots(page, size)
     return jnp.where(inside, page * size + at % size, -1)
 
 

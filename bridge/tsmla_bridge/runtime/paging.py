@@ -49,11 +49,11 @@ def slots(
       block_tables: [B, M] int32 or int64, the pages of each request in order.
       positions: [B] or [B, S] int32 or int64, positions of each request's tokens, from 0; or [T] with requests.
       page_size: Z.
-      requests: [T] int32 or int64, the request of each token. None: row b of positions is request b's.
+      requests: [T] int32 or int64, the request of each token; -1 for padding. None: row b of positions is request b's.
 
     Returns:
-      int32 in positions' shape; -1, which writers skip, where a position is negative or past the request's table, or
-      its page is negative or too large for slots of int32.
+      int32 in positions' shape; -1, which writers skip, where there is no such request, a position is negative or past
+      the request's table, or its page is negative or too large for slots of int32.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -69,6 +69,6 @@ def slots(
     if rows is None:
         rows = torch.arange(num_requests, device=positions.device).view(-1, *[1] * (positions.ndim - 1))
     column = positions // size  # compared with max_pages: max_pages * size need not be an int32
-    page = block_tables[rows.long(), column.clamp(0, max_pages - 1).long()]
-    inside = (column >= 0) & (column < max_pages) & paging.has_slots(page, size)
+    page = block_tables[rows.clamp(0, num_requests - 1).long(), column.clamp(0, max_pages - 1).long()]
+    inside = (rows >= 0) & (rows < num_requests) & (column >= 0) & (column < max_pages) & paging.has_slots(page, size)
     return torch.where(inside, page * size + positions % size, -1).to(torch.int32)

@@ -52,6 +52,16 @@ def test_slots_of_tokens() -> None:
     np.testing.assert_array_equal(tsmla_bridge.slots(given[0], given[1], PAGE, requests=given[2]), want)
 
 
+def test_a_request_that_does_not_exist_has_no_slot() -> None:
+    """Padding has the request -1, which is not the last one."""
+    tables, positions = np.array([[1, 2], [3, 4]], np.int32), np.array([0, 5, 17, 0], np.int32)
+    for dtype, requests in ((np.int32, [-1, 0, 1, 2]), (np.int64, [-1, 0, 1, 2**32])):
+        given = np.array(requests, dtype)
+        assert tsmla_jax.slots(tables, positions, PAGE, requests=given).tolist() == [-1, PAGE + 5, 4 * PAGE + 1, -1]
+        found = tsmla_bridge.slots(*map(torch.from_numpy, (tables, positions)), PAGE, requests=torch.from_numpy(given))
+        assert found.tolist() == [-1, PAGE + 5, 4 * PAGE + 1, -1]
+
+
 def test_tables_of_more_positions_than_int32_has() -> None:
     tables, positions = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     assert tsmla_bridge.slots(tables, positions, 1 << 30).tolist() == [5]
