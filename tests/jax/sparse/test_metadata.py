@@ -116,6 +116,18 @@ def test_a_rank_of_another_type_is_refused_and_a_traced_one_is_legal() -> None:
         sparse.localize_context_lens(ints([1]), rank=0.0, world=2)
     localize = jax.jit(lambda lens, rank: sparse.localize_context_lens(lens, rank=rank, world=2))
     assert localize(ints([3]), jnp.int32(1)).tolist() == [1]
+    for rank in (jnp.float32(1), jnp.arange(2), jnp.array(True)):
+        with pytest.raises(
+            TypeError, match=r"^rank: got \w+ of shape \[2?\]; legal: an int, 0 to world - 1 = 1, or an"
+        ):
+            localize(ints([3, 4]), rank)
+
+
+def test_lengths_are_int32_whatever_integer_the_rank_is() -> None:
+    with jax.enable_x64(True):
+        for rank in (1, np.int64(1), jnp.int64(1), jnp.uint8(1)):
+            found = sparse.localize_context_lens(ints([3, 4]), rank=rank, world=2)
+            assert found.dtype == jnp.int32 and found.tolist() == [1, 2]
 
 
 def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

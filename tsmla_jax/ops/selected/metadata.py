@@ -102,34 +102,40 @@ def localize_context_lens(
 
     Args:
       seq_lens: int32 of any shape, global lengths.
-      rank: in [0, world); may be traced (jax.lax.axis_index).
+      rank: in [0, world); an int, or an int32 scalar of jax, which may be traced (jax.lax.axis_index).
       world, interleave: positive ints.
 
     Returns:
       int32 like seq_lens; 0 for an empty shard: its attention gives out 0 and lse -inf, which leave a merge unchanged.
 
     Raises:
-      ValueError: world or interleave not positive, seq_lens not int32, or rank outside [0, world); a rank that is a jax
-        array is not checked. TypeError: world or interleave isn't static, or rank is no int.
+      ValueError: world or interleave not positive, seq_lens not int32, or rank outside [0, world); the value of a rank
+        that is a jax array is not checked. TypeError: world or interleave isn't static, or rank is no integer.
     """
     rules.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
     world = contract.static_int("world", world, minimum=1)
     interleave = contract.static_int("interleave", interleave, minimum=1)
-    if not isinstance(rank, jax.Array):
-        _check_rank(rank, world)
+    rank = _checked_rank(rank, world)
     seq_lens = jnp.asarray(seq_lens)
     full = seq_lens // (world * interleave)
     rest = seq_lens - full * (world * interleave)
     return full * interleave + jnp.clip(rest - rank * interleave, 0, interleave)
 
 
-def _check_rank(rank: Any, world: int) -> None:
-    """TypeError unless `rank` is an int, ValueError unless it is in [0, world)."""
+def _checked_rank(rank: Any, world: int) -> int | jax.Array:
+    """`rank` as an int or an int32 scalar. TypeError unless it is an integer, ValueError for an int outside of [0,
+    world)."""
     legal = f"0 to world - 1 = {world - 1}"
+    if isinstance(rank, jax.Array):
+        if rank.shape or not jnp.issubdtype(rank.dtype, jnp.integer):
+            got = f"{rank.dtype} of shape {list(rank.shape)}"
+            raise TypeError(f"rank: got {got}; legal: an int, {legal}, or an int32 scalar of jax")
+        return rank.astype(jnp.int32)
     if isinstance(rank, bool) or not hasattr(rank, "__index__"):
         raise TypeError(f"rank: got {type(rank).__name__}; legal: an int, {legal}, or an int32 scalar of jax")
-    if not 0 <= operator.index(rank) < world:
+    if not 0 <= (index := operator.index(rank)) < world:
         raise ValueError(f"rank: got {rank}; legal: {legal}")
+    return index
 
 
 def positions_to_slots(
