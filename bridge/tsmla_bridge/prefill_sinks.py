@@ -1,32 +1,22 @@
 """Sinks of prefill on torch tensors: a logit a head that takes weight from the keys and has no value.
 
-With a head's sink s and a row's lse, the row's weights are exp(score - whole) where exp(whole) = exp(lse) + exp(s). So
-q, k and v have the gradients of a call without sinks if `whole` stands in the place of lse, and if lse's cotangent is
-scaled by exp(whole - lse).
+A row with sinks is the row without them times the keys' share of the weight, 1 / (1 + exp(sink - lse)), where lse is
+that of the keys alone. So q, k and v have the gradients of a call without sinks if out's cotangent is multiplied by the
+share; out and lse stay as they are.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 
-class Absorbed(NamedTuple):
-    """The substitutes of lse and its cotangent [T, H] in the gradient of a call with sinks."""
+def share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The keys' part of each row's weight [T, H]; any number in rows that see no key."""
+    return torch.sigmoid(lse.masked_fill(lse == -torch.inf, 0) - sinks.to(lse.dtype))
 
-    lse: torch.Tensor
-    dlse: torch.Tensor
 
-    @classmethod
-    def of(cls, lse: torch.Tensor, dlse: torch.Tensor, sinks: torch.Tensor) -> Absorbed:
-        """The substitutes for lse and dlse of a call whose lse is without the sinks."""
-        unseen = lse == -torch.inf
-        whole = torch.logaddexp(lse, sinks.to(lse.dtype)).masked_fill(unseen, -torch.inf)
-        # exp(whole - lse) is infinite where the sink has nearly all weight; a cotangent of 0 stays 0.
-        scaled = (dlse * torch.exp(whole - lse)).masked_fill(unseen | (dlse == 0), 0)
-        return cls(whole, scaled)
-
-    def weights(self, sinks: torch.Tensor) -> torch.Tensor:
-        """The sinks' part of each row's weight [T, H]; 0 in rows that see no key."""
-        return torch.exp(sinks.to(self.lse.dtype) - self.lse).masked_fill(self.lse == -torch.inf, 0)
+def d_sinks(lse: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sinks [H], in their dtype, from lse [T, H], and out and its cotangent [T, H, V]."""
+    unseen = lse == -torch.inf
+    weights = torch.sigmoid(sinks.to(lse.dtype) - lse.masked_fill(unseen, 0))
+    return -(weights * (dout * out).sum(-1)).masked_fill(unseen, 0).sum(0).to(sinks.dtype)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tsmla_bridge.prefill_sinks import Absorbed
+from tsmla_bridge import prefill_sinks
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.tensors import DTYPES, Scale, accumulation_dtype, dtype_name
@@ -90,7 +90,7 @@ def mla_prefill(
         query, key, value = q[mine].to(dtype), k[theirs].to(dtype), v[theirs].to(dtype)
         found, sums = _attend(query, key, value, visible, logit_scale, out_scale)
         if sinks is not None:
-            found = found * torch.sigmoid(sums.masked_fill(sums == -torch.inf, 0) - sinks.to(dtype))[..., None]
+            found = found * prefill_sinks.share(sums, sinks)[..., None]
         out[mine], lse[mine] = found, sums
         if spec.max_logits:
             greatest[mine] = _greatest(query, key, visible, logit_scale)
@@ -133,10 +133,8 @@ def mla_prefill_backward(
     dtype = accumulation_dtype(spec.q_dtype)
     d_sinks = None
     if sinks is not None:
-        absorbed = Absorbed.of(lse, dlse, sinks)
-        dots = (dout.to(dtype) * out.to(dtype)).sum(-1)
-        d_sinks = -torch.where(absorbed.lse == -torch.inf, 0, absorbed.weights(sinks) * dots).sum(0).to(sinks.dtype)
-        lse, dlse = absorbed
+        d_sinks = prefill_sinks.d_sinks(lse.to(dtype), out.to(dtype), dout.to(dtype), sinks)
+        dout = dout.to(dtype) * prefill_sinks.share(lse.to(dtype), sinks)[..., None]
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
     shift = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse.to(dtype)

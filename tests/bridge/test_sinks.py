@@ -55,6 +55,18 @@ def test_values_and_gradients(implementation: str | None) -> None:
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
+def test_gradients_of_a_sink_with_all_weight() -> None:
+    """lse is without the sink, and keeps its gradient."""
+    q, k, v, dout, dlse = RAGGED.numbers(torch.float64)
+    leaves = [x.float().requires_grad_() for x in (q, k, v, torch.tensor([95.0, torch.inf]))]
+    got = torch.autograd.grad(call(RAGGED, *leaves[:3], sinks=leaves[3])[:2], leaves, (dout.float(), dlse.float()))
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    lse = call(RAGGED, *exact)[1]
+    want = torch.autograd.grad(lse, exact[:2], dlse)
+    for a, b in zip(got, (*want, torch.zeros_like(v), torch.zeros(2)), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_returned() -> None:
     q, k, v, *_ = (x.nan_to_num() for x in RAGGED.numbers(torch.float32))
     call = lambda **options: tsmla_bridge.mla_prefill(q, k, v, **RAGGED.options(), **options)  # noqa: E731

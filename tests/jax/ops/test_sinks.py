@@ -113,6 +113,22 @@ def test_gradients(shared_rope: bool, use_lse: bool) -> None:
     assert (np.asarray(got_sinks)[1:3] != 0).all()
 
 
+@pytest.mark.parametrize("sink", [95.0, np.inf])
+def test_gradients_of_a_sink_with_all_weight(sink: float) -> None:
+    """lse is without the sink, and keeps its gradient."""
+    arrays = [np.nan_to_num(x) for x in operands()]
+    sinks = jnp.full(HEADS, sink, jnp.float32)
+
+    def gradients(implementation: str) -> Any:
+        run = attend(implementation)
+        return jax.jit(jax.grad(lambda arrays, sinks: loss(run, *arrays, sinks=sinks), (0, 1)))(arrays, sinks)
+
+    (got, got_sinks), (want, want_sinks) = gradients("xla"), gradients("reference")
+    for a, b in zip((*got, got_sinks), (*want, want_sinks), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    assert (np.asarray(got[0]) != 0).any()
+
+
 def test_max_logits_carry_no_derivative() -> None:
     q, k, v = map(np.nan_to_num, operands())
     for implementation in ("xla", "reference"):

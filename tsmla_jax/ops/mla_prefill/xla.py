@@ -20,7 +20,7 @@ from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.mla_prefill.call import SEVERAL_TIMES, Results
 from tsmla_jax.ops.mla_prefill.selection import selected
-from tsmla_jax.ops.mla_prefill.sinks import Absorbed, share
+from tsmla_jax.ops.mla_prefill.sinks import d_sinks, share
 from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract import PrefillSpec
 
@@ -135,8 +135,8 @@ def backward(spec: PrefillSpec, saved: tuple[Operands, Results], cotangents: Res
     dtype = accumulation_dtype(spec.q_dtype)
     of_sinks: Operands = ()
     if sinks is not None:
-        absorbed = Absorbed.of(lse, d_lse, sinks)
-        of_sinks, (lse, d_lse) = (absorbed.d_sinks(out, d_out, sinks),), absorbed
+        of_sinks = (d_sinks(lse, out, d_out, sinks, dtype),)
+        d_out = d_out.astype(dtype) * share(lse.astype(dtype), sinks, lse != -jnp.inf)[..., None]
     # d scores = weights * (d weights - shift): shift has the term of the softmax's sum, and lse's own cotangent.
     shift = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse.astype(dtype)
     padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
