@@ -233,6 +233,13 @@ def named_axes(shape: Any) -> tuple[Any, ...]:
     return spec + (None,) * (len(shape.shape) - len(spec))
 
 
+def axes_apart(axes: Any, others: Any) -> Any:
+    """The mesh axes of a dimension, or None if one of them is among `others`, those of another dimension: an array can
+    be split along a mesh axis once."""
+    of_axes, of_others = (each if isinstance(each, tuple) else (each,) for each in (axes, others))
+    return None if set(of_axes) & set(of_others) else axes
+
+
 def fold_pages(kv_cache: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """Caches [V, P, Z, D] and slots [V, T] as one cache of V * P pages, and V * T slots; None if there are more than
     int32 can count."""

@@ -153,6 +153,15 @@ def test_partitioning_moves_nothing(op: str, name: str, cell: str, mesh: Mesh) -
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), (leaf.sharding, spec)
 
 
+@pytest.mark.parametrize("name", ["cute", "xla"])
+@pytest.mark.parametrize("op", ["mla_decode", "sparse_mla-v32", "sparse_mla-v4"])
+def test_heads_and_tokens_that_are_split_along_one_axis(op: str, name: str, mesh: Mesh) -> None:
+    """q is split as it comes, and the other arrays are moved."""
+    heads, whole = P(*(None,) * (arrays_of(op)[0].ndim - 2), "model"), [P()] * op.count("v4")
+    specs = [heads, P(), P("model"), P("model")] if op == "mla_decode" else [heads, P(), *whole, P("model"), P("model")]
+    assert_close(jax.jit(ROWS[op].run(name))(*placed(mesh, arrays_of(op), *specs)), wanted(op))
+
+
 @cells(lambda row: ["gathered"] if row.gathered else [])
 def test_axes_that_cannot_be_split_are_gathered_and_right(op: str, name: str, cell: str, mesh: Mesh) -> None:
     assert_close(jax.jit(ROWS[op].run(name))(*placed(mesh, arrays_of(op), *ROWS[op].gathered)), wanted(op))

@@ -124,10 +124,10 @@ def _partition(form: ProductSpec, shapes: Sequence[Any]) -> transforms.Partition
 def column_axes(weight: Any, rows: Any = None) -> Any:
     """The mesh axes over which the rows of a weight [..., N, K] are split; None if a device would get part of a block,
     or if x's rows are split over one of these axes."""
-    axes = transforms.named_axes(weight)[-2]
-    names = axes if isinstance(axes, tuple) else (axes,)
-    if axes is None or set(names) & set(rows if isinstance(rows, tuple) else (rows,)):
+    axes = transforms.axes_apart(transforms.named_axes(weight)[-2], rows)
+    if axes is None:
         return None
+    names = axes if isinstance(axes, tuple) else (axes,)
     assert isinstance(weight.sharding, NamedSharding)
     parts = functools.reduce(lambda count, name: count * weight.sharding.mesh.shape[name], names, 1)
     return None if weight.shape[-2] % (BLOCK * parts) else axes

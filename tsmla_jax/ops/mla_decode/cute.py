@@ -274,7 +274,7 @@ def _partition(call: _Planned, shapes: Sequence[Any]) -> transforms.Partition:
         rows, visible = P(None, q[1], None), [P(None)] * call.spec.visible_lens
         inputs = (rows, P(None, None, None), P(None, None), P(None), P(None), *visible, P(None))
         return inputs, (rows, P(None, q[1]))
-    batch = q[0] or tables[0] or lens[0]
+    batch = q[0] or transforms.axes_apart(tables[0] or lens[0], q[2])
     rows, visible = P(batch, None, q[2], None), [P(batch, None)] * call.spec.visible_lens
     inputs = (rows, P(None, None, None), P(batch, None), P(batch), *visible, P(None))
     return inputs, (rows, P(batch, None, q[2]))

@@ -179,8 +179,8 @@ def _fold(call: Planned, run: Callable[..., Results], axis_size: int, *arrays: j
 def _partition(call: Planned, shapes: Sequence[Any]) -> transforms.Partition:
     """The sharding along tokens and heads; everything else is whole."""
     named = call.split(list(map(transforms.named_axes, shapes)))
-    tokens = named.q[0] or named.indices[0] or (named.lengths or (None,))[0]
-    heads = named.q[1] or (named.sinks or (None,))[0]
+    tokens = named.q[0] or transforms.axes_apart(named.indices[0] or (named.lengths or (None,))[0], named.q[1])
+    heads = named.q[1] or transforms.axes_apart((named.sinks or (None,))[0], tokens)
     rows = P(tokens, heads, None)
     caches = tuple(P(*(None,) * cache.rank) for cache in call.spec.caches)
     lengths, sinks = P(tokens) if call.lengths else None, P(heads) if call.sinks else None
