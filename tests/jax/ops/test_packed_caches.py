@@ -175,6 +175,21 @@ def test_compress_write_is_one_kernel_in_place(monkeypatch: pytest.MonkeyPatch) 
     assert all(f"output_tuple_indices = [{i}], operand_index = {i}" in text for i in range(3))
 
 
+@pytest.mark.usefixtures("cache_directory")
+@pytest.mark.parametrize("cache", [jnp.zeros((5, 16, 128), jnp.bfloat16), jnp.zeros((5, 16, 132), jnp.uint8)])
+def test_compress_write_has_no_derivative_in_the_kernel(cache: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of 0 would say that the entries and the state don't depend on the tokens."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    given = compress_arrays() | {"cache": cache}
+
+    def loss(kv_score: jax.Array) -> jax.Array:
+        written, state = COMPRESS(**given | {"kv_score": kv_score}, implementation="cute")
+        return written.astype(jnp.float32).sum() + state.kv_score.sum()
+
+    with pytest.raises(NotImplementedError, match=r"compress_write_kv_cache has no derivative .*compress_kv"):
+        jax.make_jaxpr(jax.grad(loss))(given["kv_score"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

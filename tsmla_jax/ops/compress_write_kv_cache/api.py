@@ -66,7 +66,8 @@ def compress_write_kv_cache(
     Raises:
       TypeError, ValueError: an argument is not legal. Under TSMLA_CHECK=1 also what compress_kv checks, and two
         new entries of one slot.
-      NotImplementedError: the named implementation can't run this call.
+      NotImplementedError: the named implementation can't run this call, or a derivative is asked for of "cute", or of
+        "xla" under jax.jit.
     """
     spec, chosen = OPERATION.choose(**locals())
     arrays = [jnp.asarray(x) for x in (kv_score, ape, norm_weight, cos_sin, block_tables, state_slots, cu_seqlens_q)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
@@ -21,6 +22,7 @@ from tsmla_kernels.sparse_cache.compress_config import (
 )
 
 Results = tuple[jax.Array, tuple[jax.Array, jax.Array]]
+ALTERNATIVE = "train on the entries of compress_kv, with implementation='reference'"
 
 
 def why_not(spec: CompressWriteSpec) -> list[str]:
@@ -36,13 +38,13 @@ def compress_write_kv_cache(
     spec: CompressWriteSpec,
     kv_scale: float | jax.Array | None,
 ) -> Results:
-    """The cache and the state, as the public compress_write_kv_cache documents them. They have no derivative."""
-    if spec.num_pages == 0:
-        raise ValueError("cache: got no page; legal: at least one")
+    """The cache and the state, as the public compress_write_kv_cache documents them. Not differentiable."""
     run = _transformable(compress_write_config(spec), device.arch_for(COMPRESS_WRITE_KV_CACHE))
     kv_score, ape, norm_weight, cos_sin, block_tables, state_slots, cu_seqlens_q = arrays
     inputs = (kv_score, ape, state_slots, seq_lens, cu_seqlens_q, norm_weight, cos_sin, block_tables)
-    written, rows, positions = run(cache, *state, *map(jax.lax.stop_gradient, inputs), scale_operand(kv_scale))
+    operands = (cache, *state, *inputs, jnp.asarray(scale_operand(kv_scale)))
+    results = run(*map(jax.lax.stop_gradient, operands))
+    written, rows, positions = transforms.refuse_derivative(results, operands, "compress_write_kv_cache", ALTERNATIVE)
     return written, (rows, positions)
 
 
