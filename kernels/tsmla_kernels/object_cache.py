@@ -338,8 +338,7 @@ def dsl_version() -> str | None:
 
 @functools.cache
 def _host() -> str:
-    libc = platform.libc_ver()[0] or "unknown libc"
-    return f"{platform.system()} {platform.machine()} {libc}".lower()
+    return f"{platform.system()} {platform.machine()} {platform.libc_ver()[0] or 'unknown libc'}".lower()
 
 
 @functools.cache
