@@ -145,7 +145,15 @@ def _wrong_fields(description: Any) -> Iterable[str]:
         value = description.get(name)
         return isinstance(value, str) and value.isprintable()
 
+    def is_object(name: str) -> bool:
+        try:
+            return isinstance(json.loads(description[name]), dict)
+        except (ValueError, RecursionError):
+            return False
+
     wrong = [name for name in _TEXTS if not is_text(name)]
+    if "config" not in wrong and not is_object("config"):
+        wrong.append("config")
     wrong += [name for name in ("seconds", "created") if not is_time(name)]
     if not isinstance(description.get("log"), str):
         wrong.append("log")

@@ -53,7 +53,7 @@ def cubin_of(module: bytes) -> bytes:
     """The cubin inside a host object."""
     start = 0
     while (start := module.find(b"\x7fELF", start + 1)) >= 0:
-        if struct.unpack_from("<H", module, start + 18)[0] == EM_CUDA:
+        if int.from_bytes(module[start + 18 : start + 20], "little") == EM_CUDA:
             return module[start:]
     raise ValueError(f"module: got {len(module)} bytes without a cubin")
 

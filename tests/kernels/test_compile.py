@@ -116,9 +116,10 @@ def test_report_finds_serialised_wgmma(scale: CompiledObject) -> None:
     assert len(serialised) == 1 and serialised[0].startswith("(C7512)") and serialised[0].endswith("'attend'")
 
 
-def test_no_cubin_is_said() -> None:
-    with pytest.raises(ValueError, match="module: got 4 bytes without a cubin"):
-        cubin_of(b"\x7fELF")
+@pytest.mark.parametrize("module", [b"\x7fELF", b"\x7fELF....\x7fELF"])
+def test_no_cubin_is_said(module: bytes) -> None:
+    with pytest.raises(ValueError, match=f"module: got {len(module)} bytes without a cubin"):
+        cubin_of(module)
 
 
 def test_wrong_architecture_is_refused() -> None:

@@ -357,6 +357,7 @@ ODD = [b"", b"[]", b"3", b"null", b"\xff", b"{", b"[" * 100_000, b'{"kernel": "s
     for change in (
         {"kernel": 3}, {"host": None}, {"dsl": "4\x1b[2J"}, {"created": "today"}, {"created": 1e300},
         {"created": float("nan")}, {"seconds": None}, {"environment": []}, {"made_of": 1}, {"log": 0},
+        {"config": "width 32"}, {"config": "[]"}, {"config": "[" * 100_000},
     )
 ]  # fmt: skip
 
