@@ -31,7 +31,8 @@ both int32."""
 
 class Chunks(NamedTuple):
     """How a call is launched: the number of query rows of a chunk, and each kernel's configuration for all chunks. The
-    last chunk ends at the last row. logits is None if Hopper's kernel of the logits does not take the call."""
+    last chunk ends at the last row. logits is None if the GPU is no Hopper, or Hopper's kernel of the logits does not
+    take the call."""
 
     rows: int
     logits: LogitsConfig | None
