@@ -95,7 +95,7 @@ def directory() -> Path:
         # The XDG specification: a path that is not absolute is ignored.
         return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "tsmla"
     except RuntimeError as e:
-        place = Path(_temporary_files(), f"tsmla-{os.geteuid()}")
+        place = Path(object_files.temporary_files(), f"tsmla-{os.geteuid()}")
         warnings.warn(
             f"tsmla: compiled kernels are kept in {place} ({e}); TSMLA_CACHE_DIR names another directory",
             RuntimeWarning,
@@ -104,16 +104,11 @@ def directory() -> Path:
         return place
 
 
-def _temporary_files() -> str:
-    try:
-        return tempfile.gettempdir()
-    except OSError:  # no such directory can be written; check_writable will say so of the one in /tmp
-        return "/tmp"
-
-
-def make_directory() -> None:
-    """Make `directory()` for this user alone, if it doesn't exist; OSError if it can't be made."""
-    directory().mkdir(parents=True, exist_ok=True, mode=0o700)
+def make_directory(where: Path | None = None) -> None:
+    """Make `directory()`, or `where`, if it doesn't exist; OSError if it can't be made. Only this user may write to it,
+    or no kernel would be loaded from it. All users may read what root compiles, unless the umask forbids it."""
+    place = directory() if where is None else where
+    place.mkdir(parents=True, exist_ok=True, mode=0o755 if os.geteuid() == 0 else 0o700)
 
 
 def prebuilt_directory() -> Path | None:
@@ -433,12 +428,13 @@ def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> No
     }
     content = object_files.pack(description, compiled.module)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(path.parent)
         descriptor, temporary = tempfile.mkstemp(
             prefix=object_files.TEMPORARY_PREFIX, suffix=object_files.TEMPORARY_SUFFIX, dir=path.parent
         )
         try:
             with os.fdopen(descriptor, "wb") as file:
+                os.fchmod(descriptor, 0o600 | path.parent.stat().st_mode & 0o044)  # who reads the folder reads the file
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -487,7 +483,7 @@ def _only_process(path: Path) -> Iterator[None]:
     lock = path.with_name(path.name + object_files.LOCK_SUFFIX)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a directory that can't be written has nothing to protect
-            lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directory(lock.parent)
             file = stack.enter_context(open(lock, "ab"))
             stack.callback(_unlink, lock)
             fcntl.flock(file, fcntl.LOCK_EX)

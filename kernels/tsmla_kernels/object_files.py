@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import struct
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def in_directory(directory: Path) -> list[Path]:
             f"the cache of compiled kernels {directory} can't be read ({e.strerror or e}); TSMLA_CACHE_DIR names"
             " another directory"
         ) from None
+
+
+def temporary_files() -> str:
+    """The directory of temporary files; /tmp if none can be written, so that its next user says which."""
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return "/tmp"
 
 
 def pack(description: dict[str, Any], module: bytes) -> bytes:

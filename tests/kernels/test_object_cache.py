@@ -213,6 +213,28 @@ def test_unwritable_directory_costs_a_warning(
     assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) and compiled.calls == 1
 
 
+@pytest.mark.parametrize(("mask", "by_root"), [(0, 0o755), (0o022, 0o755), (0o002, 0o755), (0o077, 0o700)])
+def test_what_root_compiles_may_be_read_by_all(
+    cache_directory: Path, compiled: FakeCompiler, mask: int, by_root: int
+) -> None:
+    """As in an image that root fills, for a service of another user; nobody else may write."""
+    before = os.umask(mask)
+    try:
+        object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    finally:
+        os.umask(before)
+    mode = by_root if os.geteuid() == 0 else 0o700
+    assert stat.S_IMODE(cache_directory.stat().st_mode) == mode
+    assert stat.S_IMODE(only_file(cache_directory).stat().st_mode) == mode & 0o644
+
+
+def test_a_file_is_read_by_those_who_read_its_folder(cache_directory: Path, compiled: FakeCompiler) -> None:
+    cache_directory.mkdir(mode=0o750)
+    cache_directory.chmod(0o750)
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert stat.S_IMODE(only_file(cache_directory).stat().st_mode) == 0o640
+
+
 def test_a_directory_that_can_not_be_looked_at_is_said_to_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CACHE_DIR", "/tmp/" + "a" * 300)
     assert "can't be written; TSMLA_CACHE_DIR names another directory" in (object_cache.why_not_kept() or "")
@@ -246,7 +268,7 @@ def test_a_user_without_a_home(
     place = tmp_path / f"tsmla-{os.geteuid()}"
     with pytest.warns(RuntimeWarning, match=f"kept in {place} .*; TSMLA_CACHE_DIR names another directory"):
         object_cache.load_or_compile(SCALE, CONFIG, ARCH)
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert stat.S_IMODE(place.stat().st_mode) == (0o755 if os.geteuid() == 0 else 0o700)
     forget()
     with pytest.warns(RuntimeWarning, match="kept in"):
         object_cache.load_or_compile(SCALE, CONFIG, ARCH)
@@ -398,7 +420,7 @@ def test_a_file_that_others_may_write_is_not_run(cache_directory: Path, compiled
     forget()
     with pytest.warns(RuntimeWarning, match="may be written by others"):
         object_cache.load_or_compile(SCALE, CONFIG, ARCH)
-    assert compiled.calls == 2 and path.stat().st_mode & 0o777 == 0o600  # written anew, and ours
+    assert compiled.calls == 2 and not path.stat().st_mode & 0o022  # written anew, and ours
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
