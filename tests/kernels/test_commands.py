@@ -331,6 +331,22 @@ def test_compile_refuses_a_directory_that_can_not_be_written(
     assert not builds.read_text()
 
 
+def test_compile_is_content_with_a_full_cache_that_can_not_be_written(
+    builds: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1") == 0
+
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(object_cache.tempfile, "TemporaryFile", refuse)
+    assert compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1") == 0
+    assert "1 of 1 in the cache already" in capsys.readouterr().out
+    with pytest.raises(OSError, match=r"can't be written \(Read-only file system\)"):
+        compile_command("--kernel", "scale", "--config", "wide", "--jobs", "1")
+    assert len(builds.read_text().splitlines()) == 1
+
+
 def test_a_cache_that_is_a_file_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path / "file"))

@@ -94,10 +94,7 @@ def run_compile(args: argparse.Namespace) -> int:
     illegal: list[str] = []
     wanted = _of_configs(args) if args.list is None else _of_list(args, illegal)
     wanted = list(dict.fromkeys(wanted))
-    object_cache.check_writable()  # an object that can't be stored would be compiled in vain
-    missing = [each for each in wanted if not object_cache.is_stored(*each)]
-    if missing and importlib.util.find_spec("cutlass") is None:  # once, not for each of them
-        raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
+    missing = missing_of(wanted)
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
     failures = compile_all(missing, args.jobs)
@@ -108,6 +105,25 @@ def run_compile(args: argparse.Namespace) -> int:
         print("nothing to compile: --list has no line of this version for this --kernel and --arch")
     print(*illegal, sep="\n", end="\n" * bool(illegal), file=sys.stderr)
     return 1 if failures or illegal else 0
+
+
+def missing_of(wanted: Sequence[Wanted]) -> list[Wanted]:
+    """The objects that are not stored. If there are some, and none can be compiled, ModuleNotFoundError; or if none can
+    be stored, and would be compiled in vain, ValueError or OSError."""
+    unwritable: Exception | None = None
+    try:
+        object_cache.check_writable()
+    except (OSError, ValueError) as e:
+        unwritable = e
+    missing = []
+    for each in wanted:
+        if not object_cache.is_stored(*each):
+            if unwritable is not None:
+                raise unwritable
+            missing.append(each)
+    if missing and importlib.util.find_spec("cutlass") is None:  # once, not for each of them
+        raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
+    return missing
 
 
 def _of_configs(args: argparse.Namespace) -> list[Wanted]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import importlib.util
 import itertools
 import sysconfig
 import zipfile
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 from tsmla_kernels import __version__, object_cache
 from tsmla_kernels.catalog import CHAINS, KERNELS
-from tsmla_kernels.cli.objects import Wanted, compile_all, configs, listed
+from tsmla_kernels.cli.objects import Wanted, compile_all, configs, listed, missing_of
 from tsmla_kernels.cli.packages import DISTRIBUTION
 from tsmla_kernels.kernel import Chain, Kernel
 
@@ -158,11 +157,7 @@ def run(args: argparse.Namespace) -> int:
         wanted = list(dict.fromkeys(listed(args.list, illegal)))
         if illegal:
             raise ValueError(illegal[0])
-    object_cache.check_writable()
-    missing = [each for each in wanted if object_cache.stored(*each) is None]
-    if missing and importlib.util.find_spec("cutlass") is None:
-        raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
-    if compile_all(missing, args.jobs):
+    if compile_all(missing_of(wanted), args.jobs):
         return 1
     entries = [path for each in wanted if (path := object_cache.stored(*each)) is not None]
     args.out.mkdir(parents=True, exist_ok=True)
