@@ -89,7 +89,7 @@ def test_reads_a_file_or_its_folder(tmp_path: Path) -> None:
         ({"hidden_size": 0}, "hidden_size: got 0; legal: a positive integer"),
         ({"hidden_size": True}, "field 'hidden_size' must be int, got True"),
         ({"q_lora_rank": 1.5}, "field 'q_lora_rank' must be int, got 1.5"),
-        ({"q_lora_rank": -1}, "q_lora_rank: got -1; legal: a positive integer"),
+        ({"q_lora_rank": -1}, "q_lora_rank: got -1; legal: a positive integer or None"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: got 63; legal: even"),
         ({"rope_theta": None}, "field 'rope_theta' is missing"),
         ({"rope_theta": "1e4"}, "field 'rope_theta' must be float"),

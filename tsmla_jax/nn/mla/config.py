@@ -122,7 +122,8 @@ class MLAConfig:
             if name == "q_lora_rank" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ValueError(f"MLAConfig: {name}: got {value!r}; legal: a positive integer")
+                legal = "a positive integer or None" if name == "q_lora_rank" else "a positive integer"
+                raise ValueError(f"MLAConfig: {name}: got {value!r}; legal: {legal}")
         if self.qk_rope_head_dim % 2:
             got = self.qk_rope_head_dim
             raise ValueError(f"MLAConfig: qk_rope_head_dim: got {got}; legal: even, as rope rotates pairs")
