@@ -94,7 +94,8 @@ class Case:
 
     @classmethod
     def objects(cls, point: Any) -> Iterable[Object]:
-        """The compiled objects that ours loads at a point."""
+        """Calls whose kernels are compiled before a point's clock runs, or by --compile_only: operations and their
+        options. Kernels of other calls are compiled when the point runs."""
         return ()
 
     def ours(self) -> dict[str, Run]:

@@ -255,7 +255,8 @@ def write(record: Record, path: Path, figures: Path, root: Path) -> str:
     """Write a record's plots, its full page and its part of a README of the tree `root`; return its caption.
 
     Raises:
-      ValueError: the record can't be shown, or the README lacks its comments.
+      ValueError: the record can't be shown, or the README doesn't have the part's two comments once each, the opening
+        one first.
       OSError: a file can't be read or written.
     """
     figures.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,8 @@ def topk() -> tb.Record:
 
 
 def peers_sum(point: tb.Point) -> float | None:
-    """The sum of DeepGEMM's time and the fastest top-k's, each timed alone; None if either is missing."""
+    """The sum of DeepGEMM's time and that of the fastest top-k of vLLM's and SGLang's, each timed alone; None if either
+    is missing."""
     score, best = point.us("deep_gemm"), point.best(*TOPK)
     return score + best if score is not None and best is not None else None
 

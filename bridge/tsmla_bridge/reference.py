@@ -219,7 +219,7 @@ def write_kv_cache(
     slot_mapping: torch.Tensor,
     kv_scale: Scale | None,
 ) -> None:
-    """Write as write_kv_cache does, in place; there is at least one token and one page."""
+    """The definition of the operation of the same name: the write, in place. Needs at least one token and one page."""
     rows = latent if k_rope is None else torch.cat((latent, k_rope), -1)
     put_rows(kv_cache.detach(), to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype), slot_mapping)
 

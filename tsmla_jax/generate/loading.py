@@ -103,7 +103,7 @@ class ProgressBar:
 
 
 class _Reader:
-    """Reads tensors by the names of transformers' modules, and remembers which of the checkpoint's were read."""
+    """Reads tensors by the names of saving's `_model_tensors`, and remembers which of the checkpoint's were read."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _Reader:
 
 
 def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
-    """The names of a checkpoint's tensors, by the names in transformers' modules."""
+    """The names of a checkpoint's tensors, by the names that loading asks for (saving's `_model_tensors`)."""
     if isinstance(config.attention, tuple):
         return stored_names(checkpoint)
     names = set(checkpoint.names())

@@ -166,8 +166,8 @@ def _apart_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Itera
 
 
 def _parts_of(values: Any, count: int) -> int:
-    """In how many stacks, each with its own padding (`stack_size`), the values of `count` weights lie; 0 if no number
-    fits.
+    """The least number of stacks, each with its own padding (`stack_size`), as which the values of `count` weights can
+    be read; 0 if no number fits. It is 1 if the stacks have no padding, however many they are.
     """
     parts = (parts for parts in range(1, count + 1) if count % parts == 0)
     return next((n for n in parts if n * stack_size(count // n, *values.shape[1:]) == values.shape[0]), 0)

@@ -259,7 +259,7 @@ class _Call(NamedTuple):
         local_window_size: object,
         dropout_rate: float,
     ) -> _Call:
-        """The checked call; raises the errors that the public function documents."""
+        """The checked call; raises what the public function documents for these arguments."""
         for name, refused in (("bias", bias), ("local_window_size", local_window_size)):
             if refused is not None:
                 kind = type(refused).__name__

@@ -202,7 +202,8 @@ def mla_decode(
 
 
 def _checked_pair(query: torch.Tensor, softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale | None) -> Pair:
-    """The pair of a call's scales; raises as mla_decode does."""
+    """What logits and outputs are multiplied by, from a call's scales; raises what mla_decode raises for illegal
+    scales."""
     if isinstance(softmax_scale, scales.Premultiplied):
         return softmax_scale.factors
     _check_scales(softmax_scale, q_scale, kv_scale)

@@ -75,8 +75,8 @@ def check_named(op: str, implementation: str | None, device: torch.device) -> No
 
 
 def _runtime_is_here() -> bool:
-    """Whether the DSL's runtime library is installed. Once it was found no call looks for it again: looking takes 0.2
-    ms, and many operations ask at every call."""
+    """Whether the DSL's runtime library is installed. Once it was found no call looks for it again: the first look
+    takes some tenths of a millisecond, and many operations ask at every call."""
     global _found_runtime
     _found_runtime = _found_runtime or launch.runtime_library() is not None
     return _found_runtime

@@ -94,7 +94,8 @@ def dequantise_fp4(
 def dequantise_int4(
     packed: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], columns: int, *, dtype: DTypeLike = np.float32
 ) -> np.ndarray[Any, Any]:
-    """Values of -8 to 7, eight an int32 (the lowest four bits first), times the scale of their 32 columns, in f32.
+    """Values of -8 to 7, eight an int32 (the lowest four bits first), times the scale of their 32 columns: multiplied
+    in f32, then converted to `dtype`.
 
     Args:
         packed: int32 [M, ceil(N / 8)], of values with 8 added.

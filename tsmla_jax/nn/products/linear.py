@@ -34,7 +34,7 @@ def contract(x: jax.Array, weight: jax.Array | BlockScaled, axes: int = 1) -> ja
       weight: [*I, *O], or block-scaled [N, K] with K = prod(I), for which the result is [..., N].
 
     Returns:
-      [..., *O] in x's dtype, if a plain weight has it, too.
+      [..., *O], in x's dtype if a plain weight has that dtype, too.
     """
     if isinstance(weight, BlockScaled):
         return linear(x.reshape(*x.shape[: x.ndim - axes], weight.shape[1]), weight)
@@ -51,12 +51,16 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 
 
 def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
-    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype, if a plain weight has it, too.
+    """x [..., K] times the transpose of weight [N, K]: [..., N], in x's dtype if a plain weight has that dtype, too.
 
-    A block-scaled weight whose `products` is "quantized" goes to block_scaled_matmul, whose kernel doesn't widen it.
-    Any other block-scaled weight is widened: by the kernel that reads it, or to x's dtype by XLA if x has many rows
-    (MANY_WIDENED_ROWS, MANY_ROWS), if one row meets a small matrix whose `products` is None, or if no kernel can run
-    (then an "exact" one block by block, without its scales, which multiply the blocks' products).
+    A block-scaled weight whose `products` is "quantized" goes to block_scaled_matmul, with quantised x. For any other
+    block-scaled weight the first of these decides:
+    - x has more than MANY_WIDENED_ROWS rows; or it has one row, `products` is None and the matrix has at most
+      _MOST_SUMMED elements: XLA widens the weight to x's dtype, and multiplies.
+    - `products_of` is "exact": block_scaled_matmul, whose kernel widens the weight as it reads it. Without the kernel
+      XLA multiplies block by block and then by the blocks' scales.
+    - x has at most MANY_ROWS rows, and `grouped_matmul` can run: its kernel, which widens the weight as it reads it.
+    - Otherwise XLA widens the weight to x's dtype, and multiplies.
     """
     if isinstance(weight, BatchInvariant):
         return batch_invariant.linear(x, weight.values)

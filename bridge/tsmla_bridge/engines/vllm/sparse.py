@@ -233,8 +233,8 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
 
 
 class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]):
-    """The sparse attention of one layer. Short prompts, which see all their keys, take vLLM's dense prefill, unless
-    batches are to be invariant."""
+    """The sparse attention of one layer. If no prompt of a step has more than index_topk tokens, so that all of them
+    see all their keys, the step's prompts take vLLM's dense prefill, unless batches are to be invariant."""
 
     kind = "sparse"
 
