@@ -94,6 +94,37 @@ def test_logits_over_plain_keys_beside_nan(implementation: str) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradient_of_plain_keys(implementation: str, dtype: Any) -> None:
+    """Also of keys of 16 bits, which are fetched as integers."""
+    x = problem()
+    given = [jnp.asarray(x[name], dtype) for name in ("q", "keys")]
+
+    @jax.jit
+    def gradient(q: jax.Array, keys: jax.Array) -> jax.Array:
+        def loss(keys: jax.Array) -> jax.Array:
+            logits = tsmla_jax.indexer_logits(
+                q, x["weights"], keys.reshape(P, Z, DIM), ints(x["tables"]), ints(x["seq_lens"]),
+                implementation=implementation,
+            )  # fmt: skip
+            return jnp.where(logits == -jnp.inf, 0, jnp.sin(logits)).sum()
+
+        return jax.grad(loss)(keys)
+
+    want = np.zeros((P * Z, DIM))
+    q, keys = (np.asarray(each, np.float64) for each in given)
+    for t, length in enumerate(x["seq_lens"]):
+        for s in range(length):
+            slot = x["tables"][t, s // Z] * Z + s % Z
+            dots = q[t] @ keys[slot]
+            slope = np.cos(x["weights"][t] @ np.maximum(dots, 0))
+            want[slot] += slope * ((x["weights"][t] * (dots > 0)) @ q[t])
+    got = gradient(*given)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.float64(got), want, rtol=2e-2 if dtype != jnp.float32 else 1e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_requests_of_several_tokens(implementation: str) -> None:
     x = problem(5)

@@ -27,6 +27,9 @@ def indexer_logits(
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
         block_tables = block_tables[request]
+    if not spec.cache.packed:
+        # The cache is widened before pages are gathered, so that its gradient is summed in float32.
+        k_cache = k_cache.astype(jnp.float32)
     used = jnp.arange(num_keys) < seq_lens[:, None]
     keys, scales = read_indexer_pages(k_cache, jnp.clip(block_tables, 0, spec.cache.num_pages - 1), spec.cache)
     keys = keys.reshape(spec.num_tokens, num_keys, spec.head_dim).astype(jnp.float32)

@@ -4,6 +4,7 @@ cache, if the one to write is donated."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +53,10 @@ def over_token_blocks(
     return lax.fori_loop(0, blocks, step, start)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """take(x, where), a slice or a gather of few elements; if x is a float of 8 or 16 bits, its bits are moved as
-    integers.
+    integers. The derivative is that of `take`: integers have none.
 
     A backend without arithmetic in such a type widens before it gathers, and moves the widening out of the surrounding
     loop: it would make a float32 copy of the whole cache to fetch a few rows. The barrier ties x to an index that
@@ -65,6 +67,14 @@ def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array],
     x, where = lax.optimization_barrier((x, where))
     bits = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
     return lax.bitcast_convert_type(take(bits, where), x.dtype)
+
+
+@fetch.defjvp
+def _fetch_jvp(
+    take: Callable[[jax.Array, jax.Array], jax.Array], primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    x, where = primals
+    return fetch(x, where, take), take(tangents[0], where)
 
 
 def put_rows(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
