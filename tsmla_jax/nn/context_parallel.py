@@ -17,6 +17,7 @@ block table, P pages of a device, Z page size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -210,10 +211,28 @@ def merge_own_rows(
 
     parts: results (out, lse) of this device's rows over further keys, to be merged, too.
     """
-    packed = _split_rows(_packed(out, lse), context_axis)
-    outs, lses = _unpacked(lax.all_to_all(packed, context_axis, split_axis=0, concat_axis=0), out, lse)
+    outs, lses = _exchanged(context_axis, out, lse)
     every = [*zip(outs, lses, strict=True), *parts]
     return tsmla_jax.merge_attention_states([one for one, _ in every], [one for _, one in every])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _exchanged(context_axis: str, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """out and lse of this device's rows from each device, [N, t, ...], by one exchange."""
+    packed = _to_rows_owners(_packed(out, lse), context_axis)
+    return _unpacked(packed, out, lse)
+
+
+@_exchanged.defjvp
+def _exchanged_jvp(context_axis: str, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> Any:
+    # Integers have no derivative: the tangents are exchanged each for itself.
+    d_out, d_lse = (_to_rows_owners(x, context_axis) for x in tangents)
+    return _exchanged(context_axis, *primals), (d_out, d_lse)
+
+
+def _to_rows_owners(x: jax.Array, context_axis: str) -> jax.Array:
+    """Rows [T, ...] to the devices that own them: this device's rows from each device, [N, t, ...]."""
+    return lax.all_to_all(_split_rows(x, context_axis), context_axis, split_axis=0, concat_axis=0)
 
 
 def own_rows(x: jax.Array, context_axis: str) -> jax.Array:
@@ -238,7 +257,7 @@ def add_rows(x: jax.Array, context_axis: str) -> jax.Array:
 
     if x.shape[0] <= FEW_TOKENS:
         return added(lax.all_gather(x, context_axis))
-    parts = lax.all_to_all(_split_rows(x, context_axis), context_axis, split_axis=0, concat_axis=0)
+    parts = _to_rows_owners(x, context_axis)
     return gather_rows(added(parts), x.shape[0], context_axis)
 
 
@@ -387,7 +406,7 @@ def select_topk(
     if num_tokens <= FEW_TOKENS:
         last = _last_of(lax.all_gather(packed, context_axis), k, implementation)
     else:
-        mine = lax.all_to_all(_split_rows(packed, context_axis), context_axis, split_axis=0, concat_axis=0)
+        mine = _to_rows_owners(packed, context_axis)
         last = gather_rows(_last_of(mine, k, implementation), num_tokens, context_axis)
     order, last_order, last_whole = numerics.ordered(scores.astype(jnp.float32)), last[:, :1], last[:, 1:]
     chosen = (order > last_order) | ((order == last_order) & (whole <= last_whole))
@@ -426,7 +445,7 @@ def _best_positions(positions: jax.Array, scores: jax.Array, k: int, *, context_
     if num_tokens <= FEW_TOKENS:
         winners = _best_of(lax.all_gather(packed, context_axis), k)
     else:
-        mine = lax.all_to_all(_split_rows(packed, context_axis), context_axis, split_axis=0, concat_axis=0)
+        mine = _to_rows_owners(packed, context_axis)
         winners = gather_rows(_best_of(mine, k), num_tokens, context_axis)
     return jnp.where(winners == _NOWHERE, -1, winners)
 

@@ -192,6 +192,30 @@ def test_the_derivative_of_whole_prompts(mesh: Mesh) -> None:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), got, want)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_derivative_of_an_exchange_of_rows(mesh: Mesh, dtype: Any) -> None:
+    """Each device's results have the gradient that they have in a merge of all rows."""
+    rng, rows = np.random.default_rng(4), (DEVICES, 7, 3)
+    out, lse = rng.standard_normal((*rows, 8)), rng.standard_normal(rows)
+    cotangent = jnp.asarray(rng.standard_normal((7, 3, 8)), jnp.float32)
+
+    def loss(out: jax.Array, lse: jax.Array) -> jax.Array:
+        own, _ = context_parallel.merge_own_rows(out[0], lse[0], "context")
+        merged = own.astype(jnp.float32) * context_parallel.own_rows(cotangent, "context")
+        return jax.lax.psum(merged.sum(), "context")
+
+    specs = (P("context"), P("context"))
+    whole = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    given = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
+    got = jax.jit(jax.grad(whole, (0, 1)))(*given)
+    want = jax.grad(lambda *x: (tsmla_jax.merge_attention_states(*x)[0].astype(jnp.float32) * cotangent).sum(), (0, 1))(
+        *given
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
+    assert (np.float32(got[0]) != 0).all()
+
+
 @pytest.mark.parametrize("few_tokens", [256, 0])
 def test_the_best_keys_of_all_devices(mesh: Mesh, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties go to the lower position, also where the positions are on different devices; NaN is below every number."""
