@@ -103,6 +103,12 @@ def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
         compile_command(*arguments)
 
 
+def test_compile_names_the_variable_of_a_wrong_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_75")
+    with pytest.raises(ValueError, match=r"^CUTE_DSL_ARCH: got 'sm_75'; legal: sm_90a"):
+        compile_command("--kernel", "scale", "--config", "wide")
+
+
 def test_compile_says_that_a_process_was_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """As the system does if memory runs out."""
     with pytest.raises(OSError, match=r"^a process that compiled was ended, .* fewer --jobs need less memory"):

@@ -128,8 +128,9 @@ def missing_of(wanted: Sequence[Wanted]) -> list[Wanted]:
 
 def _of_configs(args: argparse.Namespace) -> list[Wanted]:
     """The objects that every --config names, for one architecture."""
-    arch = args.arch or os.environ.get("CUTE_DSL_ARCH") or next(iter(KERNELS.values())).archs[0]
-    kernels = _kernels(args.kernel, arch)
+    variable = os.environ.get("CUTE_DSL_ARCH")
+    arch = args.arch or variable or next(iter(KERNELS.values())).archs[0]
+    kernels = _kernels(args.kernel, arch, "CUTE_DSL_ARCH" if variable and not args.arch else "--arch")
     return [Wanted(kernel, config, arch) for text in args.config for kernel, config in configs(text, kernels)]
 
 
@@ -168,14 +169,14 @@ def _presets(kernels: Sequence[Kernel | Chain]) -> list[str]:
     return sorted({name for kernel in kernels for name, _ in kernel.presets})
 
 
-def _kernels(names: Sequence[str] | None, arch: str | None) -> list[Kernel | Chain]:
-    """The kernels of --kernel, or all, that can be compiled for an architecture; raises ValueError if there are
-    none."""
+def _kernels(names: Sequence[str] | None, arch: str | None, source: str = "--arch") -> list[Kernel | Chain]:
+    """The kernels of --kernel, or all, that can be compiled for an architecture, which comes from `source`; raises
+    ValueError if there are none."""
     named = [_named()[name] for name in names or _named()]
     kernels = [kernel for kernel in named if arch is None or arch in kernel.archs]
     if not kernels:
         legal = dict.fromkeys(each for kernel in named for each in kernel.archs)
-        raise ValueError(f"--arch: got {arch!r}; legal: {', '.join(legal)}")
+        raise ValueError(f"{source}: got {arch!r}; legal: {', '.join(legal)}")
     return kernels
 
 
