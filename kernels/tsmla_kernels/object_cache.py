@@ -25,7 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,10 @@ def stored(kernel: Kernel, config: Config, arch: str) -> Path | None:
     return None
 
 
-def _why_untrusted(where: Path) -> str | None:
-    """Why the files of a folder may be another user's code; None if they can't be."""
+def _why_untrusted(where: Path, *otherwise: str) -> str | None:
+    """Why the files of a folder may be another user's code; None if they can't be. otherwise: as in check_directory."""
     try:
-        object_files.check_directory(where)
+        object_files.check_directory(where, *otherwise)
     except UntrustedDirectory as e:
         return str(e)
     return None
@@ -183,7 +183,7 @@ def _read_prebuilt(identity: dict[str, Any]) -> CompiledObject | None:
     where = prebuilt_directory()
     if where is None:
         return None
-    if reason := _why_untrusted(where):
+    if reason := _why_untrusted(where, ""):  # this folder is pip's
         warnings.warn(f"tsmla: ignoring prebuilt kernels: {reason}", RuntimeWarning, stacklevel=3)
         return None
     return _read_usable(_path(identity, where), identity)
@@ -227,9 +227,11 @@ def entries() -> list[Entry]:
 
 def prebuilt_entries() -> list[Entry]:
     """Every object of the package PREBUILT, by path; none if the package isn't installed."""
-    where = prebuilt_directory()
-    paths = [] if where is None else object_files.in_directory(where)
-    return _entries_of([path for path in paths if object_files.is_entry(path.name)])
+    if (where := prebuilt_directory()) is None:
+        return []
+    reason = _why_untrusted(where, "")
+    found = _entries_of([path for path in object_files.in_directory(where) if object_files.is_entry(path.name)])
+    return [replace(entry, problem=entry.problem or reason) for entry in found]
 
 
 def _entries_of(paths: list[Path]) -> list[Entry]:

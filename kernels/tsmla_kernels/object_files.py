@@ -108,8 +108,8 @@ def read(path: Path) -> tuple[dict[str, Any], bytes]:
     return description, body[start + length :]
 
 
-def check_directory(directory: Path) -> None:
-    """UntrustedDirectory if others may write into a directory that exists."""
+def check_directory(directory: Path, otherwise: str = ", or name another directory with TSMLA_CACHE_DIR") -> None:
+    """UntrustedDirectory if others may write into a directory that exists. otherwise: what else helps, in the error."""
     try:
         status = os.stat(directory)
     except OSError:
@@ -117,7 +117,7 @@ def check_directory(directory: Path) -> None:
     if reason := why_untrusted(status):
         raise UntrustedDirectory(
             f"the cache of compiled kernels {directory} {reason}, and its files are run as code: make it yours alone"
-            f" (chown, chmod go-w {directory}), or name another directory with TSMLA_CACHE_DIR"
+            f" (chown, chmod go-w {directory}){otherwise}"
         )
 
 

@@ -103,8 +103,10 @@ def test_objects_that_are_not_used(
             object_cache.load_or_compile(SCALE, CONFIG, ARCH)
     elif fault == "of others":
         installed.chmod(0o777)
-        with pytest.warns(RuntimeWarning, match="ignoring prebuilt kernels: .* may be written by others"):
+        with pytest.warns(RuntimeWarning, match=r"ignoring prebuilt kernels: .* others .*chmod go-w .*\)$"):
             object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+        (entry,) = object_cache.prebuilt_entries()
+        assert "may be written by others (mode 777)" in (entry.problem or "")
     else:
         monkeypatch.setattr(object_cache, "__version__", "9.9")
         object_cache.load_or_compile(SCALE, CONFIG, ARCH)
