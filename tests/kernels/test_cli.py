@@ -54,6 +54,16 @@ def raising(error: BaseException) -> Callable[[object], int]:
     return action
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
+    close = " ".join(f"{number}>&-" for number in closed.split())
+    environment = os.environ | {"PYTHONPATH": PATHS, "TSMLA_CACHE_DIR": str(tmp_path)}
+    command = ["sh", "-c", f'exec "$0" -m tsmla_kernels.cli cache list {close}', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=120, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout[:9] == ("0 entries" if closed == "2" else "")
+
+
 def test_help_names_every_command() -> None:
     done = tsmla("--help")
     assert done.returncode == 0 and done.stderr == ""

@@ -158,7 +158,15 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_USER_ERROR
 
 
+def _open_streams() -> None:
+    """Give a process that was started without stdout or stderr streams that lead nowhere; Python has None for them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def main() -> NoReturn:
     """Run the command line of this process, and exit."""
+    _open_streams()
     app.run(run, flags_parser=parse)
     raise AssertionError("app.run exits")
