@@ -364,9 +364,10 @@ def _indexer_keys(
     """The keys [M * Z, Di] of one row of the block table in float32, and their scales [M * Z], 1.0 in a plain cache."""
     pages = table.long().clamp(0, spec.cache.num_pages - 1)
     if not spec.cache.packed:
-        # As integers: not every release of torch indexes float8.
-        bits = _BITS[k_cache.element_size()]
-        return k_cache.view(bits)[pages].view(k_cache.dtype).float().reshape(-1, spec.head_dim), 1.0
+        # Float8 as integers, because not every release of torch indexes it; these have no derivative, floats have one.
+        is_fp8 = k_cache.element_size() == 1
+        keys = k_cache.view(torch.uint8)[pages].view(k_cache.dtype) if is_fp8 else k_cache[pages]
+        return keys.float().reshape(-1, spec.head_dim), 1.0
     raw = k_cache.reshape(spec.cache.num_pages, -1)[pages]
     scales_at = spec.cache.page_size * spec.head_dim
     keys = raw[:, :scales_at].contiguous().view(torch.float8_e4m3fn).float().reshape(-1, spec.head_dim)

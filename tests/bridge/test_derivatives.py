@@ -211,6 +211,34 @@ def test_nan_of_unused_keys_is_in_no_derivative_of_logits(packed: bool) -> None:
     np.testing.assert_allclose(asking.grad, [seen, 0 * seen], rtol=1e-5)
 
 
+@pytest.mark.parametrize("scores", [False, True], ids=["logits", "scores"])
+def test_plain_keys_of_the_indexer_have_a_derivative(scores: bool) -> None:
+    """That of jax's reference, in queries, weights and keys."""
+    rng = np.random.default_rng(0)
+    sizes = (3, 2, 8), (3, 2), (2, 4, 8)
+    floats = [rng.standard_normal(size).astype(np.float32) for size in sizes]
+    where = np.asarray([[1, 0]] * 3, np.int32), np.asarray([7, 2, 5], np.int32)
+
+    def total(*given: jax.Array) -> jax.Array:
+        if scores:
+            found = tsmla_jax.indexer_topk(*given, *where, k=2, return_scores=True, implementation="reference")[1]
+        else:
+            found = tsmla_jax.indexer_logits(*given, *where, implementation="reference")[:, :2]
+        return (found**2).sum()
+
+    asking = [torch.from_numpy(x).requires_grad_() for x in floats]
+    given = (*asking, *map(torch.from_numpy, where))
+    if scores:
+        found = tsmla_bridge.indexer_topk(*given, 2, return_scores=True)[1]
+    else:
+        found = tsmla_bridge.indexer_logits(*given)[:, :2]
+    assert isinstance(found, torch.Tensor)
+    (found**2).sum().backward()
+    for x, expected in zip(asking, jax.grad(total, (0, 1, 2))(*floats), strict=True):
+        assert x.grad is not None
+        np.testing.assert_allclose(x.grad, expected, rtol=1e-4, atol=1e-5)
+
+
 def packed_arguments(op: str) -> dict[str, torch.Tensor]:
     """Arguments of an operation on packed caches; its results are zeros before it has run."""
     slots, angles = torch.tensor([17, 3], dtype=torch.int32), {name: torch.randn(2, 32) for name in ("cos", "sin")}
