@@ -111,7 +111,7 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
 
     Raises:
       ImportError: at once, if jax isn't installed.
-      TypeError, ValueError, RuntimeError: at a call, as to_jax and to_torch say.
+      TypeError, ValueError, RuntimeError, BufferError: at a call, as to_jax and to_torch say.
       ValueError: at a call, a tensor requires a derivative, in reverse or in forward mode, which does not pass through
         jax; torch.no_grad() allows the call.
     """

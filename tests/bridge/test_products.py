@@ -152,7 +152,9 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
         multiply(**DENSE, out_dtype=torch.float64)
     with pytest.raises(ValueError, match=r"out: got float32"):
         multiply(**DENSE, out=torch.empty(ROWS, COLUMNS))
-    with pytest.raises(TypeError, match=r"out: got 1 tensors; legal: values and scales, a tuple of two tensors"):
+    with pytest.raises(
+        TypeError, match=r"out: got 1 tensors; legal: values and scales, a tuple of two tensors, or None"
+    ):
         multiply(**DENSE, gated=True, out_dtype=torch.float8_e4m3fn, out=torch.empty(ROWS, COLUMNS // 2))
     with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
         multiply(**DENSE, implementation="cute")

@@ -265,7 +265,7 @@ def test_query_and_out_with_gaps() -> None:
         ({"local_visible_lens": torch.zeros(2, 3)}, "local_visible_lens: got torch.float32"),
         (
             {"local_visible_lens": torch.zeros(2, 3, dtype=torch.int32), "window_left": 4},
-            "local_visible_lens: can't go with window_left",
+            "local_visible_lens: got a tensor with window_left = 4, cp_world = 1 and causal_seqs None",
         ),
         ({"block_tables": torch.zeros(1, 3, dtype=torch.int32)}, "seq_lens: got shape"),  # uneven queries in an engine
         ({"out": torch.zeros(2, 3, 2, 32).bfloat16()}, "out: got bfloat16"),

@@ -88,7 +88,7 @@ def indexer_logits(spec: IndexerLogitsSpec, given: Mapping[str, torch.Tensor]) -
 def sparse_mla(spec: SparseMLASpec, inputs: SparseInputs, factors: tuple[float, float, float]) -> Computed:
     """out and lse as sparse_mla documents them, by cuDNN's kernel.
 
-    factors: the factor of the logits, then one factor for each cache's rows. With two caches these two are equal.
+    factors: the factor of the logits, then a factor for the rows of each cache. The factors of two caches are equal.
     """
     q, library = inputs.q, library_of(inputs.q.device)
     caches, indices, of_rows = inputs.caches, inputs.indices, spec

@@ -185,8 +185,8 @@ class ReferencePlan(Plan):
 
 
 class BlackwellPlan(Plan):
-    """The plan of a call that TokenSpeed's kernels run, between torch operations. These allocate their memory: a
-    workspace is not used."""
+    """The plan of a call that TokenSpeed's kernels run, between torch operations. Torch's allocator gives all memory
+    of a call: a workspace is not used."""
 
     def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
         super().__init__(spec, inputs)

@@ -55,7 +55,8 @@ def indexer_logits(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call, with every reason; or backward() asks for the
+        derivative of a call that runs as an operator of torch (under torch.compile, say).
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)

@@ -164,7 +164,8 @@ def mla_prefill(
       q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
       k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. The kernels want q, k and v contiguous, and raise for other views.
         On Hopper v may also be columns of a wider tensor [Tk, H, W] that begin at a multiple of 16 bytes, with W a
-        multiple of 64, as kv[..., 128:] is, unless the call has a derivative or torch.compile traces it.
+        multiple of 64, as kv[..., 128:] is, unless the call runs as an operator of torch: for a derivative, or under
+        torch.compile or a dispatch mode.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.

@@ -55,7 +55,7 @@ def write_packed_kv_cache(
       kv_cache itself.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as write_kv_cache says.
     """
     operators.refuse_derivative("write_packed_kv_cache", latent, k_rope, cos, sin)
     arguments = (kv_cache, latent, k_rope, slot_mapping, cos, sin, rope_interleave, rope_layout, implementation)
@@ -134,7 +134,7 @@ def write_indexer_cache(
       k_cache itself.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as write_kv_cache says.
     """
     operators.refuse_derivative("write_indexer_cache", k_cache, k, cos, sin)
     arguments = (k_cache, k, slot_mapping, cos, sin, rope_offset, rope_layout, implementation)
@@ -208,7 +208,7 @@ def indexer_quantize(
       q8 [T, Hi, Di] float8_e4m3fn and the folded weights [T, Hi] float32.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
+      TypeError, ValueError, NotImplementedError, RuntimeError: as write_kv_cache says.
     """
     operators.refuse_derivative("indexer_quantize", q, weights, cos, sin)
     arguments = (q, weights, cos, sin, rope_offset, rope_layout, implementation)

@@ -63,7 +63,8 @@ def block_scaled_matmul(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call, with every reason; or backward() asks for the
+        derivative of a call that runs as an operator of torch (under torch.compile, say).
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (x, weight, x_scales, weight_scales, gated, limit, out_dtype, implementation)
@@ -111,7 +112,8 @@ def grouped_block_scaled_matmul(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call, with every reason; or backward() asks for the
+        derivative of a call that runs as an operator of torch (under torch.compile, say).
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     arguments = (x, weight, x_scales, weight_scales, cu_rows, rows, gated, limit, out_dtype, implementation)
@@ -137,7 +139,8 @@ def quantize_blocks(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call, with every reason; or backward() asks for the
+        derivative of a call that runs as an operator of torch (under torch.compile, say).
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     if torch.compiler.is_compiling() or operators.is_traced(x, derivatives=False):
@@ -238,8 +241,8 @@ def _outputs(
     """
     given = list(out) if isinstance(out, tuple) else [out]
     if len(given) != len(kinds):
-        legal = "a tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"
-        raise TypeError(f"out: got {len(given)} tensors; legal: {legal}")
+        legal = "one tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"
+        raise TypeError(f"out: got {len(given)} tensors; legal: {legal}, or None")
     names = ("out",) if len(kinds) == 1 else ("out[0]", "out[1]")
     taken = dict(read)
     for name, tensor, (shape, dtype) in zip(names, given, kinds.values(), strict=True):

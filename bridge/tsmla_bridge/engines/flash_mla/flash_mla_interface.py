@@ -110,7 +110,8 @@ def flash_mla_with_kvcache(
 
     Raises:
       ValueError, TypeError: an argument is not legal.
-      NotImplementedError: no kernel runs the call, or kv_format names another format than that of k_cache.
+      NotImplementedError: no kernel runs the call; or with indices kv_format is neither None nor "V32" over V3.2's
+        rows.
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     extra = dict(zip(FAR, (extra_k_cache, extra_indices_in_kvcache, extra_topk_length), strict=True))
@@ -154,7 +155,8 @@ def flash_mla_with_kvcache(
     if kv_format is not None:
         raise ValueError(f"kv_format: got {kv_format!r}; without indices legal: None")
     if block_table is None or cache_seqlens is None:
-        raise ValueError("block_table, cache_seqlens: got None; without indices both are needed")
+        missing = [name for name in ("block_table", "cache_seqlens") if name not in present]
+        raise ValueError(f"{', '.join(missing)}: got None; without indices legal: a tensor")
     if k_cache.dim() != 4 or k_cache.shape[2] != 1:
         raise ValueError(f"k_cache: got shape {show(tuple(k_cache.shape))}; legal: [P, Z, 1, D]")
     if is_fp8_kvcache != (k_cache.dtype == torch.float8_e4m3fn):
@@ -182,7 +184,9 @@ def _one(name: str, scale: torch.Tensor | None) -> torch.Tensor | None:
     if scale is None:
         return None
     if scale.numel() != 1 or scale.dtype != torch.float32:
-        raise ValueError(f"{name}: got {scale.dtype} of shape {show(tuple(scale.shape))}; legal: float32 [1]")
+        raise ValueError(
+            f"{name}: got {scale.dtype} of shape {show(tuple(scale.shape))}; legal: float32 of one element, or None"
+        )
     return scale.reshape(())
 
 

@@ -115,7 +115,9 @@ def attend(
     else:
         far.check(batch, q_len)
         if not (near.is_v4 and far.is_v4):
-            raise ValueError(f"{FAR.cache}: got a second cache; legal: one of V4's rows, beside one of V4's rows")
+            raise ValueError(
+                f"{FAR.cache}: got a second cache; legal: None, or V4's rows beside V4's rows in {NEAR.cache}"
+            )
         window = near.indices.shape[2]
         indices, lengths = joining.joined(near.columns(tokens), far.columns(tokens), _COLUMN_MULTIPLE)
         options |= {"compressed_kv_cache": far.pages(), "window": window, "compressed_page_size": far.page_size}

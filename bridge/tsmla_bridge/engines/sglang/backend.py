@@ -49,9 +49,9 @@ versions.warn_if_untested(versions.SGLANG, sglang.__version__)
 
 
 def forward_method(attention: Any, forward_batch: Any) -> Any:
-    """How an MLA layer runs a batch. Prompts are expanded, with their cached prefix in chunks; if chunks are disabled,
-    prompts with a prefix are absorbed. All other batches are absorbed. In a CUDA graph of prefill prompts are absorbed,
-    too, because the shapes of that form don't depend on the lengths."""
+    """How an MLA layer runs a batch. Batches of prompts are expanded, with their cached prefixes in chunks; if chunks
+    are disabled, a batch in which any prompt has a prefix is absorbed. All other batches are absorbed, and so are
+    prompts in a CUDA graph of prefill, because the shapes of the absorbed form don't depend on the lengths."""
     if is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph():
         return AttnForwardMethod.MLA
     prefix = sum(forward_batch.extend_prefix_lens_cpu or [0])
@@ -237,7 +237,7 @@ class TsmlaBackend(AttentionBackend):
         for is_so, said in (
             # forward_absorb_prepare gathers queries only in decode and target verify.
             (getattr(runner, "is_draft_worker", False), "a draft model, whose queries are not gathered over the ranks"),
-            # forward_absorb_core scales only concatenated queries, and merges no parts of ranks after those.
+            # forward_absorb_core scales only concatenated queries, and for those it doesn't merge the ranks' results.
             (
                 _scales_queries(runner.model_config),
                 "a model with queries scaled by position (llama_4_scaling), whose parts are not merged",

@@ -70,7 +70,8 @@ def tokenspeed_mla_decode(
         cp_interleave_size at a time, seq_lens counts this rank's, and causal_seqs [B] counts all. The masks above hold
         with causal_seqs for seq_len, and a query sees only keys that this rank holds. With cp_world = 1 causal_seqs is
         not read.
-      local_visible_lens: [B, S] int32, how many keys each query token sees, instead of the masks above.
+      local_visible_lens: [B, S] int32, how many keys each query token sees, instead of the masks above. Legal with
+        window_left = -1, cp_world = 1 and causal_seqs = None.
 
     Returns:
       out [B, S, H, kv_lora_rank] in query's dtype, bfloat16 when that is fp8; with return_lse also lse [B, S, H]
@@ -78,7 +79,8 @@ def tokenspeed_mla_decode(
 
     Masks that differ from token to token (a window, and context parallelism and local_visible_lens with S > 1) run as
     one request for each query token: right, but the keys of a request are read S times. Torch operations attend to the
-    keys of a window before its first whole page, and the kernel's result for the later pages is merged with theirs.
+    keys of a window that come before the first page that begins in it; the kernel attends to the keys from that page
+    on, and the two results are merged.
 
     Raises:
       ValueError, TypeError: an argument is not legal.
@@ -213,8 +215,8 @@ def _attend_window(
 ) -> Computed:
     """Attention in which each query token, a request of its own, sees its keys from starts to stops, both [B].
 
-    The kernel begins at the start of a page. So it attends to the first page that lies whole in the window and to all
-    later ones, through tables that begin with that page. Torch operations attend to the keys of the window before that
+    The kernel begins at the start of a page. So it attends to the keys from the first page on that begins in the
+    window, through tables that begin with that page. Torch operations attend to the keys of the window before that
     page, and the two results are merged."""
     cache = tensors.without_head_axis(shared.kv_cache)
     num_pages, page_size, _ = cache.shape
@@ -222,11 +224,11 @@ def _attend_window(
         none, none_lse = _attend(query, block_tables, stops.clamp(max=0), return_lse=True, out=None, **shared._asdict())
         assert none_lse is not None
         return none, none_lse
-    whole = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # the first whole page
+    entry = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # of the first page that begins there
     column = torch.arange(block_tables.shape[1], device=starts.device)
     last = block_tables.shape[1] - 1
-    behind = block_tables.gather(1, (whole[:, None] + column).clamp(max=last))
-    begin_behind = whole * page_size
+    behind = block_tables.gather(1, (entry[:, None] + column).clamp(max=last))
+    begin_behind = entry * page_size
     lens = (stops - begin_behind).clamp(min=0)
     most, most_lse = _attend(query, behind, lens, return_lse=True, out=None, **shared._asdict())
     assert most_lse is not None
@@ -318,7 +320,10 @@ def _check_mask(
         raise ValueError(f"causal_seqs: got None; with cp_world = {world} it must say how many keys all ranks hold")
     if local_visible_lens is not None:
         if window_left != -1 or world != 1 or causal_seqs is not None:
-            raise ValueError("local_visible_lens: can't go with window_left, cp_world or causal_seqs")
+            raise ValueError(
+                f"local_visible_lens: got a tensor with window_left = {window_left}, cp_world = {world} and causal_seqs"
+                f" {'None' if causal_seqs is None else 'given'}; legal: None, or a tensor with -1, 1 and None"
+            )
         shape, got = tuple(query.shape[:2]), local_visible_lens
         if tuple(got.shape) != shape or got.dtype != torch.int32 or got.device != query.device:
             raise ValueError(

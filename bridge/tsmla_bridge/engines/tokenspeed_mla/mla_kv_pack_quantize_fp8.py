@@ -22,7 +22,7 @@ def mla_kv_pack_quantize_fp8(
 
     Args:
       k_nope: [T, H, N], bfloat16 or float16, of any strides.
-      k_pe: [T, R] or [T, 1, R].
+      k_pe: [T, R] or [T, 1, R], R at most N.
       v: [T, H, V].
       k_scale_inv, v_scale_inv: factors before the conversion, which is from float32.
       k_out, v_out: where the results go; new tensors otherwise.

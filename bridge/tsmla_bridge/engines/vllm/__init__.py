@@ -65,8 +65,9 @@ def register() -> None:
 
 
 def _register(entry: Entry, *, is_custom: bool) -> None:
-    """Add the entry to its registry under its own name, where vLLM lets a plug-in add one, and with is_custom under the
-    name CUSTOM."""
+    """Add the entry to its registry under its own name, where vLLM lets a plug-in add one; with is_custom also under
+    the name CUSTOM, unless the entry has its own and another plug-in has CUSTOM; with TSMLA_VLLM=auto the decode entry
+    also under the name FLASH_ATTN_MLA."""
     module_name, enum_name, function_name = entry.registry
     module = importlib.import_module(module_name)
     backends, add = getattr(module, enum_name), getattr(module, function_name)
@@ -74,8 +75,7 @@ def _register(entry: Entry, *, is_custom: bool) -> None:
     if named and entry.name not in backends.__members__:
         add(entry.name, entry.path)
         _make_picklable(backends[entry.name], entry)
-    # CUSTOM is the one name for plug-ins of all vendors: leave it to a plug-in that has it already, if this entry has a
-    # name of its own.
+    # CUSTOM is the one name for plug-ins of all vendors.
     if is_custom and not (named and backends.CUSTOM.is_overridden()):
         add(backends.CUSTOM, entry.path)
     if entry == DECODE and os.environ.get("TSMLA_VLLM") == "auto":

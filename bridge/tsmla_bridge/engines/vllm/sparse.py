@@ -283,8 +283,8 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
     def _slots(
         self, selected: torch.Tensor, metadata: TsmlaMLASparseMetadata, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the cache that the selected positions [T, K] lie in, [T, K], and how many of each row count, [T],
-        by vLLM's own kernel. `step` is the number of rows from one page to the next."""
+        """The rows of the cache that the selected positions [T, K] lie in, [T, K], and how many of its columns count
+        for each token, [T], by vLLM's own kernel. `step` is the number of rows from one page to the next."""
         strided = {"BLOCK_STRIDE_ROWS": step} if _counts_rows_between_pages() else {}
         group = getattr(self, "index_group", None)
         if self.dcp_world_size > 1:
