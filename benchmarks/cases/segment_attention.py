@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     def of(cls, name: str) -> Shape:
         """The shape of a name like 4x4096h16s8; ValueError for a text of another form."""
         if not (found := re.fullmatch(r"(\d+)x(\d+)h(\d+)s(\d+)", name)):
-            raise ValueError(f"got point {name!r}; legal: ROWSxTOKENShHEADSsSEGMENTS, as 4x4096h16s8")
+            raise ValueError(f"--points: got {name!r}; legal: ROWSxTOKENShHEADSsSEGMENTS, as 4x4096h16s8")
         return cls(*map(int, found.groups()))
 
     def ids(self) -> np.ndarray:

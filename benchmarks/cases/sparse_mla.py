@@ -98,7 +98,7 @@ class SparseDecode(packed.PackedCase):
     def of_peer(self, name: str) -> Run:
         if name == "fa3":
             if self.is_v4 or self.shares:
-                raise ValueError("FA3 takes keys of 576 columns, and its bf16 cache of such contexts is too large")
+                raise ValueError("FA3 takes no keys of V4, and shared80's cache in bf16 would be too large")
             return sparse.fa3(self.q, as_bf16(self.point.b), self.indices, self.scale)
         by_request = (self.point.b, self.point.s)
         q = sparse.padded(self.q, -2).view(*by_request, -1, self.width)

@@ -58,7 +58,8 @@ def page_multiple(config: ModelConfig) -> int:
 
 
 def default_page_size(config: ModelConfig) -> int:
-    """The default page size in tokens: 64, or in V4 256 (64 entries of ratio 4), rounded up to `page_multiple`."""
+    """The default page size in tokens: 64, or in V4 256 (64 entries of ratio 4), rounded up to a multiple of
+    `page_multiple`."""
     if not isinstance(config.attention, tuple):
         return 64
     multiple = page_multiple(config)

@@ -83,9 +83,9 @@ class MoEConfig:
         if self.scoring is None:
             object.__setattr__(self, "scoring", _SCORING[self.routing])
         if self.scoring not in SCORINGS:
-            raise ValueError(f"scoring_func = {self.scoring!r}; legal: {', '.join(SCORINGS)}")
+            raise ValueError(f"scoring_func = {self.scoring!r}; legal: {', '.join(SCORINGS)}, or None")
         if self.swiglu_limit is not None and not self.swiglu_limit > 0:
-            raise ValueError(f"swiglu_limit = {self.swiglu_limit}; legal: a positive number")
+            raise ValueError(f"swiglu_limit = {self.swiglu_limit}; legal: a positive number, or None")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"num_experts_per_tok = {self.top_k}; legal: 1 to n_routed_experts = {self.num_experts}")
         if self.routing != "greedy":

@@ -471,7 +471,7 @@ class Engine:
         return found
 
     def _refuse_unfinite(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> None:
-        """Ends the first text of a step whose logits are not finite, and raises FloatingPointError for it."""
+        """Raises FloatingPointError for the first text whose logits in this step are not finite, and ends that text."""
         for row, text in started.texts.items():
             unfinite = np.flatnonzero(tokens[row] == NOT_FINITE)  # behind the drafts that were accepted
             if not text.done and unfinite.size:

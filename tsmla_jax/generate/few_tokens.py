@@ -45,7 +45,7 @@ def mlp(
 
     Args:
       params: {"gate_up", "down"} of `moe.gated_mlp` or, with a router, as in `moe.mixture_of_experts`.
-      config: the experts' sizes and routing; None without a router.
+      config: the experts' sizes and routing; not read without a router.
       x: [T, C].
       norm: the norm before the MLP; None if x is normed.
       valid: [T] bool, False for padding, whose rows mean nothing.

@@ -312,11 +312,11 @@ def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
     legal = [dtype, FP8, *(["bfloat16", "float16"] if dtype == "float32" else [])]
     reasons = packed_reasons(config)
     if cache_dtype == PACKED and reasons:
-        raise ValueError(f"cache_dtype = 'packed': {'; '.join(reasons)}; legal here: {', '.join(legal)}")
+        raise ValueError(f"cache_dtype = 'packed': {'; '.join(reasons)}; legal here: {', '.join(legal)}, or None")
     if cache_dtype not in (*legal, PACKED):
         raise ValueError(
             f"cache_dtype = {cache_dtype!r}; legal with parameters of {dtype}: "
-            f"{', '.join(legal if reasons else [*legal, PACKED])}"
+            f"{', '.join(legal if reasons else [*legal, PACKED])}, or None"
         )
     return cache_dtype
 
@@ -325,7 +325,8 @@ def _q_dtype(q_dtype: str, cache_dtype: str, dtype: str) -> str:
     legal = [dtype, *([FP8] if cache_dtype in (FP8, PACKED) else [])]
     if q_dtype not in legal:
         raise ValueError(
-            f"q_dtype = {q_dtype!r}; legal with parameters of {dtype} and a cache of {cache_dtype}: {', '.join(legal)}"
+            f"q_dtype = {q_dtype!r}; legal with parameters of {dtype} and a cache of {cache_dtype}: "
+            f"{', '.join(legal)}, or None"
         )
     return q_dtype
 
