@@ -150,8 +150,9 @@ def dot_product_attention(
         key, value: [B, S, N, H] and [B, S, N, V] in query's dtype. They must have as many heads as query: for grouped
             queries repeat them, `jnp.repeat(key, groups, axis=-2)`.
         bias, local_window_size: refused; a window can be given as a mask.
-        mask: [B or 1, 1, T or 1, S or 1] bool, True for pairs that see each other, the same for all heads: it becomes
-            the bits of a `mla_prefill` selection. The values of keys that no query sees must be finite.
+        mask: [B or 1, 1, T or 1, S or 1] bool, whose first axes may be left out if they are 1. True for pairs that see
+            each other, the same for all heads: it becomes the bits of a `mla_prefill` selection. The values of keys
+            that no query sees must be finite.
         scale: positive factor of the logits, may be traced; None is H^-0.5.
         is_causal: query i sees key j iff j <= i, both counted from the first token (the alignment of jax.nn;
             `mla_prefill` aligns the last tokens).
@@ -311,13 +312,13 @@ def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
     """The mask as the bits [B T, W] that `mla_prefill` takes as its selection."""
     given = shape = describe("mask", mask).shape
     if jnp.dtype(mask.dtype) != jnp.bool_:
-        raise ValueError(f"mask: got dtype {mask.dtype}; legal: bool")
+        raise ValueError(f"mask: got dtype {mask.dtype}; legal: bool, or None")
     batch, num_queries = rows
     legal = f"[{batch} or 1, 1, {num_queries} or 1, {num_keys} or 1]"
     shape = (*(1,) * (4 - len(shape)), *shape)
     sizes = zip(shape, (batch, shape[1], num_queries, num_keys), strict=len(shape) == 4)
     if len(shape) != 4 or any(size not in (1, whole) for size, whole in sizes):
-        raise ValueError(f"mask: got shape {given}; legal: {legal}")
+        raise ValueError(f"mask: got shape {given}; legal: {legal}, with or without first axes of 1, or None")
     if shape[1] != 1:
         raise NotImplementedError(
             f"mask: got shape {given} with {shape[1]} heads; legal: 1, {legal}: all heads see the same keys"
@@ -372,7 +373,9 @@ def _checked(name: str, lengths: jax.Array | None, batch: int, tokens: int) -> j
         return None
     array = describe(name, lengths)
     if array.dtype != "int32" or array.shape != (batch,):
-        raise ValueError(f"{name}: got {array.dtype} of shape {array.shape}; legal: int32 of shape [B] = [{batch}]")
+        raise ValueError(
+            f"{name}: got {array.dtype} of shape {array.shape}; legal: int32 of shape [B] = [{batch}], or None"
+        )
     return jnp.clip(lengths, 0, tokens)
 
 

@@ -400,7 +400,8 @@ def why_not_attend(
     if reasons := cute.why_not(spec):
         return reasons
     if w_uv.dtype != jnp.bfloat16 or 0 in (spec.max_pages, spec.num_pages):
-        return [f"w_uv is {w_uv.dtype}, or there are no pages; few_token_values takes bfloat16"]
+        pages = f"block_tables have {spec.max_pages} columns and the cache {spec.num_pages} pages"
+        return [f"w_uv is {w_uv.dtype}, {pages}; few_token_values takes bfloat16, and at least 1 of either"]
     return record.FEW_TOKEN_VALUES.reasons(_values_spec(spec, w_uv))
 
 

@@ -23,7 +23,8 @@ class YarnConfig:
         factor: how much longer the context is than the original one, >= 1.
         original_max_position_embeddings: context length of the pretraining, in tokens.
         beta_fast: rotations over the original context above which a frequency is kept as it is.
-        beta_slow: rotations below which it is interpolated by `factor`, fewer than beta_fast; a linear ramp in between.
+        beta_slow: rotations below which it is interpolated by `factor`; a linear ramp in between. Usually fewer than
+            beta_fast; `inverse_frequencies` says what more do.
         mscale: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim).
         mscale_all_dim: MLA's softmax scale is multiplied by ms(factor, mscale_all_dim)^2 when this is not zero; V4's is
             not.
@@ -45,7 +46,8 @@ class YarnConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and not math.isfinite(value):
-                raise ValueError(f"YarnConfig: {field.name}: got {value}; legal: a finite number")
+                legal = "a finite number above 0, or None" if field.name == "attention_factor" else "a finite number"
+                raise ValueError(f"YarnConfig: {field.name}: got {value}; legal: {legal}")
         if self.attention_factor is not None and not self.attention_factor > 0:
             raise ValueError(f"YarnConfig: attention_factor: got {self.attention_factor}; legal: above 0, or None")
         if not self.factor >= 1.0:
@@ -54,7 +56,9 @@ class YarnConfig:
             got = self.original_max_position_embeddings
             raise ValueError(f"YarnConfig: original_max_position_embeddings: got {got}; legal: above 0")
         if not (self.beta_fast > 0 and self.beta_slow > 0):
-            raise ValueError(f"YarnConfig: beta_fast, beta_slow: got {self.beta_fast}, {self.beta_slow}; legal: > 0")
+            raise ValueError(
+                f"YarnConfig: beta_fast, beta_slow: got {self.beta_fast}, {self.beta_slow}; legal: above 0"
+            )
 
     @property
     def magnitude(self) -> float:

@@ -199,7 +199,7 @@ def test_refuses_v32_configs_caches_and_steps() -> None:
     case = hf_layers.case("v3.2")
     with pytest.raises(ValueError, match="index_topk"):
         v32.V32Config.from_hf({k: value for k, value in case.fields.items() if k != "index_topk"})
-    with pytest.raises(ValueError, match="q_lora_rank: got None; legal: a rank"):
+    with pytest.raises(ValueError, match="q_lora_rank: got None; legal: a positive integer"):
         v32.V32Config.from_hf({**case.fields, "q_lora_rank": None})
     with pytest.raises(ValueError, match="kv_dtype: got uint8 with kv_lora_rank=32"):
         v32.init_cache(case.config, 1, 4, kv_dtype=jnp.uint8)

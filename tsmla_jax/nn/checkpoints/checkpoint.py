@@ -184,8 +184,8 @@ class Checkpoint:
         )
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
-        """Raises CheckpointError if values of a tensor are NaN or infinite. For tensors that only choose experts or
-        keys: no later result would show such values.
+        """Raises CheckpointError if values of a tensor are NaN or infinite. For tensors by which experts or keys are
+        chosen: later results may not show such values.
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -280,9 +280,9 @@ class Checkpoint:
         )
 
     def _is_whole_scaled(self, name: str) -> bool:
-        """Whether an fp8 tensor has one scale for each matrix, and not for each block of a matrix of a single block. It
-        is a matrix [M, N], or a stack [E, M, N] as transformers holds experts. Mistral Small 4 stores its weights
-        so."""
+        """Whether an fp8 tensor, a matrix [M, N] or a stack [E, M, N] as transformers holds experts, has one scale for
+        each matrix, as in Mistral Small 4. False for a matrix of a single block whose scale has the shape of scales of
+        blocks."""
         shape, scales = self.info(name).shape, self.info(self.scale_name(name) or name).shape
         blocks = tuple(-(-size // step) for size, step in zip(shape[-2:], self.block, strict=False))
         legal = ((), (1,), (1, 1)) if len(shape) == 2 else ((shape[0],), (shape[0], 1, 1))
@@ -433,7 +433,7 @@ class Checkpoint:
         ):
             config_file = self.directory / "config.json"
             raise CheckpointError(
-                f"{config_file}: field 'weight_block_size' must be two positive integers, got {block!r}"
+                f"{config_file}: field 'weight_block_size' must be two positive integers or null, got {block!r}"
             )
         return block[0], block[1]
 

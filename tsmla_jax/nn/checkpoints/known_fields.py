@@ -229,7 +229,7 @@ def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
     for name, entries in legal.items():
         value = fields.get(name)
         if value is not None and not (isinstance(value, list | str) and all(entry in entries for entry in value)):
-            raise ValueError(f"{where}: {name}: got {value!r:.80}; legal: {_either(entries)} for each layer")
+            raise ValueError(f"{where}: {name}: got {value!r:.80}; legal: {_either(entries)} for each layer, or null")
 
 
 def _either(entries: tuple[Any, ...]) -> str:

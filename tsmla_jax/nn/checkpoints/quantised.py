@@ -71,8 +71,8 @@ def _refuse_group(group: Any, where: str) -> None:
     fixed = group.get("activation_scheme") == "static" and group.get("weight_block_size", 0) is None
     if group.get("activation_scheme") not in (None, "dynamic") and not fixed:
         raise CheckpointError(
-            f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic', or 'static' with a"
-            " weight_block_size of null"
+            f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic', null, or"
+            " 'static' with a weight_block_size of null"
         )
 
 

@@ -45,7 +45,9 @@ class V32Config:
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ValueError(f"V32Config: {name}: got {value!r}; legal: a positive integer")
         if self.mla.q_lora_rank is None:
-            raise ValueError("V32Config: mla.q_lora_rank: got None; legal: a rank, as the indexer's queries need it")
+            raise ValueError(
+                "V32Config: mla.q_lora_rank: got None; legal: a positive integer, as the indexer's queries need it"
+            )
         plain = {"query_scale": None, "scale_latents": False, "rotates": True, "output_gate": None}
         for name, legal in plain.items():
             if (got := getattr(self.mla, name)) != legal:
