@@ -257,10 +257,9 @@ def load_model(
       dtype: the dtype of the parameters; None takes the config's. The router and its bias are f32, in which routing is
         computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
-        so (`BlockScaled`), except kv_b_proj, MLPs and experts whose width is no multiple of 128, and experts that are
-        stored in one tensor. Experts in MXFP4 with a tensor for each expert stay so, too (`MXFP4`), if kernels take
-        their sizes. All other matrices are widened, such as those of indexers and V4's attention. False widens all.
-        None keeps them unless jax's default backend is cpu.
+        so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128; experts in MXFP4
+        stay so (`MXFP4`), if kernels take their sizes. Experts in one tensor and all other matrices are widened, such
+        as indexers' and V4's attention's. False widens all. None keeps them unless jax's default backend is cpu.
       fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
         block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run.
