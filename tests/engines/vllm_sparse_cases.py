@@ -241,7 +241,7 @@ def test_pages_of_several_layers_in_one_pool(layer: SparseLayer) -> None:
 
 
 def test_pages_must_lie_whole_rows_apart() -> None:
-    with pytest.raises(ValueError, match="pages must lie whole rows of 8 apart"):
+    with pytest.raises(ValueError, match="and pages whole rows of 8 apart"):
         sparse._rows(torch.zeros(3 * 70).as_strided((3, 8, 8), (70, 8, 1)))
 
 

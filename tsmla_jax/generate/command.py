@@ -358,7 +358,8 @@ def keep_compiled_programs() -> None:
 
 
 def _say_compiling(step: str, seconds: float | None) -> None:
-    """Says on stderr that a step is being compiled, also without a terminal: a log is read later."""
+    """Says on stderr that a step is being compiled or, with seconds, that it was; also without a terminal, because a
+    log is read later."""
     took = "" if seconds is None else f": {seconds:.1f} s"
     print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
 

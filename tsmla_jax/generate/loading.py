@@ -163,7 +163,7 @@ class _Reader:
         self._read |= {stored, self._checkpoint.scale_name(stored) or stored}
 
     def keeps(self, *names: str) -> bool:
-        """Whether all these matrices stay block-scaled."""
+        """Whether block-scaled matrices are to stay so, and all these are block-scaled."""
         return self._keep_fp8 and all(self._checkpoint.is_block_scaled(self._stored.get(name, name)) for name in names)
 
     def narrow(self, name: str, shape: Sequence[int]) -> BlockScaled:
@@ -174,7 +174,7 @@ class _Reader:
         return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def keeps_fp4(self, *names: str) -> bool:
-        """Whether all these matrices stay in MXFP4. They do if fp8 weights are to stay block-scaled."""
+        """Whether block-scaled matrices are to stay so, and all these are in MXFP4."""
         return self._keep_fp8 and all(self._checkpoint.is_fp4(self._stored.get(name, name)) for name in names)
 
     def fp4(self, name: str, shape: Sequence[int]) -> MXFP4:
@@ -260,7 +260,7 @@ def load_model(
         so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128; experts in MXFP4
         stay so (`MXFP4`), if kernels take their sizes. Experts in one tensor and all other matrices are widened, such
         as indexers' and V4's attention's. False widens all. None keeps them unless jax's default backend is cpu.
-      fp8_products: how products with such matrices are computed. "quantized" quantises their activations to e4m3 for
+      fp8_products: how to multiply by block-scaled matrices. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
         block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`). Experts and, if its rows divide, an output

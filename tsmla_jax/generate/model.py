@@ -309,8 +309,8 @@ def _attend_few_tokens(
     options: StepOptions,
     selected: jax.Array | None,
 ) -> LayerResult | None:
-    """x plus the attention of norm(x), by the kernels for few tokens; None if these kernels can't run, in V4, and
-    in the expanded form."""
+    """x plus the attention of norm(x), by the kernels for few tokens; None if these kernels can't run, in V4, and in
+    MLA's steps of prompts."""
     attention, named = config.attention, options.implementation
     if isinstance(attention, V32Config):
         asked = v32.functional.Options(scales.kv_scale, scales.q_scale, options.context_axis, None, named)

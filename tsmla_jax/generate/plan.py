@@ -105,7 +105,7 @@ class EngineOptions:
             if not is_count(value := getattr(self, name), least):
                 raise ValueError(f"{name} = {value}; legal: an int, at least {least}")
         if self.max_batch > BATCH_SIZES[-1]:
-            raise ValueError(f"max_batch = {self.max_batch}; legal: at most {BATCH_SIZES[-1]}")
+            raise ValueError(f"max_batch = {self.max_batch}; legal: an int, 1 to {BATCH_SIZES[-1]}")
         if self.program not in ("step", "layer", None):
             raise ValueError(f"program = {self.program!r}; legal: 'step', 'layer', None")
         if self.program == "layer" and self.mesh.size > 1:
@@ -115,7 +115,7 @@ class EngineOptions:
             if value is not None and not is_count(value, 1):
                 raise ValueError(f"{name} = {value}; legal: an int, at least 1, or None")
         if self.seed >= 2**32:
-            raise ValueError(f"seed = {self.seed}; legal: below 2**32")
+            raise ValueError(f"seed = {self.seed}; legal: an int, 0 to 2**32 - 1")
         for name in ("temperature", "top_p", "kv_scale", "q_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -54,7 +54,7 @@ _OWNERS = {
 
 
 def module_name(stored: str) -> str:
-    """The name transformers' modules give to a tensor that a checkpoint stores as `stored`; others stay as they are."""
+    """The name of the tensor `stored` of a checkpoint, spelled as in transformers' modules; others stay as they are."""
     name = stored.removeprefix("model.")
     if name in _WHOLE:
         return _WHOLE[name]
@@ -84,7 +84,7 @@ def stored_name(name: str) -> str:
 
 
 def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names of a checkpoint's tensors, by the names in transformers' modules.
+    """The names of a checkpoint's tensors, by the names that `module_name` gives them.
 
     Raises CheckpointError when the checkpoint holds one tensor in two spellings.
     """

@@ -340,7 +340,9 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     num_pages, page_size, width = cache.shape
     step, rest = divmod(cache.stride(0), width)
     if rest or cache.stride()[1:] != (width, 1):
-        raise ValueError(f"kv_cache: got strides {cache.stride()}; pages must lie whole rows of {width} apart")
+        raise ValueError(
+            f"kv_cache: got strides {cache.stride()}; legal: rows side by side, and pages whole rows of {width} apart"
+        )
     if num_pages > 1 and step != page_size and not _counts_rows_between_pages():
         raise ValueError(f"kv_cache: got pages {step} rows apart; this version of vLLM counts slots {page_size} apart")
     count = (num_pages - 1) * step + page_size
