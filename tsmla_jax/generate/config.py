@@ -356,10 +356,11 @@ def _refuse_unlike_v4(fields: Mapping[str, Any], where: str) -> None:
     }
     for name, value in only.items():
         if fields.get(name) not in (None, value):
-            raise ValueError(f"{where}: {name} = {fields[name]!r}; legal for deepseek_v4: {value!r}")
+            raise ValueError(f"{where}: {name} = {fields[name]!r}; legal for deepseek_v4: {value!r}, or null")
     if fields.get("scoring_func") not in (None, "sqrtsoftplus", "sigmoid"):
         raise ValueError(
-            f"{where}: scoring_func = {fields['scoring_func']!r}; legal for deepseek_v4: 'sqrtsoftplus', 'sigmoid'"
+            f"{where}: scoring_func = {fields['scoring_func']!r}; legal for deepseek_v4: 'sqrtsoftplus', 'sigmoid', or"
+            " null"
         )
 
 

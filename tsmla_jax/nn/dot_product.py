@@ -265,7 +265,7 @@ class _Call(NamedTuple):
             if refused is not None:
                 kind = type(refused).__name__
                 raise NotImplementedError(
-                    f"{name}: got {kind}; legal: None (a mask [B or 1, 1, T, S] of bool is taken)"
+                    f"{name}: got {kind}; legal: None (a mask [B or 1, 1, T or 1, S or 1] of bool is taken)"
                 )
         if not (isinstance(dropout_rate, Real) and dropout_rate == 0):
             raise NotImplementedError(f"dropout_rate: got {dropout_rate}; legal: 0, as attention has no dropout here")
