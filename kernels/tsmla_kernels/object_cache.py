@@ -436,7 +436,8 @@ def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> No
         )
         try:
             with os.fdopen(descriptor, "wb") as file:
-                os.fchmod(descriptor, 0o600 | path.parent.stat().st_mode & 0o044)  # who reads the folder reads the file
+                with contextlib.suppress(OSError):  # a file system without modes
+                    os.fchmod(descriptor, 0o600 | path.parent.stat().st_mode & 0o044)  # the folder's readers read it
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

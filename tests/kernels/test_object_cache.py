@@ -234,6 +234,15 @@ def test_a_file_is_read_by_those_who_read_its_folder(cache_directory: Path, comp
     assert stat.S_IMODE(only_file(cache_directory).stat().st_mode) == 0o640
 
 
+def test_a_file_system_without_modes(compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("fchmod")
+
+    monkeypatch.setattr(object_cache.os, "fchmod", refuse)
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert object_cache.is_stored(SCALE, CONFIG, ARCH)
+
+
 def test_a_directory_that_can_not_be_looked_at_is_said_to_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CACHE_DIR", "/tmp/" + "a" * 300)
     assert "can't be written; TSMLA_CACHE_DIR names another directory" in (object_cache.why_not_kept() or "")
