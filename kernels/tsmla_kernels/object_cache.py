@@ -127,8 +127,8 @@ def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject
     """The object of `kernel` for `config` and `arch`: from this process, from the user's folder, from the package
     PREBUILT, or compiled and stored.
 
-    If several processes want the same object, one compiles it and the others wait. If the cache can't be written, or
-    others may write to it, each process compiles what is not prebuilt, with a warning.
+    If several processes want the same object, one compiles it and the others wait. If the user's folder can't be
+    written, each process compiles what is not stored; if others may write to it, what is not prebuilt. Both warn.
 
     Raises:
       ValueError: the kernel isn't written for `arch`.

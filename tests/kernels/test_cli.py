@@ -266,7 +266,7 @@ def test_doctor_says_why_nothing_is_kept(
     assert f"Cache of compiled kernels\n  {cache_directory}\n\n" in said()
     cache_directory.mkdir(exist_ok=True)
     cache_directory.chmod(0o775)
-    assert "each process compiles what isn't in it: " in (text := said()) and "may be written by others" in text
+    assert "each process compiles again what it can't load: " in (text := said()) and "may be written by others" in text
     cache_directory.chmod(0o700)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert f"{cache_directory} can't be written; TSMLA_CACHE_DIR names another" in said()

@@ -94,5 +94,5 @@ def examine_cache() -> CacheState:
 
 def render_cache(state: CacheState) -> list[str]:
     """The lines of a report for a terminal."""
-    said = [] if state.problem is None else [f"  each process compiles what isn't in it: {state.problem}"]
+    said = [] if state.problem is None else [f"  each process compiles again what it can't load: {state.problem}"]
     return ["Cache of compiled kernels", f"  {state.directory}", *said]
