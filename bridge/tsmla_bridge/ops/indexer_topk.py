@@ -134,7 +134,8 @@ def indexer_topk(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call, with every reason; or backward() asks for the
+        derivative of a call that runs as an operator of torch (under torch.compile, say).
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     if counts is not None and not return_slots:
