@@ -283,6 +283,18 @@ def test_refuses(change: dict[str, object], message: str) -> None:
         call(**change)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_tokens_of_no_request_complete_no_entry(implementation: str) -> None:
+    """The number of results is that of any call of these sizes."""
+    state = sparse.init_compressor_state(1, ratio=4, channels=8, overlap=True)
+    entries, _ = tsmla_jax.compress_kv(
+        jnp.ones((9, 2, 16)), jnp.ones((4, 16)), state, state_slots=ints([]), seq_lens=ints([]), cu_seqlens_q=ints([0]),
+        ratio=4, overlap=True, implementation=implementation,
+    )  # fmt: skip
+    assert entries.kv.shape == (2, 8) and not entries.kv.any()
+    assert entries.requests.tolist() == entries.positions.tolist() == [-1, -1]
+
+
 def test_checks_see_positions_that_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     _, state = call()

@@ -58,15 +58,17 @@ def compress_kv(
     Raises:
       TypeError, ValueError: an argument is not legal. Under TSMLA_CHECK=1 also cu_seqlens_q that decrease, a state
         out of range or used twice, or positions that don't follow on those in the state.
-      NotImplementedError: the named implementation can't run this call.
+      NotImplementedError: the named implementation can't run this call, or a derivative of "xla" is asked for under
+        jax.jit; "reference" has one.
     """
     spec, chosen = OPERATION.choose(**locals())
     kv_score, ape, state_slots, cu_seqlens_q = map(jnp.asarray, (kv_score, ape, state_slots, cu_seqlens_q))
     rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
     seq_lens = checks.compress(spec, jnp.asarray(seq_lens), cu_seqlens_q, state_slots, rings[1])
     if spec.num_tokens == 0 or spec.num_requests == 0:
-        empty = jnp.full((0,), -1, jnp.int32)
-        return CompressedEntries(jnp.zeros((0, spec.channels), jnp.float32), empty, empty), CompressorState(*rings)
+        padding = jnp.full((spec.num_entries,), -1, jnp.int32)
+        kv = jnp.zeros((spec.num_entries, spec.channels), jnp.float32)
+        return CompressedEntries(kv, padding, padding), CompressorState(*rings)
     rows = PartitionSpec(None, None), PartitionSpec(None), PartitionSpec(None)
     given = (kv_score, ape, rings, state_slots, seq_lens, cu_seqlens_q)
     entries, rings = chosen.call(given, lambda: (rows, jax.tree.map(same_spec, rings)), spec=spec)
