@@ -1,5 +1,7 @@
 """The packed caches, byte for byte against the definition, and back."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -150,6 +152,19 @@ def test_skipped_slots_and_plain_writes() -> None:
         oracle.v32_row(values(0, 2, 512)[1], values(1, 2, 64)[1])
     )
     assert (np.delete(np.asarray(got).reshape(8, 656), 6, 0) == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_derivative_of_plain_writes(dtype: Any) -> None:
+    """A written row's cotangent goes to the token, the others' to the cache."""
+    cotangent = jnp.arange(64, dtype=dtype).reshape(2, 2, 16)
+
+    def loss(cache: jax.Array, kv: jax.Array) -> jax.Array:
+        return (sparse.write_v4_cache(cache, kv, ints([-1, 2])) * cotangent).sum()
+
+    of_cache, of_kv = jax.jit(jax.grad(loss, (0, 1)))(jnp.ones((2, 2, 16), dtype), jnp.ones((2, 16)))
+    np.testing.assert_array_equal(of_cache, cotangent.at[1, 0].set(0))
+    np.testing.assert_array_equal(of_kv, jnp.stack([jnp.zeros(16), cotangent[1, 0].astype(jnp.float32)]))
 
 
 @pytest.mark.parametrize(

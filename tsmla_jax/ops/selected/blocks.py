@@ -88,9 +88,18 @@ def put_rows(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     flat = cache.reshape(-1, cache.shape[-1])
     if not _is_narrow(cache):
         return _scatter_rows(flat, rows, slots).reshape(cache.shape)
-    flat = carry(flat, rows, slots)
-    flat = lax.platform_dependent(flat, rows, slots, cpu=_update_rows, default=_scatter_rows)
-    return flat.reshape(cache.shape)
+    return _place_rows(carry(flat, rows, slots), rows, slots).reshape(cache.shape)
+
+
+@jax.custom_jvp
+def _place_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """`flat` with rows in slots. The derivative is that of a scatter: the loop has none in reverse mode."""
+    return lax.platform_dependent(flat, rows, slots, cpu=_update_rows, default=_scatter_rows)
+
+
+@_place_rows.defjvp
+def _place_rows_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    return _place_rows(*primals), jax.jvp(_scatter_rows, primals, tangents)[1]
 
 
 def _scatter_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
