@@ -20,7 +20,7 @@ Scale = float | jax.Array
 def describe(name: str, value: Any) -> contract.Array:
     """Shape and dtype of an array argument (or a ShapeDtypeStruct), before any conversion, so that an int64 table is
     refused and not quietly narrowed. The dtype of numpy floats is the one that jax gives them: float64 needs
-    jax_enable_x64. Raises a TypeError if the value has no shape or dtype.
+    jax_enable_x64. Raises a TypeError if the value has no shape, or no dtype of numbers of numpy or jax.
     """
     if not _is_array(value):
         raise contract.not_an_array(name, value)
@@ -84,15 +84,20 @@ def _is_array(value: Any) -> bool:
 
 def dtype_name(name: str, dtype: Any) -> str | None:
     """The name of the dtype argument `name`, as the contract takes it; None if the argument is None. TypeError if it is
-    no dtype."""
+    no dtype, ValueError if it needs jax_enable_x64, without which jax would narrow it."""
+    if dtype is None:
+        return None
     try:
-        return None if dtype is None else jnp.dtype(dtype).name
+        asked = jnp.dtype(dtype)
     except TypeError:
         raise TypeError(f"{name}: got {dtype!r:.60}; legal: a dtype, as jax.numpy.bfloat16 or its name") from None
+    if asked == np.float64 and jax.dtypes.canonicalize_dtype(asked) != asked:
+        raise ValueError(f"{name}: got float64; legal: float64 with jax_enable_x64, or a dtype of fewer bits")
+    return asked.name
 
 
 def as_scale(value: Scale | None, dtype: Any) -> jax.Array:
-    """A scale as an operand of `dtype`; None means 1. It is an operand even when it is a Python float, so that no
+    """A scale as an array of `dtype`; None means 1. It is an array even when it is a Python float, so that no
     implementation can keep its value."""
     return jnp.asarray(1.0 if value is None else value, dtype)
 

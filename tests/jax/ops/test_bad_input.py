@@ -137,3 +137,6 @@ def test_what_is_no_dtype_is_refused_by_name(op: str, argument: str) -> None:
     for wrong in ("bfloat61", 3, 1.5):
         with pytest.raises(TypeError, match=rf"^{argument}: got {wrong!r}; legal: a dtype, as jax\.numpy\.bfloat16"):
             call(op, arguments | {argument: wrong})
+    for narrowed in ("float64", np.float64):  # by jax, to float32
+        with pytest.raises(ValueError, match=rf"^{argument}: got float64; legal: float64 with jax_enable_x64, or"):
+            call(op, arguments | {argument: narrowed})
