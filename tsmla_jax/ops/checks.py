@@ -1,7 +1,8 @@
 """Checks of values, which no shape or dtype shows, under TSMLA_CHECK=1.
 
-Outside of jit a check raises ValueError at the call. Under jit it runs on the host while the program runs, and its text
-arrives in jax's runtime error. That synchronises with the device, and jax.export can't serialise it, hence the switch.
+Where the arrays' values are known, a check raises ValueError at the call. Under jit and vmap it runs on the host while
+the program runs, and its text arrives in jax's runtime error. That synchronises with the device, and jax.export can't
+serialise it, hence the switch.
 Without the checks the implementations still read and write only inside the cache.
 """
 

@@ -59,7 +59,7 @@ OPERATIONS = {
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which implementations can run `op(*args, **kwargs)`, which one would, and why the others can't. Runs nothing.
+    """Which implementations can run `op(*args, **kwargs)`, which one would, and why not the others. Runs nothing.
 
     Args:
       op: an operation's name, or the public function itself.

@@ -41,7 +41,8 @@ class Explanation:
       op: the operation's name.
       spec: the spec (of tsmla_kernels.contract) that the contract made from the arguments.
       chosen: the implementation that None picks, or the first that was named and can run; None if there is none.
-      reasons: for every implementation, the reasons why it can't run this call; empty if it can.
+      reasons: for every implementation, the reasons why it can't run this call, or why None doesn't choose it; empty if
+        there are none.
       notes: further facts about an implementation.
     """
 
@@ -68,7 +69,7 @@ class Implementation:
     """One way to compute an operation.
 
     run: the computation, a function of jax arrays and keyword options.
-    why_not: takes the call's spec; returns the reasons why the implementation can't run that call, empty if it can.
+    why_not: takes the call's spec; returns the reasons why the implementation can't run that call; empty if it can.
     why_not_by_default: returns the reasons why implementation=None must not pick it, though it may be named.
     notes: takes the spec; returns facts about the call that `explain` shows.
     """

@@ -69,7 +69,8 @@ def transformable(
         of them, there is one call after another.
       unexpanded: operands that `fold` takes without the batch axis when vmap gives them none.
       derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. If it is
-        None, `with_backward` gives the derivative; if both are given, only second derivatives use this one.
+        None, the only derivative is that of `with_backward`; if both are given, only second derivatives and forward
+        mode use this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
       summed: results that the devices add up, if there are any.
     """
@@ -201,7 +202,8 @@ def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[
 
 def without_derivative(results: Any, known: Any, op: str, alternative: str) -> Any:
     """`results` of a loop whose number of passes depends on the array `known`. Under jax.jit that number is not known,
-    and such a loop has no derivative in reverse mode: to ask for one raises a NotImplementedError that says so.
+    and such a loop has no derivative in reverse mode: to ask for one, in either mode, raises a NotImplementedError that
+    says so.
     """
     if not isinstance(known, jax.core.Tracer):
         return results

@@ -43,7 +43,7 @@ def block_scaled_matmul(
 
 
 def without_sizes(spec: ProductSpec) -> ProductSpec:
-    """What of a spec is not read from arrays."""
+    """The spec without the sizes that are read from arrays."""
     picked = None if spec.num_picked is None else 1
     return dataclasses.replace(spec, num_rows=1, num_terms=1, num_columns=1, num_groups=None, num_picked=picked)
 

@@ -52,7 +52,8 @@ def grouped_block_scaled_matmul(
 
     Returns:
       [R, N] in out_dtype, [R, N / 2] with gated; if out_dtype is float8_e4m3fn, values and scales as in
-      block_scaled_matmul. Rows from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
+      block_scaled_matmul. Rows from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included. With "xla" a
+      NaN or an infinity in the weight of one group may reach the rows of others.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also cu_rows that descend or end past R, and

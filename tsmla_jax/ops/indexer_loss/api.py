@@ -64,8 +64,9 @@ def indexer_loss(
         `explain`.
 
     Returns:
-      [T] float32 (float64 for float64 index_weights), at least 0, natural logarithm; 0 for tokens without a key. V3.2's
-      report sums it over tokens and layers, and detaches the indexer's input from the model's graph.
+      [T] float32 (float64 for float64 index_weights), at least 0 (in "reference" but for rounding), natural logarithm;
+      0 for tokens without a key. V3.2's report sums it over tokens and layers, and detaches the indexer's input from
+      the model's graph.
 
     Derivatives: index_q, index_weights and index_cache in reverse mode; 0 in q, kv_cache, lse and sinks. The memory
       beside the operands is two values a token, a sum a key and a block of keys.

@@ -34,7 +34,7 @@ def why_not(spec: IndexerTopkSpec) -> list[str]:
 
 
 def notes(spec: IndexerTopkSpec) -> list[str]:
-    """What a call launches, where it can."""
+    """Notes for users: the launches of a call that the kernels can run."""
     tokens = spec.logits.num_tokens
     if chunks.selection_reasons(spec) or 0 in (tokens, spec.num_columns):
         return []
@@ -57,7 +57,7 @@ def indexer_topk(
     *,
     spec: IndexerTopkSpec,
 ) -> Results:
-    """What the public indexer_topk documents."""
+    """The results as the public indexer_topk documents them."""
     if 0 in (spec.logits.num_tokens, spec.logits.num_requests, spec.num_columns):
         return unpacked(nothing_selected(spec))
     arch = device.arch_for(SELECT_TOPK)

@@ -27,7 +27,7 @@ def indexer_topk(
     *,
     spec: IndexerTopkSpec,
 ) -> Results:
-    """What the public indexer_topk documents."""
+    """The results as the public indexer_topk documents them."""
     if 0 in (spec.logits.num_tokens, spec.logits.num_requests, spec.num_columns):
         return unpacked(nothing_selected(spec))
     operands = (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)

@@ -50,7 +50,7 @@ def indexer_topk(
     *,
     spec: IndexerTopkSpec,
 ) -> Results:
-    """What the public indexer_topk documents."""
+    """The results as the public indexer_topk documents them."""
     tokens, num_keys, page_size = spec.logits.num_tokens, spec.num_columns, spec.logits.cache.page_size
     if 0 in (tokens, spec.logits.num_requests, num_keys):
         return unpacked(nothing_selected(spec))

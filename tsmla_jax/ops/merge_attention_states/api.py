@@ -35,8 +35,8 @@ def merge_attention_states(
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
 
     Returns:
-      out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
-      (float64 for float64). Differentiable in outs and lses.
+      out [..., H, L] in outs' dtype and lse [..., H] in lses'; a row that no part saw is 0 with lse -inf. Computed in
+      float32, also with lses of float64; in float64 if outs are. Differentiable in outs and lses.
 
     Raises:
       TypeError, ValueError: an argument is not legal.

@@ -91,7 +91,8 @@ def mla_decode(
     Args:
       q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; float16, bfloat16, float8_e4m3fn, or
         float32 / float64 (not in the kernels). Latent columns first, rope last. Rows past cu_seqlens_q[B] are padding.
-      kv_cache: [P, Z, D], latent first, rope last; q's dtype or float8_e4m3fn (any dtype with a float32 q).
+      kv_cache: [P, Z, D], latent first, rope last; q's dtype or float8_e4m3fn (any of these dtypes with q of
+        float32 or float64).
       block_tables: [B, M] int32, the pages of each request in order; entries past its last page are never used.
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced; DeepSeek's is (128 + 64)^-0.5
@@ -105,9 +106,9 @@ def mla_decode(
         several devices (vLLM's and SGLang's decode context parallelism): there the causal rule does not say how many of
         a device's keys a token sees.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
-        float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
-        are from 2^-126 to 2^126, so that float32 holds their reciprocals too; numbers are checked, and an array with
-        another value gives rows without meaning.
+        float32 scalar array; always the call's own, never kept from an earlier call. Scales are from 2^-126 to 2^126,
+        so that float32 holds their reciprocals too; numbers are checked, and an array with another value gives rows
+        without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       fp8_probabilities: "cute" on Hopper may round the softmax's terms to float8_e4m3fn before it multiplies them by

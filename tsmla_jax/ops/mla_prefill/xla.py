@@ -220,7 +220,8 @@ def _tiling(
 
 
 Select = Callable[[_Tile, jax.Array], jax.Array]
-"""Of a tile and the positions of keys in its request, which [Q_TILE, keys] pairs the selection lets see each other."""
+"""A function of a tile and of positions of keys in its request: the [Q_TILE, keys] pairs that the selection lets see
+each other."""
 
 
 def _selecting(selection: Sequence[jax.Array]) -> Select | None:

@@ -35,7 +35,7 @@ def rows_of(spec: TopKSpec, seq_lens: jax.Array, *others: jax.Array) -> Rows:
 
 
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
-    """What the public select_topk documents."""
+    """The results as the public select_topk documents them."""
     num_keys, k = logits.shape[1], spec.k
     rows = rows_of(spec, seq_lens, *others)
     column = jnp.arange(num_keys) - rows.starts[:, None]

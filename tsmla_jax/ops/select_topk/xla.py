@@ -17,7 +17,7 @@ BLOCK_BYTES = 4 << 20
 
 
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
-    """What the public select_topk documents."""
+    """The results as the public select_topk documents them."""
     (num_tokens, num_keys), k = logits.shape, spec.k
     rows = rows_of(spec, seq_lens, *others)
     if num_keys == 0 or num_tokens == 0:

@@ -154,7 +154,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
 
     Barriers make a compiler round each product that it could fuse into a sum; on a GPU each barrier costs a kernel. The
     squares and the mean have none where there is nothing to round: f32 holds all digits of a 16-bit value's square, and
-    a power of two scales exactly.
+    a power of two scales exactly, unless the result is subnormal.
     """
     width, exact = x.shape[-1], x.dtype.itemsize == 2
     x = x.astype(jnp.float32)
