@@ -440,6 +440,8 @@ def why_not_index_keys(keys: Any, rope: Rope, norm: LayerNorm, k_cache: Any) -> 
     if (found := (keys.shape[1], k_cache.shape[2])) != (legal := (INDEXER.head_dim, INDEXER.row_bytes)):
         got = f"keys have {found[0]} columns, and rows of their cache {found[1]} bytes"
         return [f"{got}; few_token_index_key takes {legal[0]} and {legal[1]}"]
+    if k_cache.shape[1] % 2:  # a page would begin at a multiple of 4 bytes, and a lane stores 8 at once
+        return [f"page_size (Z) is {k_cache.shape[1]}; few_token_index_key takes even page sizes"]
     return record.FEW_TOKEN_INDEX_KEY.reasons(_index_key_spec(keys, rope, norm))
 
 

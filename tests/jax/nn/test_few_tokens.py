@@ -271,6 +271,16 @@ def test_weights_that_other_products_multiply(hopper: None) -> None:
     assert "a weight is float32" in reason
 
 
+def test_indexer_keys_of_pages_that_are_not_aligned(hopper: None) -> None:
+    """Each second page of an odd number of keys begins at no multiple of 8 bytes."""
+    keys, norm = random(1, 2, 128), few_tokens.LayerNorm(random(2, 128), random(3, 128), 1e-6)
+    rope = few_tokens.Rope(*(random(seed, 2, 32, dtype=jnp.float32) for seed in (4, 5)), True, "interleaved")
+    assert few_tokens.why_not_index_keys(keys, rope, norm, jnp.zeros((3, 64, 132), jnp.uint8)) == []
+    for size in (1, 63):
+        reasons = few_tokens.why_not_index_keys(keys, rope, norm, jnp.zeros((3, size, 132), jnp.uint8))
+        assert reasons == [f"page_size (Z) is {size}; few_token_index_key takes even page sizes"]
+
+
 def weight_stack() -> BlockScaled:
     """The matrices of four experts."""
     return BlockScaled(jnp.zeros((4, 256, 256), jnp.float8_e4m3fn), jnp.ones((4, 2, 2)))
