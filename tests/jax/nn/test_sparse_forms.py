@@ -105,6 +105,24 @@ def test_a_scaled_cache_means_the_same() -> None:
     np.testing.assert_allclose(mask, direct, atol=3e-5)
 
 
+@pytest.mark.slow
+def test_the_mask_has_a_gradient_outside_of_jit_alone() -> None:
+    config = v32.V32Config(MLA, index_n_heads=2, index_head_dim=16, index_topk=20)
+    params = draw_v32(jax.random.key(0), config)
+    cache = v32.init_cache(config, 3, PAGE, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
+    tables, starts = jnp.asarray([[2, 0, 1]], jnp.int32), jnp.asarray([0, 5], jnp.int32)
+    step = Step.ragged(tables, jnp.asarray([40], jnp.int32), starts, total_tokens=5, page_size=PAGE)  # 35 are cached
+    x = jax.random.normal(jax.random.key(1), (5, MLA.hidden_size))
+
+    def loss(x: jax.Array, form: str) -> jax.Array:
+        return jnp.square(v32.attend(params, config, x, cache, step, form=form)[0]).sum()
+
+    got, want = (jax.grad(loss)(x, form) for form in ("mask", "direct"))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match=r"v32\.attend in the form mask under jax\.jit has no derivative"):
+        jax.jit(jax.grad(loss), static_argnums=1)(x, "mask")
+
+
 def test_the_mask_is_refused_where_it_cannot_serve() -> None:
     with pytest.raises(ValueError, match=r"form: got 'mask'; legal: None or 'direct', as q_scale quantises"):
         run("mask", [5], [0], q_scale=0.1)

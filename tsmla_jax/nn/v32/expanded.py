@@ -25,6 +25,7 @@ from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.operation import Preference
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.ops.selected.layouts import gather_rows
+from tsmla_jax.ops.transforms import without_derivative
 from tsmla_kernels.contract.layouts import cache_spec, valid_slots
 from tsmla_kernels.contract.selection import WORD_KEYS, selection_words
 
@@ -125,7 +126,9 @@ def attend_by_mask(
         wide = carry(out.astype(jnp.promote_types(out.dtype, jnp.float32)), *where), carry(lse, *where)
         return jax.lax.fori_loop(0, needed, add_chunk, wide)[0].astype(out.dtype)
 
-    return jax.lax.cond(needed > 0, with_context, lambda out, lse: carry(out, kv, context_lens), out, lse)
+    out = jax.lax.cond(needed > 0, with_context, lambda out, lse: carry(out, kv, context_lens), out, lse)
+    instead = "pass form='direct', or train with v32.prefill"
+    return without_derivative(out, needed, "v32.attend in the form mask", instead)
 
 
 def words_from(words: jax.Array, starts: jax.Array, num_keys: int) -> jax.Array:

@@ -195,7 +195,8 @@ def attend(
             step is dense, or has another context_axis or page size; `form` is unknown, or "mask" with a q_scale or a
             context_axis; selected is None for a layer without an indexer; or there is a cache of indexer keys and no
             indexer, or the reverse.
-        NotImplementedError: the named implementation can't run this call.
+        NotImplementedError: the named implementation can't run this call; or a derivative of a step in the form mask is
+            asked for under jax.jit, where the chunks of context that are needed are not known.
     """
     options = Options(kv_scale, q_scale, context_axis, form, implementation)
     found = attend_projected(
