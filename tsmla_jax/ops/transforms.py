@@ -200,6 +200,12 @@ def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[
     return call
 
 
+@jax.jit
+def sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of the products of a and b, float32. Rows of padding, in which a is 0, may be NaN in b."""
+    return jnp.where(a == 0, 0, a.astype(jnp.float32) * b.astype(jnp.float32)).sum()
+
+
 def without_derivative(results: Any, known: Any, op: str, alternative: str) -> Any:
     """`results` of a loop whose number of passes depends on the array `known`. Under jax.jit that number is not known,
     and such a loop has no derivative in reverse mode: to ask for one, in either mode, raises a NotImplementedError that

@@ -215,3 +215,51 @@ def test_positions_carry_no_derivative(implementation: str) -> None:
         return (positions * jnp.float32(2)).sum()
 
     assert not jax.jit(jax.grad(loss))(logits).any()
+
+
+SEES = ints([[0, 1], [2, 3], [-1, -1], [4, 5]])
+TEXTS: dict[str, Any] = {"block_tables": ints([[0], [1]]), "seq_lens": ints([3, 4]), "cu_seqlens_q": ints([0, 1, 2])}
+OF_NO_KEYS: dict[str, Callable[..., Any]] = {
+    # Of each operation, a function of (implementation, q, keys, a number for each token and head, a scale). Tokens 2
+    # and 3, or 2 alone, see no key.
+    "sparse_mla": lambda name, q, keys, _, scale: tsmla_jax.sparse_mla(
+        q, keys, SEES, softmax_scale=scale, q_scale=scale, latent_dim=8, implementation=name
+    ),
+    "indexer_logits": lambda name, q, keys, weights, _: tsmla_jax.indexer_logits(
+        q, weights, keys, **TEXTS, implementation=name
+    ),
+    "indexer_selected_logits": lambda name, q, keys, weights, _: tsmla_jax.indexer_selected_logits(
+        q, weights, keys, SEES, implementation=name
+    ),
+    "indexer_loss": lambda name, q, keys, weights, scale: tsmla_jax.indexer_loss(
+        q, weights, keys, jnp.ones((4, 2, 8)), keys, jnp.ones((4, 2)), softmax_scale=scale, indices=SEES,
+        implementation=name,
+    ),
+    "mla_decode": lambda name, q, keys, _, scale: tsmla_jax.mla_decode(
+        q, keys, **TEXTS, max_q_len=2, softmax_scale=scale, q_scale=scale, latent_dim=8, implementation=name
+    ),
+    "mla_decode of no keys": lambda name, q, keys, _, scale: tsmla_jax.mla_decode(
+        q[:, None], keys, ints([[0], [1], [0], [1]]), ints([3, 4, 0, 1]), softmax_scale=scale, q_scale=scale,
+        latent_dim=8, implementation=name,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [(op, name) for op in OF_NO_KEYS for name in ("xla", "reference") if name == "reference" or "decode" not in op],
+)
+def test_a_query_without_keys_may_be_nan(op: str, implementation: str) -> None:
+    """As padding is: no derivative knows of it."""
+    q, keys, weights = normal(0, 4, 2, 8), normal(1, 2, 4, 8), normal(2, 4, 2)
+
+    def gradients(q: jax.Array) -> Arrays:
+        run = OF_NO_KEYS[op]
+        found: Arrays = jax.jit(jax.grad(lambda *x: total(run(implementation, *x)), (0, 1, 2, 3)))(
+            q, keys, weights, jnp.float32(0.3)
+        )
+        return found
+
+    want = gradients(q.at[2].set(0))
+    for got, expected in zip(gradients(q.at[2].set(jnp.nan)), want, strict=True):
+        np.testing.assert_array_equal(got, expected)

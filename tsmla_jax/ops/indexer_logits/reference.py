@@ -35,7 +35,8 @@ def indexer_logits(
     keys = keys.reshape(spec.num_tokens, num_keys, spec.head_dim).astype(jnp.float32)
     keys = jnp.where(used[..., None], keys, 0)  # an unused slot may hold NaN, and 0 * NaN in a derivative is NaN
     dots = jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), keys, precision="highest")
-    logits = jnp.einsum("th,thk->tk", weights.astype(jnp.float32), jax.nn.relu(dots), precision="highest")
+    terms = jnp.where(used[:, None], jax.nn.relu(dots), 0)  # a token without keys may be NaN, as padding is
+    logits = jnp.einsum("th,thk->tk", weights.astype(jnp.float32), terms, precision="highest")
     if scales is not None:
         logits = logits * jnp.where(used, scales.reshape(logits.shape), 0)
     return jnp.where(used, logits, -jnp.inf)

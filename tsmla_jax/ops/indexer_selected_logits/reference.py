@@ -25,5 +25,6 @@ def indexer_selected_logits(
     keys = k_cache.reshape(-1, spec.head_dim)[jnp.where(valid, indices, 0)].astype(weights.dtype)
     keys = jnp.where(valid[..., None], keys, 0)  # an unused slot may hold NaN
     dots = jnp.einsum("thd,tkd->thk", q.astype(weights.dtype), keys, precision="highest")
-    logits = jnp.einsum("th,thk->tk", weights, jax.nn.relu(dots), precision="highest")
+    terms = jnp.where(valid[:, None], jax.nn.relu(dots), 0)  # a token without keys may be NaN, as padding is
+    logits = jnp.einsum("th,thk->tk", weights, terms, precision="highest")
     return jnp.where(valid, logits, -jnp.inf)

@@ -25,14 +25,11 @@ def mla_decode(
     spec: DecodeSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_decode documents them; both are always returned. Differentiable."""
-    dtype = accumulation_dtype(spec.q_dtype)
     q_len = jnp.full((spec.batch,), spec.max_q_len, jnp.int32)
     if cu_seqlens_q is not None:
         q_len = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
         visible_lens = None if visible_lens is None else to_padded(visible_lens, cu_seqlens_q, spec.max_q_len)
-    q = q.astype(dtype) * as_scale(scales.q, dtype)
-
     requests = (q, block_tables, seq_lens, q_len, visible_lens)
     if spec.batch_invariant:
         # One request and one page at a time: the order of a product's additions depends on its shape.
@@ -60,10 +57,8 @@ def _attend(
     q_len: jax.Array,
     visible_lens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, S, H, L] and lse [B, S, H] of scaled queries q [B, S, H, D], of which each request has the first
-    q_len[b].
-    """
-    dtype = q.dtype
+    """out [B, S, H, L] and lse [B, S, H] of queries q [B, S, H, D], of which each request has the first q_len[b]."""
+    dtype = accumulation_dtype(spec.q_dtype)
     num_keys = spec.max_pages * spec.page_size
     position = jnp.arange(num_keys)
     seq_lens = jnp.clip(seq_lens, 0, num_keys)
@@ -79,17 +74,19 @@ def _attend(
     values = jnp.where(jnp.isfinite(kv), kv, 0)[..., : spec.latent_dim]
     kv = jnp.where(is_nan, 0, kv)
 
-    scores = _scores(spec, q, kv) * as_scale(scales.softmax, dtype)
-    scores = jnp.where(is_nan.any(-1)[:, None, None], jnp.nan, scores)
-    visible = used[:, None, :]
+    query = jnp.arange(spec.max_q_len)[None, :]
+    visible = used[:, None, :] & (query < q_len[:, None])[..., None]
     if visible_lens is not None:
         visible = visible & (position < visible_lens[..., None])
     elif spec.causal:
-        query = jnp.arange(spec.max_q_len)[None, :]
         end = seq_lens[:, None] - (q_len[:, None] - 1) + query
         visible = visible & (position < end[..., None])
     visible = visible[:, :, None, :]
     any_visible = visible.any(-1)
+    # A query that sees no key, as padding, may be NaN, and 0 * NaN in a derivative is NaN.
+    q = jnp.where(any_visible[..., None], q.astype(dtype), 0) * as_scale(scales.q, dtype)
+    scores = _scores(spec, q, kv) * as_scale(scales.softmax, dtype)
+    scores = jnp.where(is_nan.any(-1)[:, None, None], jnp.nan, scores)
     scores = jnp.where(visible, scores, -jnp.inf)
     # A row that sees nothing has no maximum; 0 stands in for it, so that no inf - inf arises.
     maximum = jax.lax.stop_gradient(jnp.where(any_visible, scores.max(-1), 0))

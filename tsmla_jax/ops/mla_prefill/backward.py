@@ -84,14 +84,8 @@ def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
     shared = (*offsets, *selection)
     d_q, *found = _transformable(call, v.ndim == 2)(q, k, v, out, lse, d_out, d_lse, *sinks, scales, *shared)
     # q is a factor of the logits as their scale is, and out is proportional to its own scale.
-    d_scales = jnp.stack([_dot(d_q, q), _dot(out, d_out)]) / scales
+    d_scales = jnp.stack([transforms.sum_of_products(d_q, q), transforms.sum_of_products(out, d_out)]) / scales
     return d_q, *found, d_scales, *(None for _ in shared)
-
-
-@jax.jit
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum of the products of a and b. In rows that belong to no request a is 0, and b may be NaN."""
-    return jnp.where(a == 0, 0, a.astype(jnp.float32) * b.astype(jnp.float32)).sum()
 
 
 @functools.cache

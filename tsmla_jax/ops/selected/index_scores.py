@@ -156,7 +156,9 @@ def add_gradient(
 ) -> Gradient:
     """`total` plus the gradient from one block of columns, whose logits have the cotangent d_logits [t, C]."""
     dtype = weights.dtype
-    d_weights = jnp.einsum("thk,tk->th", jnp.maximum(dots, 0), d_logits, precision="highest")
+    # A token without keys may be NaN, as padding is, and 0 * NaN is NaN.
+    terms = jnp.where(block.valid[:, None, :], jnp.maximum(dots, 0), 0)
+    d_weights = jnp.einsum("thk,tk->th", terms, d_logits, precision="highest")
     d_dots = jnp.where(dots > 0, weights[..., None] * d_logits[:, None, :], 0)
     d_q = dot("thk,tkd->thd", d_dots, keys, narrow, dtype)
     d_keys = dot("thk,thd->tkd", d_dots, q, narrow, dtype)

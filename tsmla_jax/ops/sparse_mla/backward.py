@@ -103,8 +103,7 @@ def _by_kernel(call: Planned, spec: SparseMLASpec, x: _Arrays) -> gradient.Gradi
     caches = tuple(others[: len(x.caches)])
     d_sinks = others[-1].sum(0) if call.sinks else jnp.zeros((), jnp.float32)
     # The logits are linear in q as in their scale, so both gradients give the same dot product.
-    dot = (d_q.astype(jnp.float32) * x.q.astype(jnp.float32)).sum()
-    return gradient.Gradients(d_q, caches, d_sinks, dot / x.scales[0])
+    return gradient.Gradients(d_q, caches, d_sinks, transforms.sum_of_products(d_q, x.q) / x.scales[0])
 
 
 def _refuse_second_derivative(*_: jax.Array) -> NoReturn:

@@ -130,7 +130,8 @@ def _add_block(
         weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores * logit_scale - lse[..., None], 0)), 0)
         d_weights = _dot("thl,tkl->thk", d_out, latent) * share[..., None]
         d_scores = jnp.where(visible, weights * (d_weights + shift), 0)
-        d_scale += jnp.where(rows.new[:, None, None], d_scores * scores, 0).sum()
+        # The query of a token without keys may be NaN, and 0 * NaN is NaN.
+        d_scale += jnp.where(visible & rows.new[:, None, None], d_scores * scores, 0).sum()
         d_scores *= logit_scale
         d_query += _dot("thk,tkd->thd", d_scores, kv)
         d_latent = _dot("thk,thl->tkl", weights * share[..., None], d_out)

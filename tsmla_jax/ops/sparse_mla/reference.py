@@ -69,10 +69,11 @@ def _attend(
         valid &= jnp.arange(spec.num_selected) < lengths[:, None]
     kv = jnp.where(valid[..., None], jnp.concatenate(parts, axis=1), 0)  # an unused slot may hold NaN
 
-    query = q.astype(dtype) * as_scale(scales.q, dtype)
+    seen = valid.any(-1)[:, None]
+    # The query of a token without keys may be NaN, and 0 * NaN in a derivative is NaN.
+    query = jnp.where(seen[..., None], q.astype(dtype), 0) * as_scale(scales.q, dtype)
     scores = jnp.einsum("thd,tkd->thk", query, kv, precision="highest") * as_scale(scales.softmax, dtype)
     scores = jnp.where(valid[:, None, :], scores, -jnp.inf)
-    seen = valid.any(-1)[:, None]
     # A row that sees nothing has no maximum; 0 stands in for it, so that no inf - inf arises.
     maximum = jax.lax.stop_gradient(jnp.where(seen, scores.max(-1, initial=-jnp.inf), 0))
     weights = jnp.exp(scores - maximum[..., None])
