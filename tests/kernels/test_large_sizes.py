@@ -30,7 +30,7 @@ from tsmla_kernels.catalog import (
 )
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.kernel import ITEMSIZE, Config, Kernel, Operand
-from tsmla_kernels.options import compress_write_spec, indexer_logits_spec, sparse_mla_spec
+from tsmla_kernels.options import compress_write_spec, decode_spec, indexer_logits_spec, sparse_mla_spec
 from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_reasons, workspace_shapes
 from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_reasons
 from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig, backward_workspaces
@@ -283,6 +283,15 @@ def test_sparse_attention_refuses_what_its_schedule_cannot_count(tokens: int, se
     spec = dataclasses.replace(sparse_mla_spec({"num_heads": "128", "layout": "v32"}), num_tokens=tokens)
     reasons = sparse_reasons(dataclasses.replace(spec, num_selected=selected))
     assert (reasons == []) if said is None else said in reasons[0] and len(reasons) == 1
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_batch_invariant_calls_without_keys_have_no_reason_against_them(requests: int) -> None:
+    """Their partial results have no slots."""
+    decode = decode_spec({"num_heads": "16", "batch_invariant": "true"})
+    assert decode_reasons(dataclasses.replace(decode, batch=requests, max_pages=0)) == []
+    sparse = sparse_mla_spec({"num_heads": "16", "batch_invariant": "true"})
+    assert sparse_reasons(dataclasses.replace(sparse, num_tokens=requests, num_selected=0)) == []
 
 
 def test_logits_refuse_keys_that_32_bits_do_not_count() -> None:

@@ -257,6 +257,12 @@ def test_scales_are_operands(name: str) -> None:
     assert len(traces) == 1
 
 
+def test_batch_invariant_requests_without_a_page() -> None:
+    q, cache = jnp.ones((2, 1, 16, 576), jnp.bfloat16), jnp.ones((3, 64, 576), jnp.bfloat16)
+    tables, lens = jnp.zeros((2, 0), jnp.int32), jnp.zeros(2, jnp.int32)
+    assert not tsmla_jax.mla_decode(q, cache, tables, lens, softmax_scale=0.1, batch_invariant=True).any()
+
+
 @pytest.mark.usefixtures("optimised_compilation")
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_batch_invariant_rows_are_bitwise_the_same_in_any_batch(name: str) -> None:

@@ -292,6 +292,10 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.block_until_ready(jax.jit(call)(indices=ints([[0, 1, 2, 3], [0, -1, 2, 3]]), lengths=ints([4, 3])))
 
 
+def test_batch_invariant_tokens_that_select_nothing() -> None:
+    assert not jnp.any(call(indices=jnp.zeros((2, 0), jnp.int32), lengths=ints([0, 0]), batch_invariant=True))
+
+
 def test_checks_see_slots_behind_the_rows_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     wide = {"kv_cache": jnp.zeros((3, 4, 576)), "page_size": 3}

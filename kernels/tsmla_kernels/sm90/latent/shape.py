@@ -105,7 +105,7 @@ def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, 
         return [(0, batch)]
     row_bytes = shape.latent_dim * ITEMSIZE[shape.partial_dtype] + shape.partial_numbers * ITEMSIZE["float32"]
     slots = shape.max_tiles * -(-_blocks(shape, max_pages) // invariant_piece_blocks(shape, max_pages))
-    each = max(1, INVARIANT_WORKSPACE // (slots * shape.tile_rows * row_bytes))
+    each = max(1, INVARIANT_WORKSPACE // (max(slots, 1) * shape.tile_rows * row_bytes))  # no slots without pages
     return [(first, min(first + each, batch)) for first in range(0, batch, each)]
 
 
