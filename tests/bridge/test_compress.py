@@ -135,6 +135,7 @@ def test_caches_and_states_with_gaps_are_written(kind: str) -> None:
         ({"overlap": 1}, TypeError, "overlap: got int; legal: True or False, static"),
         ({"overlap": None}, TypeError, "overlap: got NoneType; legal: True or False, static"),
         ({"eps": float("nan")}, ValueError, "eps: got nan; legal: a finite number, at least 0"),
+        ({"eps": 10**400}, ValueError, "eps: got 10+; legal: a finite number, at least 0"),
         ({"eps": -1e-6}, ValueError, "eps: got -1e-06; legal: a finite number, at least 0"),
     ],
 )

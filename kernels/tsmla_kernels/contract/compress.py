@@ -5,6 +5,7 @@ Imports neither jax nor torch.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from tsmla_kernels.contract.layouts import CacheSpec, cache_spec, indexer_cache_spec
@@ -177,7 +178,7 @@ def compress_write_spec(
     check_ints("block_tables", block_tables, "B M", (compress.num_requests, "B, seq_lens's requests"))
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise TypeError(f"eps: got {type(eps).__name__}; legal: a static float")
-    if not 0 <= eps < float("inf"):  # false for NaN
+    if not 0 <= eps <= sys.float_info.max:  # false for NaN
         raise ValueError(f"eps: got {eps}; legal: a finite number, at least 0")
     return CompressWriteSpec(
         compress=compress,
@@ -193,7 +194,7 @@ def compress_write_spec(
 def _layout(cache: Array, page_size: int | None) -> tuple[str, CacheSpec]:
     """The cache's kind, as CompressWriteSpec names it, and its spec."""
     if cache.dtype == "uint8" and len(cache.shape) == 3:
-        return "indexer", indexer_cache_spec(cache).as_plain()
+        return "indexer", indexer_cache_spec(cache, "cache").as_plain()
     where = cache_spec("cache", cache, page_size=page_size)
     if where.layout != "v4" and where.page_size != cache.shape[1]:
         raise ValueError(f"page_size: got {page_size}; legal for a cache [P, Z, D]: None or Z, {cache.shape[1]}")

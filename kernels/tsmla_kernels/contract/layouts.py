@@ -139,7 +139,8 @@ def cache_spec(
         )
     num_pages, stride, width = cache.shape
     check_pages(name, cache)
-    # A plain cache whose stride is wider than its pages is an array [P, span, D] with page_size rows in use.
+    # A cache whose stride is wider than its pages is an array [P, span, D] or, of V3.2's rows, [P, span, 656], with
+    # page_size rows in use.
     size = stride if page_size is None else static_int(f"{prefix}page_size", page_size, minimum=1)
     if page_span is None and size > stride:
         raise ValueError(f"{prefix}page_size: got {size}; legal: at most {name}'s axis 1, {stride}")
@@ -188,19 +189,19 @@ class IndexerCacheSpec:
         return CacheSpec("plain", self.num_pages, self.page_size, self.page_size, self.head_dim, "")
 
 
-def indexer_cache_spec(k_cache: Array) -> IndexerCacheSpec:
-    """The layout of an indexer cache, or ValueError."""
-    check_dtype("k_cache", k_cache, ("uint8", *VALUES))
+def indexer_cache_spec(k_cache: Array, name: str = "k_cache") -> IndexerCacheSpec:
+    """The layout of an indexer cache, or ValueError. name: the caller's name of the cache."""
+    check_dtype(name, k_cache, ("uint8", *VALUES))
     packed = k_cache.dtype == "uint8"
-    check_rank("k_cache", k_cache, "P Z Di+4" if packed else "P Z Di")
+    check_rank(name, k_cache, "P Z Di+4" if packed else "P Z Di")
     num_pages, page_size, width = k_cache.shape
-    check_pages("k_cache", k_cache)
+    check_pages(name, k_cache)
     if not packed:
         return IndexerCacheSpec(num_pages, page_size, width, False)
     head_dim = width - INDEXER.scale_bytes
     if head_dim < 1 or (page_size * head_dim) % INDEXER.scale_bytes:
         raise ValueError(
-            f"k_cache: got shape {show(k_cache.shape)} of uint8; legal: [P, Z, Di + {INDEXER.scale_bytes}] with "
+            f"{name}: got shape {show(k_cache.shape)} of uint8; legal: [P, Z, Di + {INDEXER.scale_bytes}] with "
             f"Z * Di a multiple of {INDEXER.scale_bytes}, as the f32 scales follow the keys of a page"
         )
     return IndexerCacheSpec(num_pages, page_size, head_dim, True)

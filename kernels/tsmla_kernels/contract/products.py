@@ -8,6 +8,7 @@ and have a scale for 32 of a row. Groups may also have weights of 16 bits, witho
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from tsmla_kernels.contract.rules import (
@@ -260,7 +261,7 @@ def _check_form(form: _Form, weight: Array) -> float | None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         raise TypeError(f"limit: got {type(limit).__name__}; legal: None, or with gated a static number above 0")
-    if not form.gated or not limit > 0:
+    if not form.gated or not limit > 0 or (isinstance(limit, int) and limit > sys.float_info.max):
         got = limit if form.gated else f"{limit} without gated"
         raise ValueError(f"limit: got {got}; legal: None, or with gated a number above 0")
     return float(limit)

@@ -194,6 +194,10 @@ def test_compress_write_has_no_derivative_in_the_kernel(cache: jax.Array, monkey
     ("change", "message"),
     [
         ({"cache": jnp.zeros((5, 16, 68), jnp.uint8)}, "cache: got rows of width 64; kv_score's C is 128"),
+        (
+            {"cache": jnp.zeros((5, 16, 4), jnp.uint8)},
+            r"^cache: got shape \[5, 16, 4\] of uint8; legal: \[P, Z, Di \+ 4\]",
+        ),
         ({"kv_scale": 0.5}, "kv_scale: got a scale with a cache of uint8"),
         ({"norm_weight": jnp.ones(64)}, "norm_weight: got shape"),
         ({"cos_sin": jnp.ones((8, 130))}, "cos_sin: got shape"),

@@ -395,6 +395,8 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = {"weight": dense["weight"][:5], "weight_scales": dense["weight_scales"][:1]}
     with pytest.raises(ValueError, match=r"weight: got shape \[5, 336\]; N must be even, and static, with gated"):
         tsmla_jax.block_scaled_matmul(**dense | odd, gated=True)
+    with pytest.raises(ValueError, match=r"limit: got 10+; legal: None, or with gated a number above 0"):
+        tsmla_jax.block_scaled_matmul(**dense, gated=True, limit=10**400)
     with pytest.raises(TypeError, match=r"limit: got str; legal: None, or with gated a static number above 0"):
         tsmla_jax.block_scaled_matmul(**dense, gated=True, limit="1")
     with pytest.raises(ValueError, match=r"x: got dtype int32; legal: float16"):
