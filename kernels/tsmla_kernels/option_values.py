@@ -55,11 +55,20 @@ def parsed(values: Mapping[str, str], name: str, kind: Any) -> Any:
             raise ValueError(f"--config: got {name}={value}; legal: true or false")
         return value == "true"
     if kind is float:
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"--config: got {name}={value}; legal: a float") from None
+        return _number(name, value)
     minimum = 0 if name in ("rope_dim", "rope_offset", "tokens_per_request") else 1
-    if not value.isdecimal() or int(value) < minimum:
-        raise ValueError(f"--config: got {name}={value}; legal: an int >= {minimum}")
+    if not value.isdecimal() or len(value) > 10 or not minimum <= int(value) < 1 << 31:
+        raise ValueError(f"--config: got {name}={value:.40}; legal: an int from {minimum} to {(1 << 31) - 1}")
     return int(value)
+
+
+def _number(name: str, value: str) -> float:
+    """The value of an option that is a number: eps, which may be 0, a limit or a factor."""
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"--config: got {name}={value}; legal: a float") from None
+    if not (0 < number < float("inf") or (number == 0 and name != "limit")):  # false for NaN
+        least = "above 0" if name == "limit" else "at least 0"
+        raise ValueError(f"--config: got {name}={value}; legal: a finite number, {least}")
+    return number

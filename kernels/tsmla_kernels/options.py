@@ -18,6 +18,7 @@ from tsmla_kernels.contract.products import ProductSpec, QuantizeBlocksSpec
 from tsmla_kernels.contract.rules import FP8, SLOTS
 from tsmla_kernels.contract.selection import SelectionBitsSpec
 from tsmla_kernels.contract.sparse import (
+    SPARSE_FORMS,
     TOPK_ORDERS,
     IndexerLogitsSpec,
     IndexerTopkSpec,
@@ -153,11 +154,15 @@ def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
     The inputs have the same dtype, or bfloat16 if it is fp8.
     """
     values = filled_in(options, _CACHE)
-    if values["rope_layout"] not in ROPE_LAYOUTS:
-        raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {' or '.join(ROPE_LAYOUTS)}")
+    _check_layout(values)
     in_dtype = contract.attention_out_dtype(values["dtype"])
     write = spec_of(contract.CacheWriteSpec, values, page_size=1, in_dtype=in_dtype)
     return spec_of(contract.RopeWriteSpec, values, write=write, num_heads=1)
+
+
+def _check_layout(values: Mapping[str, str]) -> None:
+    if values["rope_layout"] not in ROPE_LAYOUTS:
+        raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {' or '.join(ROPE_LAYOUTS)}")
 
 
 def cache_write_spec(options: Mapping[str, str]) -> contract.CacheWriteSpec:
@@ -200,6 +205,7 @@ def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
 
     `dtype` is the dtype of attention's inputs. The rows to write have the same dtype, or bfloat16 if it is fp8."""
     values = filled_in(options, _PACKED)
+    _check_layout(values)
     cache = CacheSpec("v32", 1, 1, 1, V32_PACKED.latent_dim + V32_PACKED.rope_dim, "uint8")
     in_dtype = contract.attention_out_dtype(values["dtype"])
     dtypes = {"in_dtype": in_dtype, "rope_dtype": in_dtype, "slot_dtype": _slot_dtype(values)}
@@ -250,6 +256,10 @@ def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
 def _indexer_rotation(values: Mapping[str, str]) -> Rotation | None:
     """Rope on rope_dim columns from rope_offset on, as halves; None if rope_dim is 0."""
     width, offset = (parsed(values, name, int) for name in ("rope_dim", "rope_offset"))
+    if offset + width > INDEXER.head_dim:
+        raise ValueError(
+            f"--config: got rope_offset={offset}, rope_dim={width}; legal: at most {INDEXER.head_dim} in all"
+        )
     return Rotation(width, offset, "halves") if width else None
 
 
@@ -268,7 +278,10 @@ def indexer_topk_spec(options: Mapping[str, str]) -> IndexerTopkSpec:
     if columns % page_size:
         raise ValueError(f"--config: got num_columns={columns}; legal: a multiple of page_size={page_size}")
     logits = dataclasses.replace(_logits_spec(values), max_pages=columns // page_size)
-    return spec_of(IndexerTopkSpec, values, logits=logits)
+    spec = spec_of(IndexerTopkSpec, values, logits=logits)
+    if spec.return_bits and (spec.return_slots or spec.return_scores):
+        raise ValueError("--config: got return_bits=true; legal: with return_slots=false and return_scores=false")
+    return spec
 
 
 def _logits_spec(values: Mapping[str, str]) -> IndexerLogitsSpec:
@@ -458,10 +471,14 @@ def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
         raise ValueError("--config: num_heads is needed")
     if values["layout"] not in _ROWS:
         raise ValueError(f"--config: got layout={values['layout']}; legal: {', '.join(_ROWS)}")
+    if values["form"] not in SPARSE_FORMS:
+        raise ValueError(f"--config: got form={values['form']}; legal: {', '.join(SPARSE_FORMS)}")
     cache, compressed = _sparse_cache(values, ""), None
     window = 1
     if values["window"]:
         compressed, window = _sparse_cache(values, "compressed_"), parsed(values, "window", int)
+        if window > parsed(values, "num_selected", int):
+            raise ValueError(f"--config: got window={window}; legal: at most num_selected={values['num_selected']}")
     widths = {"num_heads": _heads_of_a_device(values), "head_dim": cache.head_dim}
     return spec_of(SparseMLASpec, values, cache=cache, compressed=compressed, window=window, **widths)
 
@@ -480,5 +497,7 @@ def _sparse_cache(values: Mapping[str, str], which: str) -> CacheSpec:
     layout = values["layout"]
     page_size = parsed(values, f"{which}page_size" if values[f"{which}page_size"] else "page_size", int)
     span = parsed(values, f"{which}page_span", int) if values[f"{which}page_span"] else page_size
+    if span < page_size:
+        raise ValueError(f"--config: got {which}page_span={span}; legal: at least the page size {page_size}")
     width = _ROWS[layout] or parsed(values, "head_dim", int)
     return CacheSpec(layout, 1, page_size, span, width, values["kv_dtype"] if layout == "plain" else "uint8")

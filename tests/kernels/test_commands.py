@@ -96,6 +96,26 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
         (["--config", "deepseek-v3.2,tensor_parallel=3"], "got tensor_parallel=3; it must divide num_heads=128"),
         (["--config", "deepseek-v3.2,num_columns=100"], "got num_columns=100; legal: a multiple of page_size=64"),
         (["--config", "num_heads=3", "--kernel", "indexer_topk"], r"\(Hi\) is 3; .* \(kernel indexer_topk; --kernel"),
+        (
+            ["--config", "num_heads=" + "9" * 5000, "--kernel", "mla_decode"],
+            "got num_heads=9*; legal: an int from 1 to",
+        ),
+        (["--config", "num_heads=8,page_size=2147483648", "--kernel", "mla_decode"], "got page_size=2147483648; legal"),
+        (["--config", "eps=nan", "--kernel", "few_token_matmul"], "got eps=nan; legal: a finite number, at least 0"),
+        (["--config", "eps=-1", "--kernel", "compress_write_kv_cache"], "got eps=-1; legal: a finite number, at least"),
+        (["--config", "gated=true,limit=0", "--kernel", "few_token_matmul"], "got limit=0; legal: a finite number, ab"),
+        (["--config", "num_heads=8,form=all", "--kernel", "sparse_mla"], "got form=all; legal: auto, direct, union"),
+        (
+            ["--config", "num_heads=8,page_span=1", "--kernel", "sparse_mla"],
+            "got page_span=1; legal: at least the page",
+        ),
+        (["--config", "num_heads=8,window=9,num_selected=8", "--kernel", "sparse_mla"], "got window=9; legal: at most"),
+        (["--config", "rope_layout=rows", "--kernel", "write_packed_kv_cache"], "got rope_layout=rows; legal: interl"),
+        (["--config", "rope_offset=96", "--kernel", "write_indexer_cache"], "rope_offset=96, rope_dim=64; legal: at m"),
+        (
+            ["--config", "return_bits=true", "--kernel", "indexer_topk"],
+            "got return_bits=true; legal: with return_slots",
+        ),
     ],
 )
 def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
