@@ -168,7 +168,7 @@ class Kernel:
         return self.config_for(spec, **{name: flag(given, name) for name in self.flags})
 
     def objects_for(self, given: Mapping[str, str]) -> tuple[tuple[Kernel, Config], ...]:
-        """What the call of these options loads: this kernel, or the one launched in its place, with the config."""
+        """The object of the call of these options: this kernel, or the one launched in its place, and its config."""
         kernel = self
         if self.instead is not None:
             kernel = self.instead(self.spec_from_options({k: v for k, v in given.items() if k not in self.flags}))

@@ -114,7 +114,7 @@ def static_int(name: str, value: object, minimum: int = 0, maximum: int | None =
     except Exception as e:  # jax's tracers raise a class that can't be named without importing jax
         raise TypeError(
             f"{name}: got {type(value).__name__}; legal: a static int >= {minimum} (under jax.jit bind it with"
-            " functools.partial or static_argnames: it decides shapes, so it can't be traced)"
+            " functools.partial or static_argnames: it can't be traced)"
         ) from e
     if result < minimum:
         raise ValueError(f"{name}: got {result}; legal: an int >= {minimum}")

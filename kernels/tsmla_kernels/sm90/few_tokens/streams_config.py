@@ -71,7 +71,8 @@ class ReadStreamsConfig:
     Attributes:
       count: the streams of a token.
       loads: how often LOADED_COLUMNS are loaded to bring all columns of a stream.
-      rounds, eps: Sinkhorn's rounds, and what is added to their divisors and to the weights of the reading.
+      rounds, eps: Sinkhorn's rounds, and what is added to their divisors and to the weights of the reading and of the
+        mixing.
       norm_eps: of the norm of all streams as one vector, before they are projected.
       input_eps: of the norm of the mix that is read.
       mixes: as in WriteStreamsConfig.
