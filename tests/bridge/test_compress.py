@@ -91,7 +91,7 @@ def test_no_token_writes_nothing_and_refusals_are_the_contracts() -> None:
     assert (cache == 1).all() and (positions == -1).all()
     with pytest.raises(ValueError, match="cache: got rows of width 32"):
         tsmla_bridge.compress_write_kv_cache(torch.ones(2, 8, 32), *arrays[1:], **where, **options)
-    with pytest.raises(ValueError, match=r"page_size: got 4; legal for a cache \[P, Z, D\]: None or Z, 8"):
+    with pytest.raises(ValueError, match=r"page_size: got 4; legal for a cache of three axes: None or Z, 8"):
         tsmla_bridge.compress_write_kv_cache(*arrays, **where, **options, page_size=4)
     with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
         tsmla_bridge.compress_write_kv_cache(*arrays, **where, **options, implementation="cute")

@@ -193,9 +193,9 @@ def compress_write_spec(
 
 def _layout(cache: Array, page_size: int | None) -> tuple[str, CacheSpec]:
     """The cache's kind, as CompressWriteSpec names it, and its spec."""
+    if len(cache.shape) == 3 and page_size is not None and static_int("page_size", page_size) != cache.shape[1]:
+        raise ValueError(f"page_size: got {page_size}; legal for a cache of three axes: None or Z, {cache.shape[1]}")
     if cache.dtype == "uint8" and len(cache.shape) == 3:
         return "indexer", indexer_cache_spec(cache, "cache").as_plain()
     where = cache_spec("cache", cache, page_size=page_size)
-    if where.layout != "v4" and where.page_size != cache.shape[1]:
-        raise ValueError(f"page_size: got {page_size}; legal for a cache [P, Z, D]: None or Z, {cache.shape[1]}")
     return (where.layout if where.layout == "v4" else where.dtype), where

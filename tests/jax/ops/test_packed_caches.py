@@ -208,5 +208,7 @@ def test_compress_write_has_no_derivative_in_the_kernel(cache: jax.Array, monkey
 def test_compress_write_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         COMPRESS(**{**compress_arrays(), **change})
+    with pytest.raises(ValueError, match="page_size: got 7; legal for a cache of three axes: None or Z, 16"):
+        COMPRESS(**{**compress_arrays(), "cache": jnp.zeros((5, 16, 132), jnp.uint8)}, page_size=7)
     with pytest.raises(TypeError, match="eps: got str; legal: a static float"):
         COMPRESS(**compress_arrays(), **{"eps": "small"})
