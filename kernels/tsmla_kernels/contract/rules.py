@@ -124,10 +124,9 @@ def static_int(name: str, value: object, minimum: int = 0, maximum: int | None =
 
 
 def static_dim(name: str, value: Any) -> Dim:
-    """`value` as a size: an int, or a symbolic dimension of jax.export, which has neither dtype nor __index__."""
-    if hasattr(value, "dtype") or hasattr(value, "__index__") or value is None or isinstance(value, float | str):
-        return static_int(name, value)
-    return value
+    """`value` as a size: an int, or a symbolic dimension of jax.export, which unlike jax's arrays has no dtype."""
+    is_symbol = type(value).__module__.partition(".")[0] == "jax" and not hasattr(value, "dtype")
+    return value if is_symbol else static_int(name, value)
 
 
 def static_bool(name: str, value: object) -> bool:

@@ -57,6 +57,12 @@ def test_a_traced_size_is_refused_under_jit(op: str, argument: str, base: dict[s
         jax.jit(lambda size: call(op, base | {argument: size}))(2)
 
 
+@pytest.mark.parametrize("size", [[4], (4,), b"4", 4j, object()], ids=lambda size: type(size).__name__)
+def test_a_size_of_another_type_is_refused(size: object) -> None:
+    with pytest.raises(TypeError, match=f"^total_len: got {type(size).__name__}; legal: a static int"):
+        call("gather_kv_cache", GATHER | {"total_len": size})
+
+
 def test_a_traced_flag_is_refused_under_jit() -> None:
     with pytest.raises(TypeError, match=r"causal: got .*Tracer; legal: True or False"):
         jax.jit(lambda causal: call("mla_decode", DECODE | {"causal": causal}))(True)
