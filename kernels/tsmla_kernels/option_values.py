@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 Spec = TypeVar("Spec")
@@ -72,3 +72,20 @@ def _number(name: str, value: str) -> float:
         least = "above 0" if name == "limit" else "at least 0"
         raise ValueError(f"--config: got {name}={value}; legal: a finite number, {least}")
     return number
+
+
+def one_of(legal: Sequence[str], values: Mapping[str, str], name: str) -> str:
+    """The value of an option, which is one of `legal`."""
+    if values[name] not in legal:
+        names = (" or " if len(legal) == 2 else ", ").join(legal)
+        raise ValueError(f"--config: got {name}={values[name]}; legal: {names}")
+    return values[name]
+
+
+def limit_of(values: Mapping[str, str]) -> float | None:
+    """The limit of a gated product; None without one."""
+    if not values["limit"]:
+        return None
+    if not parsed(values, "gated", bool):
+        raise ValueError(f"--config: got limit={values['limit']}; legal: with gated=true")
+    return float(parsed(values, "limit", float))

@@ -25,7 +25,7 @@ from tsmla_kernels.contract.sparse import (
     SparseMLASpec,
     TopKSpec,
 )
-from tsmla_kernels.option_values import Spec, defaults, filled_in, parsed, spec_of
+from tsmla_kernels.option_values import Spec, defaults, filled_in, limit_of, one_of, parsed, spec_of
 from tsmla_kernels.sm90.few_tokens.config import (
     ChoiceSpec,
     ExpertsSpec,
@@ -154,21 +154,16 @@ def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
     The inputs have the same dtype, or bfloat16 if it is fp8.
     """
     values = filled_in(options, _CACHE)
-    _check_layout(values)
+    one_of(ROPE_LAYOUTS, values, "rope_layout")
     in_dtype = contract.attention_out_dtype(values["dtype"])
     write = spec_of(contract.CacheWriteSpec, values, page_size=1, in_dtype=in_dtype)
     return spec_of(contract.RopeWriteSpec, values, write=write, num_heads=1)
 
 
-def _check_layout(values: Mapping[str, str]) -> None:
-    if values["rope_layout"] not in ROPE_LAYOUTS:
-        raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {' or '.join(ROPE_LAYOUTS)}")
-
-
 def cache_write_spec(options: Mapping[str, str]) -> contract.CacheWriteSpec:
     """The spec of write_kv_cache, with the dtypes of rope_write_spec."""
     values = filled_in(options, _CACHE)
-    return dataclasses.replace(rope_write_spec(options).write, slot_dtype=_slot_dtype(values))
+    return dataclasses.replace(rope_write_spec(options).write, slot_dtype=one_of(SLOTS, values, "slot_dtype"))
 
 
 def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
@@ -190,8 +185,7 @@ def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
 def topk_spec(options: Mapping[str, str]) -> TopKSpec:
     """The spec of select_topk: num_tokens rows of num_columns, float32 whatever attention's dtype is."""
     values = filled_in(options, _TOPK)
-    if values["order"] not in TOPK_ORDERS:
-        raise ValueError(f"--config: got order={values['order']}; legal: {' or '.join(TOPK_ORDERS)}")
+    one_of(TOPK_ORDERS, values, "order")
     return spec_of(TopKSpec, values, dtype="float32", page_size=0, row_starts=False)
 
 
@@ -205,10 +199,10 @@ def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
 
     `dtype` is the dtype of attention's inputs. The rows to write have the same dtype, or bfloat16 if it is fp8."""
     values = filled_in(options, _PACKED)
-    _check_layout(values)
+    one_of(ROPE_LAYOUTS, values, "rope_layout")
     cache = CacheSpec("v32", 1, 1, 1, V32_PACKED.latent_dim + V32_PACKED.rope_dim, "uint8")
     in_dtype = contract.attention_out_dtype(values["dtype"])
-    dtypes = {"in_dtype": in_dtype, "rope_dtype": in_dtype, "slot_dtype": _slot_dtype(values)}
+    dtypes = {"in_dtype": in_dtype, "rope_dtype": in_dtype, "slot_dtype": one_of(SLOTS, values, "slot_dtype")}
     return spec_of(PackedWriteSpec, values, cache=cache, **dtypes)
 
 
@@ -218,13 +212,7 @@ def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
     values = filled_in(options, _PACKED)
     cache = IndexerCacheSpec(1, parsed(values, "page_size", int), INDEXER.head_dim, True)
     in_dtype = contract.attention_out_dtype(values["key_dtype"] or values["dtype"])
-    return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values), _slot_dtype(values))
-
-
-def _slot_dtype(values: Mapping[str, str]) -> str:
-    if values["slot_dtype"] not in SLOTS:
-        raise ValueError(f"--config: got slot_dtype={values['slot_dtype']}; legal: {' or '.join(SLOTS)}")
-    return values["slot_dtype"]
+    return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values), one_of(SLOTS, values, "slot_dtype"))
 
 
 def indexer_quantize_spec(options: Mapping[str, str]) -> IndexerQuantizeSpec:
@@ -311,6 +299,8 @@ def _product_spec(options: Mapping[str, str], *, grouped: bool) -> ProductSpec:
     names = ("num_tokens", "in_features", "out_features", "num_groups")
     rows, terms, columns, groups = (parsed(values, name, int) for name in names)
     gated, picked, quantized = (parsed(values, name, bool) for name in ("gated", "picked", "quantized"))
+    if quantized and not gated:
+        raise ValueError("--config: got quantized=true; legal: with gated=true")
     return ProductSpec(
         rows,
         terms,
@@ -319,7 +309,7 @@ def _product_spec(options: Mapping[str, str], *, grouped: bool) -> ProductSpec:
         out_dtype=FP8 if quantized else contract.attention_out_dtype(values["dtype"]),
         x_dtype=values["dtype"],
         gated=gated,
-        limit=parsed(values, "limit", float) if values["limit"] else None,
+        limit=limit_of(values),
         num_picked=rows if picked else None,
     )
 
@@ -343,7 +333,7 @@ def few_token_matmul_spec(options: Mapping[str, str]) -> MatmulSpec:
         values["dtype"],
         eps=_norm_eps(values),
         gated=parsed(values, "gated", bool),
-        limit=parsed(values, "limit", float) if values["limit"] else None,
+        limit=limit_of(values),
         residual=parsed(values, "residual", bool),
     )
 
@@ -469,10 +459,8 @@ def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
     values = filled_in(options, _SPARSE)
     if not values["num_heads"]:
         raise ValueError("--config: num_heads is needed")
-    if values["layout"] not in _ROWS:
-        raise ValueError(f"--config: got layout={values['layout']}; legal: {', '.join(_ROWS)}")
-    if values["form"] not in SPARSE_FORMS:
-        raise ValueError(f"--config: got form={values['form']}; legal: {', '.join(SPARSE_FORMS)}")
+    one_of(tuple(_ROWS), values, "layout")
+    one_of(SPARSE_FORMS, values, "form")
     cache, compressed = _sparse_cache(values, ""), None
     window = 1
     if values["window"]:

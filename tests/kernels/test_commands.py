@@ -104,6 +104,9 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
         (["--config", "eps=nan", "--kernel", "few_token_matmul"], "got eps=nan; legal: a finite number, at least 0"),
         (["--config", "eps=-1", "--kernel", "compress_write_kv_cache"], "got eps=-1; legal: a finite number, at least"),
         (["--config", "gated=true,limit=0", "--kernel", "few_token_matmul"], "got limit=0; legal: a finite number, ab"),
+        (["--config", "limit=2", "--kernel", "few_token_matmul"], "got limit=2; legal: with gated=true"),
+        (["--config", "limit=2", "--kernel", "block_scaled_matmul"], "got limit=2; legal: with gated=true"),
+        (["--config", "quantized=true", "--kernel", "block_scaled_matmul"], "got quantized=true; legal: with gated=tr"),
         (["--config", "num_heads=8,form=all", "--kernel", "sparse_mla"], "got form=all; legal: auto, direct, union"),
         (
             ["--config", "num_heads=8,page_span=1", "--kernel", "sparse_mla"],
