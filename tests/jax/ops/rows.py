@@ -418,7 +418,8 @@ def product(grouped: bool, gated: bool = False) -> Row:
     more = ((0, 0) if gated else (0,)) if grouped else ()
     return Row(
         named(function, names, **form), arrays, ("t, 336", weights[0], "t, 3", weights[1], *("4", "r")[: len(more)]),
-        [] if grouped else [(0, None, 0, None)], [(0, 0, 0, 0, *more)], splits=splits, own=(0, None, 0, None, *more),
+        [] if grouped else [(0, None, 0, None)], [(0, 0, 0, 0, *more), *[(None, None, None, None, *more)] * grouped],
+        splits=splits, own=(0, None, 0, None, *more),
         derivative=rf"^{function.__name__} has no derivative .*'reference'", inputs=(2,),
     )  # fmt: skip
 

@@ -3,9 +3,13 @@ scales, of all terms."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 
 from tsmla_jax.ops.block_scaled_matmul.reference import Result, finished, spread
 from tsmla_jax.ops.block_scaled_matmul.xla import ALTERNATIVE, block_of, factors, unpacked_blocks, whole_blocks
@@ -32,7 +36,7 @@ def grouped_block_scaled_matmul(
     if weight_scales is None:
         rows = jnp.where(used, x, jnp.zeros((), x.dtype))
         columns = weight.transpose(0, 2, 1)
-        total = lax.ragged_dot(rows, columns, jnp.diff(cu_rows), preferred_element_type=jnp.float32)
+        total = _ragged_dot(rows, columns, cu_rows, lax.Precision.DEFAULT)
         total = jnp.where(used, total, 0)
         return finished(
             refuse_derivative(total, [x, weight, cu_rows], "grouped_block_scaled_matmul", ALTERNATIVE), spec
@@ -44,9 +48,7 @@ def grouped_block_scaled_matmul(
 
     def step(b: jax.Array, total: jax.Array) -> jax.Array:
         ours, theirs = (block_of(values, b).astype(narrow) for values in (terms, columns))
-        product = lax.ragged_dot(
-            ours, theirs.transpose(0, 2, 1), jnp.diff(cu_rows), precision, jnp.float32
-        )  # fmt: skip
+        product = _ragged_dot(ours, theirs.transpose(0, 2, 1), cu_rows, precision)
         scales = lax.dynamic_index_in_dim(weight_scales, b, axis=2, keepdims=False)[group]
         product *= spread(scales, weight.shape[1], axis=1)
         if x_scales is not None:
@@ -59,3 +61,16 @@ def grouped_block_scaled_matmul(
     total = lax.fori_loop(0, weight_scales.shape[2], step, start)
     refused: jax.Array = refuse_derivative(total, operands, "grouped_block_scaled_matmul", ALTERNATIVE)
     return finished(refused, spec)
+
+
+def _ragged_dot(rows: jax.Array, columns: jax.Array, cu_rows: jax.Array, precision: lax.Precision) -> jax.Array:
+    """jax.lax.ragged_dot to float32, without a derivative, which the caller refuses."""
+    product: jax.Array = _sequential(precision)(lax.stop_gradient(rows), lax.stop_gradient(columns), jnp.diff(cu_rows))
+    return product
+
+
+@functools.cache
+def _sequential(precision: lax.Precision) -> Callable[..., jax.Array]:
+    """jax.lax.ragged_dot; under vmap one call after another, since jax can't batch some of its operands without the
+    others."""
+    return sequential_vmap(lambda rows, columns, sizes: lax.ragged_dot(rows, columns, sizes, precision, jnp.float32))
