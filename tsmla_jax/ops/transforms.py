@@ -69,8 +69,7 @@ def transformable(
         of them, there is one call after another.
       unexpanded: operands that `fold` takes without the batch axis when vmap gives them none.
       derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. If it is
-        None, the only derivative is that of `with_backward`; if both are given, only second derivatives and forward
-        mode use this one.
+        None, the only derivative is that of `with_backward`; if both are given, only second derivatives use this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
       summed: results that the devices add up, if there are any.
     """

@@ -119,7 +119,7 @@ def _transformable(call: Planned) -> Callable[..., Any]:
 
 
 def _refuse_derivative(call: Planned, *_: jax.Array) -> NoReturn:
-    if call.has_gradient:  # then this is a second derivative, or one in forward mode
+    if call.has_gradient:  # then this is a second derivative
         raise contract.not_differentiable("the gradient of sparse_mla", "use implementation='reference'")
     reasons = sparse_gradient_reasons(call.spec) or ["kv_scale: got a scale; a gradient needs None"]
     raise contract.not_differentiable("sparse_mla", f"{'; '.join(reasons)}; use implementation='reference'")
