@@ -1,7 +1,12 @@
 """The layer's examples run as they are; each checks its own numbers and leaves with an error if they are off."""
 
+import re
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.jax.nn.examples import load
 
@@ -48,6 +53,24 @@ def test_train_mesh(capsys: pytest.CaptureFixture[str], fsdp: int, context: int)
     load("train_mesh").main(["--fsdp", str(fsdp), "--context", str(context), "--steps", "3", *sizes])
     said = capsys.readouterr().out
     assert f"a device holds {1 / (fsdp * context):.2f} of the parameters" in said and "from one device's" in said
+
+
+@pytest.mark.parametrize(("fsdp", "context"), [(2, 1), (1, 2)])
+def test_train_mesh_sums_scalars_alone(fsdp: int, context: int) -> None:
+    """XLA 0.11.2 can read a bfloat16 sum over GPUs as float32 if it joins it with others (docs/guides/sharding.md)."""
+    pytest.importorskip("optax", reason="needs optax: pip install 'tsmla-jax[flax]'")
+    example = load("train_mesh")
+    mesh, shape = example.make_mesh(fsdp, context), example.Shape(layers=1, tokens=64, max_len=40, width=64)
+    params = jax.eval_shape(lambda: example.init(shape))
+    specs = example.specs_of(params, mesh)
+
+    def gradients(params: Any, texts: Any) -> Any:
+        return jax.value_and_grad(example.loss_of)(params, specs, shape, jnp.bfloat16, texts)
+
+    program = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(specs, example.TEXTS), out_specs=(P(), specs)))
+    text = program.lower(params, next(example.batches(shape, 1))).as_text()
+    summed = re.findall(r'"stablehlo.all_reduce".*?\) -> (tensor<[^>]*>)', text, re.DOTALL)
+    assert summed and set(summed) <= {"tensor<f32>", "tensor<i32>"}
 
 
 @pytest.mark.parametrize(
