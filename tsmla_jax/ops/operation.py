@@ -221,7 +221,7 @@ def names(implementation: Preference) -> tuple[str, ...]:
     Raises a ValueError for an unknown name, for a value that is no name, and for an empty sequence."""
     if implementation is None:
         return IMPLEMENTATIONS
-    if not isinstance(implementation, str | Sequence):
+    if isinstance(implementation, bytes) or not isinstance(implementation, str | Sequence):
         raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
     tried = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in tried:

@@ -325,6 +325,8 @@ def test_names_of_implementations() -> None:
     logits = jnp.zeros((1, 4))
     with pytest.raises(ValueError, match="implementation: got 'fast'"):
         tsmla_jax.select_topk(logits, ints([1]), 2, implementation="fast")
+    with pytest.raises(ValueError, match="implementation: got b'xla'"):
+        tsmla_jax.select_topk(logits, ints([1]), 2, implementation=b"xla")
     with pytest.raises(NotImplementedError, match="logits' dtype is bfloat16; the sm_90 top-k kernel takes float32"):
         tsmla_jax.select_topk(logits.astype(jnp.bfloat16), ints([1]), 2, implementation="cute")
     with pytest.raises(ValueError, match=r"order: got 'index'; legal: 'value', 'position'$"):
