@@ -21,7 +21,7 @@ Cotangents = tuple[jax.Array | None, ...]
 """The cotangents of a call's operands; None for the offsets and the selection."""
 
 SEVERAL_TIMES = "implementation='reference' can be differentiated several times"
-"""What to do where the gradient's own derivative is refused."""
+"""The alternative that the error names where the gradient's own derivative is asked for."""
 
 
 class Planned(NamedTuple):

@@ -21,7 +21,7 @@ BLOCK_BYTES = 64 << 20
 """Bound on a block's gathered rows and on its scores."""
 
 ALTERNATIVE = "use implementation='reference'"
-"""What to do where the gradient's own derivative is refused."""
+"""The alternative that the error names where the gradient's own derivative is asked for."""
 
 Results = tuple[jax.Array, jax.Array]
 
