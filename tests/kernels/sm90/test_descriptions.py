@@ -58,7 +58,7 @@ DECODE = {
     for heads in (16, 32, 128)
 }
 SPARSE = {
-    f"{layout} {width} of {kv_dtype}, {dtype} queries, {heads} heads": SparseConfig(
+    f"{layout} {width} of {kv_dtype}, {dtype} queries, {heads} heads, tiles of {tile_rows}": SparseConfig(
         dtype,
         heads,
         layout,
@@ -75,6 +75,7 @@ SPARSE = {
         ("plain", FP8, 512, 64),
         ("plain", "bfloat16", 512, 64),
         ("plain", "bfloat16", 576, 32),
+        ("plain", "bfloat16", 576, 64),
         ("plain", "float16", 512, 64),
     )
     for dtype, heads in itertools.product(("bfloat16", FP8), (16, 32, 64))

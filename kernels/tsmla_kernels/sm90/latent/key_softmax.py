@@ -68,11 +68,18 @@ class KeySoftmax:
     Attributes:
       p_rows: how many rows P has. p_dtype: the dtype of P. over_keys: reduces over all keys (see OverKeys).
       token_rows: how many rows a token has, if tokens see different keys; None if all rows see the same keys.
+      p_step: bytes from eight rows of P to the next eight, for the same keys.
     """
 
     def __init__(
-        self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys, token_rows: int | None = None
+        self,
+        p_rows: int,
+        p_dtype: type[cutlass.Numeric],
+        over_keys: OverKeys,
+        token_rows: int | None = None,
+        p_step: int = 1024,
     ) -> None:
+        self.p_step = p_step
         self.p_rows, self.p_dtype, self.over_keys, self.token_rows = p_rows, p_dtype, over_keys, token_rows
 
     @cute.jit
@@ -148,5 +155,5 @@ class KeySoftmax:
         """Store a warp's P, which registers have as keys by rows, to shared memory as rows by keys."""
         for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
             four = [p_words[i, v + j] for j in range(2) for i in range(2)]
-            store_transposed(address + 1024 * v, *four)
+            store_transposed(address + self.p_step * v, *four)
         cute.arch.sync_warp()

@@ -169,6 +169,35 @@ class SparseConfig:
         return self.row_bytes - 2 * (self.head_dim - self.e4m3_columns)
 
     @property
+    def plain_16_bits(self) -> bool:
+        """Whether all numbers of the caches' rows have 16 bits."""
+        return self.layout == "plain" and self.kv_dtype != FP8
+
+    @property
+    def p_in_keys(self) -> bool:
+        """Whether a block's P takes the place of its keys' last 64 columns, which K Q^T alone reads. Otherwise P has a
+        place of its own, for which 64 query rows over keys of 1,152 bytes leave no room."""
+        return self.plain_16_bits and self.head_dim > LATENT_DIM and self.shape.p_rows == ROWS
+
+    @property
+    def early_p(self) -> bool:
+        """Whether the value warps begin a block's P V as soon as its P is stored, because the ring's two stages leave
+        no other block to gather while one waits for its P V. Otherwise P V waits until the next block's K Q^T is
+        nearly done."""
+        return self.p_in_keys
+
+    @property
+    def keys_as_they_are(self) -> bool:
+        """Whether K and Q are multiplied in the dtype that both have."""
+        return self.p_in_keys and self.dtype == self.kv_dtype
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a block's keys are released. If there are several, values are multiplied part by part, and
+        the next rows come to the first ones earlier."""
+        return 2 if self.p_in_keys else 1
+
+    @property
     def keys_bytes(self) -> int:
         """Shared memory of a block of keys."""
         return self.shape.block * self.pitch
@@ -177,7 +206,12 @@ class SparseConfig:
     def stage_bytes(self) -> int:
         """Shared memory of one stage: a block of keys, its P, and the table of V4's scales."""
         table = 1024 if self.layout == "v4" else 0  # 7 groups x 64 keys of f16; P begins at a multiple of 1024
-        return self.keys_bytes + self.p_bytes + table
+        return self.keys_bytes + (0 if self.p_in_keys else self.p_bytes + table)
+
+    @property
+    def p_offset(self) -> int:
+        """The offset in a stage of P, or of the part of P that lies in the first key's place."""
+        return 2 * LATENT_DIM if self.p_in_keys else self.keys_bytes
 
     @property
     def p_bytes(self) -> int:
@@ -307,8 +341,6 @@ def _tile_rows(spec: SparseMLASpec) -> int:
     CTAs busy and their code that runs once costs less."""
     if spec.num_heads <= FEW_HEADS:
         return ROWS
-    if _has_16_bits(spec) and spec.head_dim > LATENT_DIM:
-        return FEW_HEADS  # with 64 rows of Q, only one stage of such keys would fit
     if spec.batch_invariant or not isinstance(spec.num_tokens, int):
         return ROWS
     return FEW_HEADS if _row_tiles(spec, ROWS) <= FEW_TILES[spec.cache.layout] else ROWS
@@ -320,11 +352,6 @@ def _whole(spec: SparseMLASpec) -> bool:
     if spec.batch_invariant or not known or spec.num_selected > WHOLE_COLUMNS:
         return False
     return _row_tiles(spec, _tile_rows(spec)) <= WHOLE_TILES
-
-
-def _has_16_bits(spec: SparseMLASpec) -> bool:
-    """Whether all numbers of the cache's rows have 16 bits."""
-    return spec.cache.layout == "plain" and spec.cache.dtype != FP8
 
 
 def _row_tiles(spec: SparseMLASpec, tile_rows: int) -> int:

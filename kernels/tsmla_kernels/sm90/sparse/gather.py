@@ -74,7 +74,7 @@ class Gatherer:
                 # A piece without blocks ends the CTA's work. The softmax and value warps read the same description.
                 if number == 0:
                     self.wait_for_first_pieces()
-                cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                cute.arch.mbarrier_wait(self.emptied(index, warp, gather), phase ^ 1)
                 if lane == 0:
                     cute.arch.mbarrier_arrive(gather.full + index)
                 running = Int32(0)
@@ -93,7 +93,7 @@ class Gatherer:
                     slot = following
                     low, high = self.scales_of(slot, column + self.block, gather)
                     following = self.slot_at(selected, column + 2 * self.block, keys)
-                    cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                    cute.arch.mbarrier_wait(self.emptied(index, warp, gather), phase ^ 1)
                     of_tokens = self.bits_at(piece, column, keys, gather)
                     row = self.locate(here, column, gather)
                     exist = self.copy_rows(row, index, warp, gather)
@@ -106,6 +106,12 @@ class Gatherer:
                     column += self.block
                     index, phase = self.ring.advance(index, phase)
                 number += 1
+
+    def emptied(self, index: Int32, warp: Int32, gather: Gather) -> cute.Pointer:
+        """The barrier that says that this warp's rows of stage `index` have been released."""
+        if self.ring.parts == 1:
+            return gather.empty + index
+        return gather.empty + (index * self.ring.parts + warp // (GATHER_WARPS // self.ring.parts))
 
     @cute.jit
     def prefetch_query(self, piece: Described, warp: Int32, gather: Gather):

@@ -113,7 +113,7 @@ class SparseMla:
         @cute.struct
         class Storage:
             full: cute.struct.MemRange[Int64, self.ring.stages]
-            empty: cute.struct.MemRange[Int64, self.ring.stages]
+            empty: cute.struct.MemRange[Int64, self.ring.stages * self.ring.parts]
             ready: cute.struct.MemRange[Int64, self.ring.stages]
             q_full: cute.struct.MemRange[Int64, 1]
             pieces: cute.struct.MemRange[Int32, PIECES_KEPT * len(Piece)]

@@ -47,19 +47,26 @@ def test_few_tokens_of_many_heads_have_narrow_tiles() -> None:
 
 @pytest.mark.parametrize("heads", [33, 64, 65, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_of_16_bits_that_are_too_wide_for_64_heads(dtype: str, heads: int) -> None:
-    """They have tiles of 32 in every call, so that batch_invariant does not look at the batch; with up to 32 heads, and
-    over 512 columns, a tile is what other rows have."""
+def test_wide_rows_of_16_bits_have_p_in_the_place_of_keys(dtype: str, heads: int) -> None:
+    """So their tiles are what other rows have: of 64 heads, or of 32 in calls of few tiles."""
     cache = dataclasses.replace(PLAIN, dtype=dtype, head_dim=576)
     few = dataclasses.replace(V32_CALL, q_dtype=dtype, num_heads=heads, cache=cache)
     assert sparse_reasons(few) == []
-    for changes in ({}, {"num_tokens": 4096}, {"num_tokens": "t"}, {"batch_invariant": True}):
-        config = sparse_config(dataclasses.replace(few, **changes))
-        assert (config.shape.tile_rows, config.shape.max_tiles) == (32, math.ceil(heads / 32))
-        assert config.stages == MIN_STAGES
-    assert sparse_config(dataclasses.replace(few, num_heads=32)).tile_rows == 64
-    most = dataclasses.replace(few, num_tokens=math.ceil(MANY_TILES / math.ceil(heads / 32)))
-    assert sparse_config(most).dealt and not sparse_config(dataclasses.replace(most, num_tokens=95)).dealt
+    one, tiles = dataclasses.replace(few, num_tokens=1), math.ceil(heads / 64)
+    for call, changes in itertools.product(
+        (few, one), ({"num_tokens": 4096}, {"num_tokens": "t"}, {"batch_invariant": True})
+    ):
+        config = sparse_config(dataclasses.replace(call, **changes))
+        assert (config.shape.tile_rows, config.shape.max_tiles, config.stages) == (64, tiles, MIN_STAGES)
+        assert config.p_in_keys and config.keys_as_they_are and config.stage_bytes == config.keys_bytes
+        assert not dataclasses.replace(config, dtype="float16" if dtype == "bfloat16" else "bfloat16").keys_as_they_are
+    config = sparse_config(one)
+    assert (config.tile_rows, config.p_in_keys, config.stages) == (32, False, MIN_STAGES)
+    narrow = sparse_config(dataclasses.replace(few, num_heads=32))
+    assert narrow.tile_rows == 64 and not narrow.p_in_keys
+    most = dataclasses.replace(few, num_tokens=math.ceil(MANY_TILES / tiles))
+    less = dataclasses.replace(most, num_tokens=most.num_tokens - 1)
+    assert sparse_config(most).dealt and not sparse_config(less).dealt
     narrow = dataclasses.replace(most, head_dim=512, cache=dataclasses.replace(PLAIN, dtype=dtype))
     assert sparse_reasons(narrow) == [] and sparse_config(narrow).tile_rows == 64
     assert sparse_config(narrow).stages == MIN_STAGES
