@@ -87,6 +87,8 @@ MODELS: dict[tuple[str, str], dict[str, Any]] = {
 
 PROMPT_TOKENS = 4096  # tokens of an engine's prefill row, as many as a chunk of generate.py has
 MOST_RATED_TOKENS = 131072  # most prompt tokens of a batch whose rate an engine's program measures
+LONGEST_SERVED = 8192  # tokens of a prompt among mixed requests
+FIRST_SERVED = 20  # mixed requests after which the memory is measured first
 
 
 def named_model(text: str) -> tuple[str, str]:
@@ -115,6 +117,45 @@ def prompts(vocab_size: int, batch: int, context: int, *, draw: int = 0) -> list
     """Random prompts, the same in every program: `batch` of `context` tokens; others for each `draw`."""
     rng = random.Random(batch * 100003 + context + (draw << 40))
     return [[rng.randrange(vocab_size) for _ in range(context)] for _ in range(batch)]
+
+
+def mixed_requests(vocab_size: int, count: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 1 to LONGEST_SERVED tokens, as many between 1 and 2 as between the half of the longest and the
+    longest, and the lengths of their answers, 1 to 64."""
+    rng = random.Random(5)
+    lengths = [round(LONGEST_SERVED ** rng.random()) for _ in range(count)]
+    given = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    return given, [rng.randrange(1, 65) for _ in range(count)]
+
+
+def serving_row(
+    model: tuple[str, str], count: int, seconds: Callable[[list[list[int]], list[int]], float]
+) -> dict[str, Any]:
+    """The row of `count` mixed requests, of which the first FIRST_SERVED are not timed.
+
+    Args:
+      seconds: what an engine takes for prompts and as many tokens for each as it says.
+    """
+    given, counts = mixed_requests(MODELS[model]["vocab_size"], count)
+    seconds(given[:FIRST_SERVED], counts[:FIRST_SERVED])
+    before = used_bytes()
+    taken = seconds(given[FIRST_SERVED:], counts[FIRST_SERVED:])
+    return {
+        "mode": mode_name(model, "serving"),
+        "b": count,
+        "context": max(map(len, given)),
+        "us": round(taken * 1e6, 1),
+        "tokens_per_s": round(sum(counts[FIRST_SERVED:]) / taken),
+        "used_bytes": [before, used_bytes()],
+    }
+
+
+def used_bytes() -> int:
+    """The GPU's memory in use."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def prompt_rate(

@@ -36,7 +36,6 @@ import json
 import logging
 import math
 import os
-import random
 import re
 import statistics
 import time
@@ -65,6 +64,7 @@ from examples.whole_models.models import (
     prefill_rows,
     prompt_rate,
     prompts,
+    serving_row,
     within_budget,
 )
 
@@ -91,7 +91,6 @@ ATTENTION = re.compile(
 """Kernels of decode attention by their names: of all backends, and what runs for them alone."""
 GRAPH_REPLAYS = 20  # in a row
 BEFORE_REPLAYS = 4  # full steps of a run before a step's graph is replayed
-FIRST_SERVED = 20  # requests after which the memory is measured first
 
 
 def model() -> tuple[str, str]:
@@ -329,32 +328,9 @@ def profiled(engine: Engine, row: dict[str, Any], given: list[list[int]]) -> dic
 
 
 def serve(engine: Engine, count: int) -> dict[str, Any]:
-    """The row of `count` requests of 1 to 8,192 tokens, as many between 1 and 2 as between 4,096 and 8,192, and answers
-    of 1 to 64."""
-    import torch
-
-    rng, vocabulary = random.Random(5), MODELS[model()]["vocab_size"]
-    lengths = [round(8192 ** rng.random()) for _ in range(count)]
-    given = [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
-    counts = [rng.randrange(1, 65) for _ in range(count)]
-
-    def used() -> int:
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-    first = slice(0, FIRST_SERVED)
-    engine.generate(given[first], counts[first])
-    before = used()
-    seconds = engine.generate(given[first.stop :], counts[first.stop :]).seconds
-    return {
-        "mode": mode_name(model(), "serving"),
-        "b": count,
-        "context": max(lengths),
-        "us": round(seconds * 1e6, 1),
-        "tokens_per_s": round(sum(counts[first.stop :]) / seconds),
-        "compiled": engine.compilations.said,
-        "used_bytes": [before, used()],
-    }
+    """The row of `count` mixed requests."""
+    row = serving_row(model(), count, lambda given, counts: engine.generate(given, counts).seconds)
+    return row | {"compiled": engine.compilations.said}
 
 
 def main(arguments: list[str]) -> None:

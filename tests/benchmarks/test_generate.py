@@ -238,10 +238,10 @@ class Engine:
         self.folder = None
 
     def generate(self, *, input_ids, sampling_params):
-        count = sampling_params["max_new_tokens"]
-        assert sampling_params == {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-        self.count = count
-        return [{"output_ids": range(7, 7 + count)} for _ in input_ids]
+        self.counts = [each.pop("max_new_tokens") for each in sampling_params]
+        assert len(input_ids) == len(self.counts)
+        assert all(each == {"temperature": 0.0, "ignore_eos": True} for each in sampling_params)
+        return [{"output_ids": range(7, 7 + count)} for count in self.counts]
 
     def start_profile(self, *, output_dir, **how):
         self.folder = output_dir
@@ -249,12 +249,27 @@ class Engine:
     def stop_profile(self):
         event = {"cat": "kernel", "name": "flash_fwd", "dur": 3.0}
         other = {"cat": "kernel", "name": "gemm", "dur": 10.0}
-        trace = {"traceEvents": [event, other, {"cat": "cpu_op", "name": "x"}] * self.count}
+        trace = {"traceEvents": [event, other, {"cat": "cpu_op", "name": "x"}] * self.counts[0]}
         path = pathlib.Path(self.folder, "a.trace.json.gz")
         path.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
     def shutdown(self): ...
 '''
+
+
+# It compiles a kernel for each batch of requests; and no GPU is asked for its memory.
+COMPILES = """
+from examples.whole_models import models
+models.used_bytes = lambda: 1
+folder = pathlib.Path(__file__).parents[1] / "kernels"
+folder.mkdir()
+os.environ["TSMLA_CACHE_DIR"] = str(folder)
+
+class Engine(Engine):
+    def generate(self, **given):
+        (folder / str(len(list(folder.iterdir())))).touch()
+        return super().generate(**given)
+"""
 
 
 def test_sglangs_rows(tmp_path: Path) -> None:
@@ -273,3 +288,19 @@ def test_sglangs_rows(tmp_path: Path) -> None:
     assert "us" in decode and decode["tokens"] == [[7, 8, 9, 10, 11, 12, 13, 14]] * 2
     assert (decode["attention_us"], decode["kernels_us"], decode["layers"]) == (3.0, 13.0, 3)
     assert (prompts["mode"], prompts["b"]) == ("v2-lite prefill", 256) and prompts["us"] > 0
+
+
+def test_sglang_serves(tmp_path: Path) -> None:
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").write_text(SGLANG + COMPILES)
+    arguments = ["--points", "2,16", "--steps", 8, "--runs", 1, "--model", "v3.2-slice,fp8", "--backend", "dsa"]
+    arguments += ["--decode", "flashmla_kv", "--out", tmp_path / "out.json", "--serve", 24]
+    said = run("sglang_steps", arguments, path=str(tmp_path))
+    given = json.loads(said.partition("given ")[2].splitlines()[0])
+    assert (given["attention_backend"], given["dsa_decode_backend"]) == ("dsa", "flashmla_kv")
+    assert "dsa_prefill_backend" not in given
+    served = json.loads((tmp_path / "out.json").read_text())[-1]
+    assert (served["mode"], served["b"], served["decode"]) == ("v3.2-slice fp8 serving", 24, "flashmla_kv")
+    assert served["compiled"] == {"TSMLA_CACHE_DIR": 2}  # a kernel each time that requests are given
+    assert served["used_bytes"] == [1, 1]
