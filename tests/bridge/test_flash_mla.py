@@ -89,6 +89,32 @@ def assert_laid_out(out: torch.Tensor, lse: torch.Tensor) -> None:
     assert out.is_contiguous() and lse.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [slice(None), slice(2, None), slice(1, 2)])
+def test_a_table_is_read_past_its_columns(device: str, rows: slice) -> None:
+    """As FlashMLA does: SGLang captures its graphs with the first columns of a buffer, whose rows it fills later."""
+    given = case([70, 3, 129])
+    q, cache, tables, lens = (x.to(device) for x in given.arrays)
+    buffer = torch.full((5, 40), -1, dtype=torch.int32, device=device)
+    buffer[1:4, : tables.shape[1]] = tables
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q[rows], cache[:, :, None], buffer[1:4, :1][rows], lens[rows], 512, None, None, SCALE, True
+    )
+    want, want_lse = given.want(scale=SCALE)
+    assert_close(out.cpu(), want[rows], BF16)
+    assert_close(lse.cpu(), want_lse[rows].swapaxes(1, 2), 1e-3)
+
+
+def test_a_table_at_the_end_of_its_memory_is_read_as_far_as_that() -> None:
+    given = case([70, 3, 129])
+    q, cache, tables, lens = given.arrays
+    memory = torch.full((4 + 2 * 40 + tables.shape[1],), -1, dtype=torch.int32)
+    table = memory.as_strided(tables.shape, (40, 1), 4)
+    table.copy_(tables)
+    out, _ = flash_mla.flash_mla_with_kvcache(q, cache[:, :, None], table[:, :1], lens, 512, None, None, SCALE, True)
+    assert_close(out, given.want(scale=SCALE)[0], BF16)
+
+
 def test_an_fp8_cache() -> None:
     given = case([70, 5], q_dtype="bfloat16", kv_dtype="float8_e4m3fn")
     out, _ = attend(given, "cpu", is_fp8_kvcache=True, causal=True)

@@ -83,7 +83,8 @@ def flash_mla_with_kvcache(
       q: [B, S, H, D], float16, bfloat16, or float8_e4m3fn over a dense cache of that dtype or V3.2's packed rows. A q
         that isn't contiguous may be copied first; the cache is never copied.
       k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn; with indices one of the packed layouts below.
-      block_table: [B, M] int32, pages of each request in order.
+      block_table: [B, M] int32, pages of each request in order. If it is the first columns of wider rows, cache_seqlens
+        may count keys of the pages after them.
       cache_seqlens: [B] int32, keys of each request; 0 is legal.
       head_dim_v: L, the leading columns that are values.
       tile_scheduler_metadata, num_splits: what get_mla_metadata returned; ignored.
@@ -166,7 +167,7 @@ def flash_mla_with_kvcache(
         naming.DECODE,
         q.contiguous(),
         k_cache.select(2, 0),
-        block_table,
+        _whole_rows(block_table),
         cache_seqlens,
         softmax_scale=softmax_scale,
         latent_dim=head_dim_v,
@@ -177,6 +178,19 @@ def flash_mla_with_kvcache(
         return_lse=True,
     )
     return out, selected.as_the_packages(lse).transpose(1, 2)
+
+
+def _whole_rows(table: torch.Tensor) -> torch.Tensor:
+    """A table with all columns of the rows whose first columns it is, as far as its memory goes.
+
+    The package's kernels read a row as far as its request's keys go and take no width. So SGLang captures its graphs
+    with the columns that the capture's lengths need, one, of a buffer that it fills before each replay."""
+    if table.dim() != 2 or table.stride(1) != 1 or not len(table):
+        return table
+    pitch, begin = table.stride(0), table.storage_offset()
+    held = table.untyped_storage().nbytes() // table.element_size() - begin - (len(table) - 1) * pitch
+    width = min(pitch, held)
+    return table.as_strided((len(table), width), (pitch, 1)) if width > table.shape[1] else table
 
 
 def _one(name: str, scale: torch.Tensor | None) -> torch.Tensor | None:
