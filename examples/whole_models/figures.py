@@ -389,7 +389,12 @@ def vllm_slices_two() -> tb.Record:
 
 def sglang_slices() -> tb.Record:
     """SGLang's: with its backend `tsmla`, or with its own backends of FlashMLA on these kernels."""
-    return slices("sglang_slices", "SGLang", "sglang", "tsmla", lambda row: row.get("flash_mla", row["backend"]))
+    return slices("sglang_slices", "SGLang", "sglang", "tsmla", _sglang_backend)
+
+
+def _sglang_backend(row: tb.Row) -> str:
+    """The backend of a row's decode steps: ours also if it is FlashMLA's on these kernels."""
+    return str(row.get("flash_mla", row.get("decode", row["backend"])))
 
 
 def vllm_prompts() -> tb.Record:
