@@ -26,7 +26,8 @@ _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 
 
 _NARROW = ("int1", "uint1", "int2", "uint2", "int4", "uint4")
-"""The integers of jax that torch lacks, by name. torch would take those of one bit for bool."""
+"""The integers of jax below 8 bits, by name. jax doesn't hand those of 2 and 4 bits over, and torch would take those of
+one bit for bool."""
 
 
 def _jax() -> ModuleType:
@@ -79,11 +80,11 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     arrays as constant.
 
     Args:
-      array: of any shape and of a dtype that DLPack and torch have, on one device.
+      array: of any shape and of a dtype that torch takes through DLPack, on one device.
 
     Raises:
       TypeError: it is no jax array, or one of keys or of integers of 1, 2 or 4 bits.
-      BufferError: torch has no such dtype.
+      BufferError: torch doesn't take another dtype.
       ValueError: it lies on several devices.
       ImportError: jax isn't installed.
     """
@@ -92,7 +93,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         raise TypeError(f"array: got {type(array).__name__}; legal: a jax.Array")
     kind = array.dtype
     if jax.dtypes.issubdtype(kind, jax.dtypes.extended) or kind.name in _NARROW:
-        raise TypeError(f"array: got dtype {kind}; legal: one that torch has")
+        raise TypeError(f"array: got dtype {kind}; legal: one that torch takes through DLPack")
     if len(array.devices()) != 1:
         raise ValueError(f"array: got one on {len(array.devices())} devices; legal: on one")
     return torch.from_dlpack(array)

@@ -88,8 +88,8 @@ def register_fake(operator: Any, results: Callable[..., Any]) -> None:
 
 def _refuse_vmap(name: str, info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{name}: got tensors under torch.vmap, which it has no rule for; call it on all requests at once, packed one"
-        " after the other"
+        f"{name}: got tensors under torch.vmap, which it has no rule for; call it once, with the requests, tokens or"
+        " rows of all calls one after the other"
     )
 
 

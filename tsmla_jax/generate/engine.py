@@ -268,7 +268,7 @@ class Engine:
 
     def _opened(self) -> Session:
         if self._session is None:
-            raise ValueError("the engine is closed; legal: after open, or after the first admit")
+            raise ValueError("the engine is closed; legal: after open, compile_ahead or admit")
         if self._session.broken:
             raise RuntimeError(f"a step was broken off ({self._session.broken}), and its texts are lost; legal: close")
         return self._session

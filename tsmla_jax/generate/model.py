@@ -70,7 +70,7 @@ class Batch:
 
 class LayerResult(NamedTuple):
     """Results of a layer: x, in V4 perhaps as `Unwritten`; the layer's cache; the positions [T, K] that its attention
-    chose (if later layers share them); and the result [T, C] of its "shortcut", which the next layer adds.
+    read (None unless later layers share them); and the result [T, C] of its "shortcut", which the next layer adds.
     """
 
     x: Any

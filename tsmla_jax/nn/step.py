@@ -228,7 +228,7 @@ def check_axis(context_axis: str | None, made_with: str | None) -> None:
 
 def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: str) -> None:
     """Raises a ValueError unless a cache ([P, Z, width], or [P, bytes of a page] with V4's packed rows) has pages of
-    page_size tokens, as the step's slots assume. A page_size of None, and a cache of another rank, are not checked.
+    page_size slots, as the step's slots assume. A page_size of None, and a cache of another rank, are not checked.
 
     size_name: the argument by which the step was given page_size.
     """
@@ -236,7 +236,7 @@ def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: s
         return
     packed = cache.ndim == 2
     if cache.shape[1] != (V4_PACKED.page_bytes(page_size) if packed else page_size):
-        got = f"{cache.shape[1]} bytes, not {V4_PACKED.page_bytes(page_size)}" if packed else f"{cache.shape[1]} tokens"
+        got = f"{cache.shape[1]} bytes, not {V4_PACKED.page_bytes(page_size)}" if packed else f"{cache.shape[1]} slots"
         raise ValueError(
             f"step: got one made with {size_name}={page_size}, but {name}'s pages have {got}; legal: a step made with"
             " the cache's own page size, as its slots count by it"

@@ -152,7 +152,7 @@ def mla_decode(
     # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
     options = (latent_dim, max_q_len, causal, batch_invariant, fp8_probabilities, implementation)
     compiling = torch.compiler.is_compiling()
-    query: Any = q  # once the plan is found one tensor: all columns of q or, if there is `rope`, the latent ones
+    query: Any = q  # one tensor as soon as there is a plan: all columns of q, or with `rope` the latent ones
     rope: torch.Tensor | None = None
     pair: Pair
     # 8.0 and True are equal to 8 and 1: a plan is looked up only by options of the legal types.

@@ -135,7 +135,7 @@ def _num_sms(device: torch.device | str | int | None) -> int:
         if named.type == "cuda":
             return devices.num_sms(devices.index_of(named))
         why = "its number of multiprocessors decides"
-    except (AssertionError, RuntimeError) as error:  # torch without CUDA, without a GPU, or with fewer of them
+    except (AssertionError, RuntimeError) as error:  # no device's name, torch without CUDA, no GPU, or too few
         why = str(error).splitlines()[0]
     raise ValueError(f"device: got {device}; legal: cpu, or a CUDA device that torch can use ({why})")
 

@@ -23,7 +23,7 @@ PARAMS = {name: SPEC(shape, jnp.float32) for name, shape in param_shapes(CONFIG)
 CACHE = SPEC((8, 64, CONFIG.cache_dim), jnp.float32)
 TABLES, LENS = np.asarray([[3, 1], [4, 2]], np.int32), np.asarray([70, 5], np.int32)
 STARTS = np.arange(3, dtype=np.int32)
-OTHER = "step: got one made with page_size=16, but kv_cache's pages have 64 tokens; legal: a step made with"
+OTHER = "step: got one made with page_size=16, but kv_cache's pages have 64 slots; legal: a step made with"
 
 
 def dense(page_size: Any) -> Step:
@@ -101,7 +101,7 @@ def test_page_sizes_that_are_none() -> None:
 def test_v32_refuses_another_page_size() -> None:
     case = hf_layers.case("v3.2")
     step = Step.ragged(np.zeros((1, 1), np.int32), LENS[1:], STARTS[:2], total_tokens=1, page_size=32)
-    message = "step: got one made with page_size=32, but cache.kv's pages have 16 tokens"
+    message = "step: got one made with page_size=32, but cache.kv's pages have 16 slots"
     with pytest.raises(ValueError, match=message):
         v32.attend(case.params, case.config, case.x[0, :1], case.cache(1), step)
 
@@ -128,7 +128,7 @@ def test_v4_refuses_other_page_sizes(kind: v4.Kind, dtype: Any) -> None:
         return jax.eval_shape(run, params, SPEC((1, 32), jnp.float32))
 
     attend(64, 32)
-    got = "37440 bytes, not 9792" if dtype == jnp.uint8 else "64 tokens"
+    got = "37440 bytes, not 9792" if dtype == jnp.uint8 else "64 slots"
     with pytest.raises(ValueError, match=f"step: got one made with page_size=16, but cache.window's pages have {got}"):
         attend(16, 32)
     if kind == "sliding":

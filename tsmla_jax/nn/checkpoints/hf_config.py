@@ -169,7 +169,7 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
     Args:
         fields: the config's.
         where: the config's name in an error.
-        known: keys beside yarn's own that the caller reads, and whose values it checks.
+        known: keys that are legal beside yarn's own; their values are not checked here.
 
     Raises:
         ValueError: a field is missing, of another type or out of its range; two disagree; the rope type is neither

@@ -106,8 +106,8 @@ class LayerWeights(Generic[_Config]):
 
         Args:
             config: the layer's shape.
-            tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says. Of MLA's projections
-                all but kv_b_proj may be `BlockScaled`, and stay so, with the shape of the tensor.
+            tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says. MLA's
+                projections, except kv_b_proj, may be `BlockScaled`: such a parameter is the tensor as it is, [out, in].
             dtype: the dtype of the parameters that are not `BlockScaled`; None keeps each array's own (float64 needs
                 jax_enable_x64).
 
@@ -278,7 +278,7 @@ class LayerWeights(Generic[_Config]):
         save_checkpoint(checkpoint_dir, tensors(), base=given, max_shard_bytes=max_shard_bytes)
 
     def _spelled(self, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """The names of a checkpoint's tensors, by those that `hf_name` gives them, after a prefix."""
+        """The names of a checkpoint's tensors, by a prefix and the name that `hf_name` gives."""
         return self.stored_names(checkpoint) if self.stored_names else {name: name for name in checkpoint.names()}
 
 

@@ -21,7 +21,7 @@ from tsmla_jax.nn.products.triton import plgpu
 from tsmla_jax.ops.selected import numerics
 from tsmla_jax.ops.selected import v4 as sparse_v4
 
-_WARP_COLUMNS = 512  # the columns that a warp holds, or more if eight warps don't suffice
+_WARP_COLUMNS = 512  # columns of a program's rows for each warp: fewer in small rows, more if eight warps don't suffice
 
 
 class Rope(NamedTuple):

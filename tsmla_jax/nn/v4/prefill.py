@@ -188,7 +188,7 @@ def prefill(
         if index_loss or selected is None:
             index = _indexer(params, config, x, low, texts)
         if selected is None:
-            assert index is not None  # without an indexer there is no choice
+            assert index is not None  # made above, as selected is None
             selected = _choose(config, index, texts, implementation)
         selected = checkpoint_name(jnp.asarray(selected), SELECTED)
         chosen = entries.slots(texts, selected)
