@@ -55,7 +55,7 @@ EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the previous block'
 # packed row's last four fragments, if they stay bf16, from these registers: none of the four must overwrite another.
 KEYS_AHEAD = 4
 KEYS_WIDE = 4  # steps of 16 columns that a warp has in registers as f16
-FEWER_WIDE = 3  # the same if rows' greatest P and further operands take registers
+FEWER_WIDE = 3  # the same if rows' greatest P take registers, and packed rows or further operands do
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
 LEAST_BITS = 0xFF800000 - (1 << 32)  # -inf, as the bits of an f32
 
@@ -88,7 +88,7 @@ class SparseScores:
         self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = ring.q_dtype if config.keys_as_they_are else self.p_dtype
-        more = config.layout == "v4" or config.lengths or config.sinks
+        more = config.layout != "plain" or config.lengths or config.sinks
         self.keys_wide = FEWER_WIDE if config.max_logits and ring.p_rows == ROWS and more else KEYS_WIDE
         self.keys_held = KEYS_AHEAD + self.keys_wide if config.keys_as_they_are else KEYS_AHEAD
         self.query = (QueryAsItIs if config.keys_as_they_are else SparseQuery)(config, ring)
