@@ -1,8 +1,8 @@
 """The public surface of DeepSeek's package flash_mla for serving, on this project's kernels.
 
 The same functions with the same parameters, layouts and results, for engines that call that package (SGLang, LMDeploy,
-TokenSpeed): dense decode, sparse decode over DeepSeek-V3.2's packed cache and V4's two, sparse prefill (without
-max_logits). vLLM has its own build of FlashMLA's kernels and doesn't import the package.
+TokenSpeed): dense decode, sparse decode over DeepSeek-V3.2's packed cache and V4's one or two, sparse prefill
+(without max_logits). vLLM has its own build of FlashMLA's kernels and doesn't import the package.
 
 `tsmla_bridge.install_as_flash_mla()` makes `import flash_mla` find this one. In SGLang `TSMLA_SGLANG=flash_mla` in the
 environment does that.

@@ -81,7 +81,7 @@ def flash_mla_with_kvcache(
 
     Args:
       q: [B, S, H, D], float16, bfloat16, or float8_e4m3fn over a dense cache of that dtype or V3.2's packed rows. A q
-        that isn't contiguous may be copied first; the cache is never copied.
+        that isn't contiguous is copied first; the cache is never copied.
       k_cache: [P, Z, 1, D] in q's dtype or float8_e4m3fn; with indices one of the packed layouts below.
       block_table: [B, M] int32, pages of each request in order. If it is the first columns of wider rows, cache_seqlens
         may count keys of the pages after them.

@@ -25,8 +25,8 @@ class Columns(NamedTuple):
 
 
 def joined(near: Columns, far: Columns, multiple: int) -> Columns:
-    """The columns of `near`, followed by the columns of `far` and by -1 up to a multiple of `multiple` columns. It has
-    a length for each token if `far` has lengths. Columns of `near` past its lengths become -1."""
+    """The columns of `near`, followed by the columns of `far` and by -1 up to a multiple of `multiple` columns. The
+    result has a length for each token if `far` has lengths. Columns of `near` past its lengths become -1."""
     tokens, window = near.slots.shape
     count = far.slots.shape[1]
     width = -(-(window + count) // multiple) * multiple

@@ -36,7 +36,7 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the operation sparse_mla.
 
-    pages: its window, and the sizes and spans of its caches' pages.
+    pages: the operation's window, and the sizes and spans of its caches' pages.
     """
     results: Any = op.sparse_mla(  # type: ignore[call-overload]
         q,

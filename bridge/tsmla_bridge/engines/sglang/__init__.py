@@ -4,8 +4,7 @@ SGLang loads it before it parses arguments and in every process, chosen or not. 
 and imports nothing but the registries unless the variable below is set. `--attention-backend tsmla --page-size 64`
 chooses the backend.
 
-Variables of the environment:
-
+Environment variable:
   TSMLA_SGLANG=flash_mla: `import flash_mla` gives these kernels, so SGLang's own backends of FlashMLA run on them:
     flashmla, dsa (flashmla_kv, flashmla_sparse) and dsv4. Loading the plug-in then imports torch. Before SGLang 0.5.23
     `import sgl_kernel.flash_mla` gives them, too.

@@ -224,7 +224,7 @@ def _attend_window(
         none, none_lse = _attend(query, block_tables, stops.clamp(max=0), return_lse=True, out=None, **shared._asdict())
         assert none_lse is not None
         return none, none_lse
-    entry = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # of the first page that begins there
+    entry = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # first page not before starts
     column = torch.arange(block_tables.shape[1], device=starts.device)
     last = block_tables.shape[1] - 1
     behind = block_tables.gather(1, (entry[:, None] + column).clamp(max=last))

@@ -118,7 +118,7 @@ def warmup_compile_prefill(
             _compiled_kernels[config] = _compile_prefill_kernel(*config[:5], use_pdl=enable_pdl)
 
 
-# Engines (SGLang) reach for these three to compile ahead of time.
+# SGLang, up to 0.5.22, reaches for these three to compile ahead of time.
 
 _compiled_kernels: dict[tuple[Any, ...], Any] = {}
 

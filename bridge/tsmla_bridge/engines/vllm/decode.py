@@ -242,7 +242,7 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         # The layer hands a query of 16 bits over in two tensors; context parallelism gathers it in one.
         in_two = self.dcp_world_size == 1 and spec.rope_dim > 0 and spec.q_dtype != "float8_e4m3fn"
         reads = in_two and HEADS_FIRST and sm90_decode.reads_heads_first(spec.num_heads)
-        heads_first = reads and not spec.batch_invariant  # where the layer copies such a query
+        heads_first = reads and not spec.batch_invariant  # with batch invariance the layer copies such a query
         # One token's heads lie in the same order either way.
         if not heads_first or (spec.max_q_len == 1 and not spec.ragged):
             op.warm(spec, index, split_q=in_two)

@@ -90,7 +90,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         *,
         chunk_idx: int | None = None,
     ) -> Results:
-        """Attention of new tokens to a chunk of cached context, without a mask. Through vLLM 0.27 the chunk is an index
+        """Attention of new tokens to a chunk of cached context, without a mask. Up to vLLM 0.27 the chunk is an index
         into the metadata, and all requests are part of it; later it is an object that says which are."""
         if chunk_idx is None and not isinstance(chunk, int):
             starts, most = (chunk.query_start_loc, chunk.cu_seq_lens), (chunk.max_query_len, chunk.max_seq_len)
