@@ -39,7 +39,7 @@ class Point:
         return min((us for peer in peers if (us := self.us(peer)) is not None), default=None)
 
     def ratio(self, ours: Any, *peers: Any) -> float | None:
-        """Our time over the fastest peer's; below 1 is faster, None if either is missing."""
+        """Our time over the fastest peer's, below 1 if ours is less; None if either is missing."""
         mine, best = self.us(ours), self.best(*peers)
         return mine / best if mine is not None and best is not None else None
 

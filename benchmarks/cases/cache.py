@@ -23,8 +23,8 @@ DTYPES = {
     "gather_kv_cache": ((BF16, BF16), (FP8, BF16)), "write_packed_kv_cache": ((BF16, "uint8"),),
     "write_indexer_cache": ((BF16, "uint8"), ("float32", "uint8")), "indexer_quantize": ((BF16, FP8),),
 }  # fmt: skip
-"""Pairs of dtypes of each operation: of its input and the cache, of the query and the cache, of the cache and the
-result, of the input and the cache (twice), and of q before and after."""
+"""Pairs of dtypes of each operation: of what it reads and what it writes; of rope_write_kv_cache, of the queries and of
+the cache that it writes."""
 Call = tuple[Run, int]
 """A call, and the bytes that it moves."""
 

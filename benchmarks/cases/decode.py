@@ -1,5 +1,5 @@
 """mla_decode over a dense cache, bf16 or fp8: a shuffled block table, lengths that are all `keys` or drawn from half to
-three halves of it.
+three halves of `keys`.
 
 With an fp8 cache ours is timed with queries of fp8, as the peer's are ("tsmla"); with probabilities of fp8 as well, if
 there are more than 32 query rows ("tsmla_fp8_p"); and with queries of bf16 ("tsmla_bf16_q"). Errors are against float64

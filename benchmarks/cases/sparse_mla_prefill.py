@@ -181,8 +181,8 @@ class SparsePrefill(packed.PackedCase):
         return sparse.prefill(sparse.padded(self.q, -2), self.bf16, indices, self.scale, self.lengths, sinks)
 
     def floor_us(self, name: str) -> float:
-        """The time of the arithmetic or of the bytes, whichever is longer, for attention over a selection; of the
-        arithmetic alone for expanded attention, and of the bytes alone for everything else. Each row of the context is
+        """The time of the arithmetic or of the bytes, whichever is longer, for attention over slots; of the arithmetic
+        alone for attention in the expanded form, and of the bytes alone for everything else. Each row of the context is
         read at most once."""
         if name == "widen":
             return CONTEXT * (656 + 1152) / BYTES_PER_S * 1e6

@@ -221,7 +221,8 @@ class Engine:
             self._finish(session, text)
 
     def open(self) -> None:
-        """Makes the caches for texts that come one by one, if there are none, as `admit` does. Raises as `admit`."""
+        """Makes the caches for texts that come one by one, if there are none, as `admit` does. Errors of the options
+        are those of `admit`."""
         if self._session is None:
             self._open(make_serving_plan(self.config, self.options, self._dtype).with_experts(self._params))
 
@@ -374,8 +375,8 @@ class Engine:
         return kind, work.tokens.shape, plan.rows, plan.max_pages, plan.layout
 
     def _compile(self, kind: StepKind, work: Prompts | Drafts) -> None:
-        """Compiles a step, unless it is compiled already, by running it on `work` and a state that both have no texts:
-        no slot is written."""
+        """Compiles a step, unless it is compiled already, by running it on `work`, which has no texts, and on a state
+        without texts: no slot is written."""
         key, session = self._key(kind, work), self._opened()
         if key in self._compiled:
             return

@@ -152,8 +152,8 @@ def explain_experts(params: Params, dtype: Any) -> list[Choice]:
       dtype: the dtype of the activations.
 
     Returns:
-      One choice for each kind of weights that layers have, or a single one if these are equal; none for a model without
-      experts.
+      One choice for each kind of weights that layers have, or a single one if all kinds have the same; none for a model
+      without experts.
     """
     found: dict[str, Choice] = {}
     parts = (layer.get(name, {}) for layer in params["layers"] for name in EXPERT_PARTS)

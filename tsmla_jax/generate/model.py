@@ -149,7 +149,7 @@ _FOLD: dict[type, Any] = {
 }
 _LONG_SUM, _WIDTH_MULTIPLE = 4096, 256
 """XLA cuts the long sums of a product of few rows into 16 or 32 parts, and pads both matrices in every step unless each
-part has a multiple of 8 terms. The first number is well below the width of any model that it cuts so."""
+part has a multiple of 8 terms. The first number is well below the width of any model that XLA cuts so."""
 
 
 @jax.jit

@@ -59,9 +59,9 @@ class EngineOptions:
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: the seed of the random numbers that tokens are sampled by.
       cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2, GLM-5 and V4 with parameters of 16 bits,
-        else the parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is these models' fp8 layout with
-        scales, latents and indexer keys; the parameters' dtype rounds no key. With parameters of float32 "bfloat16" and
-        "float16" are legal, too.
+        else the parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is these models' fp8 layout, which
+        has scales, for latents and for indexer keys; the parameters' dtype rounds no key. With parameters of float32
+        "bfloat16" and "float16" are legal, too.
       kv_scale: a cache of "float8_e4m3fn" holds values / kv_scale.
       q_dtype: the dtype of absorbed queries, which are decode's queries in V2 and V3, and all queries in V3.2 and V4.
         None takes the parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in

@@ -13,7 +13,7 @@ import sys
 from typing import NoReturn
 
 HEARTBEAT_SECONDS = 20
-"""A process that is not heard of for so long has died: jax then ends the others, and says which one was lost."""
+"""A process that is not heard of for so long counts as dead: jax then ends the others, and says which one was lost."""
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:

@@ -186,7 +186,7 @@ def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
     if shards < 1 or moe.num_experts % shards or length != moe.num_experts + shards * moe.num_shared:
         raise ValueError(
             f"params: {prefix} has {length} experts; legal: {moe.num_experts} routed ones, and {moe.num_shared} shared "
-            f"ones after each device's"
+            f"ones after the routed ones of each device"
         )
 
     def apart(array: Any) -> Any:

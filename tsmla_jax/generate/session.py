@@ -80,7 +80,7 @@ class Session:
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[None]:
-        """A context around changes that must be made as a whole: an exception in it (Ctrl-C, a device without memory, a
+        """A context around changes that must be made as a whole: an exception in it (Ctrl-C, a device out of memory, a
         failing `on_compile`) breaks the session.
         """
         try:

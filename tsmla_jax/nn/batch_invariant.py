@@ -189,7 +189,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _array(name: str, x: jax.Array) -> jax.Array:
-    """x as an array of jax; TypeError if it is no array, or none of _DTYPES."""
+    """x as an array of jax; TypeError if it is no array, or has a dtype that is not in _DTYPES."""
     if isinstance(x, BatchInvariant):
         raise TypeError(f"{name}: got BatchInvariant; legal: an array, as its values are")
     if (found := describe(name, x).dtype) not in _DTYPES:

@@ -62,7 +62,7 @@ class HeldContext(NamedTuple):
 
 def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
     """This device's part of the contexts. A pass takes `chunk` tokens of each text. Over a context_axis the devices
-    share them, and each device's part is rounded up to whole pages; without one a device has them all."""
+    share these tokens, and each device's part is rounded up to whole pages; with context_axis=None a device has all."""
     if context_axis is None:
         return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)

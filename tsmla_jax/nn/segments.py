@@ -337,7 +337,7 @@ def attend_within(segments: Segments, q: jax.Array, attend: Callable[..., Any]) 
     out is 0, and lse and max_logits are -inf. In rows of too many segments every result is NaN.
     """
     (rows, row_len), offsets = segments.valid.shape, segments.offsets
-    # A NaN in a query reaches only the query's results. Where an operation makes the queries, it also writes the NaN.
+    # A NaN in a query reaches only the query's results. XLA may fuse this with the operation that makes the queries.
     crowded = jnp.broadcast_to(segments.overflow[:, None], segments.valid.shape)
     q = jnp.where(crowded.reshape(-1, *(1,) * (q.ndim - 1)), jnp.asarray(jnp.nan, q.dtype), q)
     found = attend(q, cu_seqlens_q=offsets.queries, cu_seqlens_kv=offsets.keys, max_q_len=row_len, max_kv_len=row_len)

@@ -425,7 +425,7 @@ def test_v4_rope_of_two_spellings() -> None:
         ({**fields, "rope_parameters": {"compress": nested["compress"]}}, "rope_parameters.compress: got "),
         (
             {**fields, "rope_parameters": {**nested, "compress": {**nested["compress"], "partial_rotary_factor": 0.5}}},
-            r"rope_parameters.compress: partial_rotary_factor: got 0.5; legal: 8 / 32, of head_dim",
+            r"rope_parameters.compress: partial_rotary_factor: got 0.5; legal: 8 / 32, the rotated part of head_dim",
         ),
     ):
         with pytest.raises(ValueError, match=text):

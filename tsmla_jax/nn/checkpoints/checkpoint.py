@@ -116,9 +116,10 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a missing tensor, another shape, integers to be read as floats (or the other way round), an
-                fp8 tensor without scales, scales that are misshapen, negative or not finite, scales of a tensor that is
-                neither fp8 nor fp4, values past the greatest float16 to be read as such, or a file that is truncated
-                or not safetensors. The text names the file or folder and, if one is at fault, the tensor.
+                fp8 tensor without scales, scales that are misshapen, not finite or (but for int4) negative, block
+                scales of a tensor that is neither fp8 nor fp4, values past the greatest float16 to be read as such, or
+                a file that is truncated or not safetensors. The text names the file or folder and, if one is at fault,
+                the tensor.
         """
         if self.is_int4(name):
             return self._read_int4(name, shape, dtype)[rows]

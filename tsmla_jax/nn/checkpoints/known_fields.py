@@ -64,8 +64,8 @@ _SHARED_CHOICE: Legal = {
     "rope_interleave": (True,),
 }
 _SHARED_LAYERS: Legal = {"index_topk_pattern": ("F", "full", "S", "shared"), "indexer_types": ("full", "shared")}
-# Fields whose values are not checked here, index_topk_freq only in configs of GLM-5. index_skip_topk_offset says
-# nothing unless layers share a choice.
+# Fields whose values are not checked here, except that of index_topk_freq, which is checked in all configs but GLM-5's.
+# index_skip_topk_offset says nothing unless layers share a choice.
 _CHOICE_KNOWN = ("index_topk_freq", "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk")
 
 _MLA: Legal = {

@@ -42,9 +42,10 @@ class LayerWeights(Generic[_Config]):
         read_config: the layer's config from a checkpoint's folder and the index of the layer.
         param_shapes: name and shape of every parameter.
         hf_name: the tensor behind a parameter (behind w_uk and w_uv it is kv_b_proj), below `self_attn.`.
-        stored_names: the names of a checkpoint's tensors by the names that `hf_name` gives them, after a prefix; None
-            where they are equal.
-        stored_name: the spelling of one of these names in a new checkpoint; None where it is the same.
+        stored_names: the names of a checkpoint's tensors, by a prefix and the name that `hf_name` gives; None where
+            both are equal.
+        stored_name: from a prefix and the name that `hf_name` gives, the name in a new checkpoint; None where both are
+            equal.
         unfold: from folded parameters, the parameters that `param_shapes` describes; None if there is no `fold`.
     """
 

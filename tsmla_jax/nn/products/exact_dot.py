@@ -12,10 +12,10 @@ from tsmla_jax.nn.products.triton import dot
 def add_products(total: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
     """total [T, N] plus x [T, K] times the transpose of a weight [N, K], summed over one or more pairs (x, weight).
 
-    x is bf16, so its products with each bf16 piece of a weight are exact in f32 unless they underflow. The 24 bits of
-    an f32 weight are split into three pieces, and the products of the smallest are added first. A tensor core truncates
-    when it adds to an f32: so it sums only these products, and a rounded addition adds their sum to `total`. This needs
-    at least two products: with one, of a single pair with a bf16 weight, the compiler makes one long sum with `total`.
+    x is bf16, so its products with each bf16 piece of a weight are exact within f32's range. The 24 bits of an f32
+    weight are split into three pieces, and the products of the smallest are added first. A tensor core truncates when
+    it adds to an f32: so it sums only these products, and a rounded addition adds their sum to `total`. A single pair
+    with a bf16 weight makes a single product, which the compiler would join with `total` to one long sum: use two.
     """
     products: list[jax.Array] = []
     for x, weight in pairs:

@@ -1,7 +1,7 @@
 """Weights in MXFP4: e2m1, with a power of two for every 32 values of a row, as DeepSeek-V4's checkpoints hold experts.
 
-Where grouped_block_scaled_matmul has a kernel for them they stay in four bits on the device: it makes bfloat16 of them,
-exactly, as it reads them (a scale of 2^-127, the least, becomes 0).
+Where grouped_block_scaled_matmul has a kernel for them, they stay in four bits on the device. The kernel makes bfloat16
+of them as it reads them, exactly but for the least scale, 2^-127, which becomes 0.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _most_blocks(pairs: int, num_groups: int, block: int) -> int:
 def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     """Sorts the pairs (row, group) of groups [T, K] i32 by group; pads each group to whole blocks of `block` places.
     The pairs of a single row keep their order, because each has its own block. A pair whose group is num_groups belongs
-    to no group: its place is past the last block, or in a block of that number, which is not computed."""
+    to no group: its place is past the last block, or in a block whose group is num_groups, which is not computed."""
     num_rows, most = groups.shape
     pairs = num_rows * most
     if not pairs:

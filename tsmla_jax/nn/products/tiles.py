@@ -18,7 +18,7 @@ describes."""
 
 PLAIN_PAIRS = 240
 """Pairs of each expert, on average, from which experts with weights of 16 bits take grouped_block_scaled_matmul, of
-rows that are copied before: pairs of its CTAs then have the weights in common, and it is faster than Pallas' kernel.
+rows that are copied before: two of its CTAs then share the weights they load, and it is faster than Pallas' kernel.
 Where Pallas' kernel can't run, fewer pairs take it, too, of rows that are not copied."""
 
 COPIED_PAIRS = {"quantized": ((100.0, 150.0),), "exact": ((120.0, 150.0), (384.0, math.inf))}

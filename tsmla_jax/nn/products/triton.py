@@ -34,7 +34,7 @@ def compute_capability() -> tuple[int, int]:
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a program may have on that GPU."""
+    """Bytes of shared memory that a program may have on a GPU of `compute_capability`."""
     return 1024 * _SHARED.get(compute_capability(), _LEAST_SHARED)
 
 

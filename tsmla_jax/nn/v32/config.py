@@ -130,7 +130,7 @@ def layers_with_indexer(fields: Mapping[str, Any], where: str) -> tuple[bool, ..
             layer = next(i for i in range(num_layers) if other[i] != chooses[i])
             raise ValueError(f"{where}: {first} and {name} disagree on whether layer {layer} has an indexer")
     if not chooses[0]:
-        raise ValueError(f"{where}: {first}: the first layer has no indexer; legal: one, whose choice others share")
+        raise ValueError(f"{where}: {first}: the first layer has no indexer; legal: an indexer in this layer")
     return chooses
 
 

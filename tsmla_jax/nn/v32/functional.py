@@ -175,8 +175,8 @@ def attend(
             the step is made with the same axis. The chosen keys are the same as on one device.
         selected: [T, K] i32, the positions in its request that each token attends to, in place of the indexer's choice:
             the choice of another pass, or of the layer whose choice this one shares. -1 and positions after the token's
-            own select nothing. A layer without an indexer needs them; a layer with an indexer still writes its indexer
-            keys.
+            own select nothing. Required in a layer without an indexer; a layer with one writes its indexer keys in any
+            case.
         return_selected: whether to return the positions, too, for layers that share the choice, or for `prefill` to
             replay a rollout's choice.
         form: "direct" (`sparse_mla` on the selected rows), "mask" (the expanded form with the selection as bits, in

@@ -122,7 +122,7 @@ def prefill(
     if index_loss or not (dense or selected is not None):
         index = _indexer(params, config, x, cos, sin)
     if selected is None and not dense:
-        assert index is not None  # without an indexer there is no choice
+        assert index is not None  # made above, as selected is None
         selected = _choose(index, cu_seqlens_q, (request, positions), max_q_len, config.index_topk, implementation)
     slots = None
     if selected is not None:

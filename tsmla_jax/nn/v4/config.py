@@ -174,7 +174,8 @@ def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
 def _check_rope_dim(fields: Mapping[str, Any], where: str, head_dim: int, rope_dim: int) -> None:
     factor = hf_field(fields, "partial_rotary_factor", float, where, default=None)
     if factor is not None and int(head_dim * factor) != rope_dim:
-        raise ValueError(f"{where}: partial_rotary_factor: got {factor}; legal: {rope_dim} / {head_dim}, of head_dim")
+        legal = f"{rope_dim} / {head_dim}, the rotated part of head_dim"
+        raise ValueError(f"{where}: partial_rotary_factor: got {factor}; legal: {legal}")
 
 
 def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[dict[str, Any], str]:

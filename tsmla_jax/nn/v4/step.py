@@ -97,7 +97,7 @@ def make_step(
     compressed_page_size: int | None = None,
     context_axis: str | None = None,
 ) -> V4Step:
-    """The index rows of one step, for all layers of the config's kind, ratio, window and rope.
+    """The V4Step of one step, for all layers with the config's kind, ratio, window and rope.
 
     Args:
         config: the config of any such layer.
