@@ -1,6 +1,6 @@
 """Annotations of arrays for type checkers: `Float[Array, "B M"]` is an Array, with its kind and axes for the reader.
 
-To be imported below TYPE_CHECKING alone. The package jaxtyping has these names too; a type checker would see nothing
+To be imported only below TYPE_CHECKING. The package jaxtyping has these names too; a type checker would see nothing
 where that isn't installed.
 """
 

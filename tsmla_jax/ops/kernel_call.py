@@ -96,7 +96,7 @@ def _custom_call(
 
 def _elsewhere(*_: Any, kernel: Kernel, **__: Any) -> Sequence[jax.Array]:
     raise NotImplementedError(
-        f"{kernel.name}: implementation='cute' runs on NVIDIA GPUs alone, and this program is being lowered for another"
+        f"{kernel.name}: implementation='cute' runs only on NVIDIA GPUs, and this program is being lowered for another"
         " platform; implementation='xla' runs anywhere. Programs of several platforms are exported as one for each"
     )
 

@@ -30,7 +30,7 @@ the best implementation that can run the call."""
 NO_KERNEL = "there is no kernel for this operation yet"
 
 BY_PLATFORM = "runs in programs that are lowered for an NVIDIA GPU, as by jax.export"
-"""The note on a kernel that None doesn't choose for jax's default device alone."""
+"""The note on a kernel that None chooses in such programs, and not for jax's default device."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def check_operands(launcher: launch.Launcher, names: Sequence[str]) -> None:
 def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     """Why `kernel` can't run on `device`; empty if it can."""
     if devices.kind(device) != "cuda":
-        return [f"the tensors are on {device}; the kernels run on NVIDIA GPUs alone"]
+        return [f"the tensors are on {device}; the kernels run only on NVIDIA GPUs"]
     arch = devices.arch(devices.index_of(device))
     if found := kernel.arch_reasons(arch):
         return found

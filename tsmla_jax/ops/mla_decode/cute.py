@@ -89,7 +89,7 @@ class Pieces(NamedTuple):
 def unmerged(
     q: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, scales: Scales, *, spec: DecodeSpec
 ) -> Pieces:
-    """The pieces of a call that is neither ragged nor batch_invariant, for the caller to merge. On Hopper alone; not
+    """The pieces of a call that is neither ragged nor batch_invariant, for the caller to merge. Only on Hopper; not
     partitioned automatically."""
     arch = device.arch_for(MLA_DECODE)
     config = sm90_decode.decode_config(dataclasses.replace(spec, merged=False))

@@ -291,7 +291,7 @@ def _page(name: str, page: tuple[int, int]) -> tuple[int, int]:
 
 
 def resolve_cache_dtype(layout: str, cache_dtype: str) -> jnp.dtype:
-    """The storage dtype of a V4 cache: uint8 for "packed", which takes the names of e4m3 alone; the dtype of that name
+    """The storage dtype of a V4 cache: uint8 for "packed", which takes only the names of e4m3; the dtype of that name
     for "plain".
 
     Args:

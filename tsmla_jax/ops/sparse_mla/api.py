@@ -196,7 +196,7 @@ def sparse_mla(
         of one token a request, whose tokens share little. None: not known, or a prompt.
       deterministic: the gradients of two equal calls are equal bit by bit. Without it "cute" adds the caches' gradients
         in an order that may differ between calls; with it the kernel adds them as integers, whose scales take one more
-        pass over the selected keys. XLA's loop adds in a fixed order on CPUs alone.
+        pass over the selected keys. XLA's loop adds in a fixed order only on CPUs.
       return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does. "cute" has
         it on Hopper, for queries of 16 bits; its logits are within 2**-11 (0.0005).
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
