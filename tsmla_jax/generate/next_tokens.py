@@ -4,6 +4,9 @@ the devices that share a copy's experts makes the logits of its part of the voca
 The output projection is one of the largest matrices, and a decode step must read all of it. If it is split, a device
 reads only its part, for the texts of all devices. The devices exchange the rows that the projection takes, and then the
 best token of each part, or all logits if tokens are sampled.
+
+Axes: N rows of this device's texts, V vocabulary, C hidden width, S parts of the vocabulary, E devices on the axis
+EXPERT.
 """
 
 from __future__ import annotations

@@ -261,14 +261,17 @@ def _here(positions: jax.Array, page_size: int, context_axis: str | None) -> jax
 def needed_when_ragged(argument: _T | None) -> _T:
     """cu_seqlens_q or max_q_len of a step; raises a ValueError if it is None."""
     if argument is None:
-        raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len")
+        raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len, or a step that Step.ragged made")
     return argument
 
 
 def refuse_ragged_arguments(cu_seqlens_q: jax.Array | None, max_q_len: int | None) -> None:
     """Raises a ValueError if dense x [B, S, E] comes with the arguments of ragged x."""
     if cu_seqlens_q is not None or max_q_len is not None:
-        raise ValueError("cu_seqlens_q and max_q_len go with ragged x [T, E]; x [B, S, E] must have neither")
+        raise ValueError(
+            "cu_seqlens_q and max_q_len, and steps that Step.ragged makes, go with ragged x [T, E];"
+            " x [B, S, E] must have neither"
+        )
 
 
 def dense_positions(seq_lens: jax.Array, new_tokens: int) -> jax.Array:

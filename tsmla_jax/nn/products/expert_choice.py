@@ -54,7 +54,7 @@ def choose(
     """The experts of each token and their weights, from the router's logits.
 
     Args:
-      logits: [T, E] f32, or partial sums [P, T, E], whose sum over P they are.
+      logits: [T, E] f32, or partial sums of them [P, T, E], which are added over P.
       correction_bias: [E], added to the scores that choose, not to the weights; or None. With it a group counts as the
         sum of its best two scores, without it as its best.
       valid: [T] bool, False for padding; None if there is no padding.
