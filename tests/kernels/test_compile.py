@@ -162,7 +162,7 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
     [
         ({}, "num_heads is needed"),
         ({"num_heads": "16", "pages": "1"}, "got option 'pages'; legal: batch_invariant, "),
-        ({"num_heads": "0"}, "got num_heads=0; legal: an int >= 1"),
+        ({"num_heads": "0"}, "got num_heads=0; legal: an int from 1 to 2147483647"),
         ({"num_heads": "128", "tensor_parallel": "3"}, "got tensor_parallel=3; it must divide num_heads=128"),
         ({"num_heads": "16", "causal": "yes"}, "got causal=yes; legal: true or false"),
         ({"num_heads": "16", "dtype": "float32"}, "no kernel for it: q.dtype is float32"),

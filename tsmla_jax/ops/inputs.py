@@ -84,16 +84,22 @@ def _is_array(value: Any) -> bool:
 
 def dtype_name(name: str, dtype: Any) -> str | None:
     """The name of the dtype argument `name`, as the contract takes it; None if the argument is None. TypeError if it is
-    no dtype, ValueError if it needs jax_enable_x64, without which jax would narrow it."""
+    no dtype."""
     if dtype is None:
         return None
     try:
-        asked = jnp.dtype(dtype)
+        return jnp.dtype(dtype).name
     except TypeError:
         raise TypeError(f"{name}: got {dtype!r:.60}; legal: a dtype, as jax.numpy.bfloat16 or its name") from None
-    if asked == np.float64 and jax.dtypes.canonicalize_dtype(asked) != asked:
+
+
+def result_dtype_name(name: str, dtype: Any) -> str | None:
+    """`dtype_name` of the dtype of a result that may be float64: ValueError if it is, without jax_enable_x64, because
+    jax would narrow it."""
+    found = dtype_name(name, dtype)
+    if found == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise ValueError(f"{name}: got float64; legal: float64 with jax_enable_x64, or a dtype of fewer bits")
-    return asked.name
+    return found
 
 
 def as_scale(value: Scale | None, dtype: Any) -> jax.Array:

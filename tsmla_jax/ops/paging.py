@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_jax.ops.inputs import describe, dtype_name
+from tsmla_jax.ops.inputs import describe, result_dtype_name
 from tsmla_kernels.contract import paging
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ def init_cache(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
     """
-    return jnp.zeros(paging.check_new_cache(num_pages, page_size, head_dim, str(dtype_name("dtype", dtype))), dtype)
+    return jnp.zeros(
+        paging.check_new_cache(num_pages, page_size, head_dim, str(result_dtype_name("dtype", dtype))), dtype
+    )
 
 
 def slots(

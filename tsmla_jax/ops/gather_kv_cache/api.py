@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
+from tsmla_jax.ops.inputs import Scale, describe_call, result_dtype_name
 from tsmla_jax.ops.operation import Implementation, Operation, Preference
 from tsmla_kernels import contract
 
@@ -61,7 +61,7 @@ def gather_kv_cache(
 
 
 def _spec(*, out_dtype: Any = None, **arguments: Any) -> contract.CacheGatherSpec:
-    return describe_call(contract.cache_gather_spec, out_dtype=dtype_name("out_dtype", out_dtype), **arguments)
+    return describe_call(contract.cache_gather_spec, out_dtype=result_dtype_name("out_dtype", out_dtype), **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
+from tsmla_jax.ops.inputs import Scale, describe_call, result_dtype_name
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, row_specs, same_spec
 from tsmla_kernels.contract import cache as cache_contract
 
@@ -84,7 +84,7 @@ def rope_write_kv_cache(
 
 
 def _spec(*, q_dtype: Any = None, **arguments: Any) -> cache_contract.RopeWriteSpec:
-    return describe_call(cache_contract.rope_write_spec, q_dtype=dtype_name("q_dtype", q_dtype), **arguments)
+    return describe_call(cache_contract.rope_write_spec, q_dtype=result_dtype_name("q_dtype", q_dtype), **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:
