@@ -167,7 +167,7 @@ class Errors:
         want_lse = scores.logsumexp(-1)
         want = scores.softmax(-1) @ values
         if sinks is not None:
-            want *= (want_lse - sinks.double()).sigmoid()[:, None]
+            want *= (want_lse - sinks.double()).sigmoid()[..., None]
         self.differs += float((out.double() - want).square().sum())
         self.norm += float(want.square().sum())
         if lse is not None:

@@ -185,7 +185,7 @@ def indexer_quantize(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8 and the folded weights."""
+    """The queries in e4m3, and the weights times the queries' scales and the logits' constant factor, in float32."""
     if cos is not None and sin is not None:
         cos, sin = cos[:, None], sin[:, None]
     values, scales = quantize_pow2(_rotated(q, cos, sin, spec.rotation), INDEXER.query_floor)

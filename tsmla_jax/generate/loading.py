@@ -220,7 +220,8 @@ def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
-    """The names, as the checkpoint spells them, of all its tensors but those a model of this config has no use for."""
+    """The names, as the checkpoint spells them, of all its tensors but those a model of this config has no use for; the
+    three tensors of an int4 weight are one name, without their endings."""
     names = spelled_names(checkpoint, config)
     return {stored for name, stored in names.items() if not _is_left_out(name, stored, config)}
 

@@ -91,7 +91,8 @@ def call(
 
 
 def register(form: Form) -> Operators:
-    """Register the operators of a form: the results, the results into the caller's memory, and the gradients."""
+    """Register the operators of a form: one returns the results, one writes them to the caller's memory, and
+    one returns the gradients."""
 
     def unpacked(*arguments: Any) -> tuple[Any, Pair, PrefillOptions]:
         inputs, others = form.inputs(*arguments[:NUM_INPUTS]), arguments[NUM_INPUTS:]

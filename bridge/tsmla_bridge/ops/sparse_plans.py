@@ -50,7 +50,8 @@ def check_dense(inputs: SparseInputs) -> None:
 
 
 def describe(inputs: SparseInputs, options: SparseOptions) -> SparseMLASpec:
-    """The spec of a call. Raises as sparse_mla does, but looks at no scales."""
+    """The spec of a call. Raises the ValueError and TypeError of sparse_mla, but checks no scales and asks for no
+    kernel."""
     static = options._asdict()
     del static["implementation"]
     static["return_max_logits"] = static.pop("max_logits")

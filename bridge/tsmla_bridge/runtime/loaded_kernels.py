@@ -76,7 +76,7 @@ def check_named(op: str, implementation: str | None, device: torch.device) -> No
 
 def _runtime_is_here() -> bool:
     """Whether the DSL's runtime library is installed. Once it was found no call looks for it again: the first look
-    takes some tenths of a millisecond, and many operations ask at every call."""
+    takes some tenths of a millisecond and a later one some hundredths, and many operations ask at every call."""
     global _found_runtime
     _found_runtime = _found_runtime or launch.runtime_library() is not None
     return _found_runtime

@@ -91,8 +91,8 @@ def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
 
 
 def split_count(programs: int, steps: int, wanted: int, least_steps: int = LEAST_STEPS) -> int:
-    """How many equal parts the steps of a sum are cut into: the fewest with which there are `wanted` programs, or else
-    the most of at least least_steps steps each; 1 if there are fewer steps than that."""
+    """How many equal parts, each of at least least_steps steps, the steps of a sum are cut into: the fewest with which
+    there are at least `wanted` programs, or else the most; 1 if there are fewer steps than least_steps."""
     legal = [count for count in range(1, steps + 1) if steps % count == 0 and steps // count >= least_steps]
     return next((count for count in legal if programs * count >= wanted), max(legal, default=1))
 

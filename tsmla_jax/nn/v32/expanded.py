@@ -133,7 +133,7 @@ def attend_by_mask(
 
 def words_from(words: jax.Array, starts: jax.Array, num_keys: int) -> jax.Array:
     """Each token's words for num_keys keys, from key starts[t] on, cut out of the words [T, W] of all its keys. Bits
-    after the last word are 0.
+    past the end of `words` count as 0.
     """
     first, shift = starts // WORD_KEYS, (starts % WORD_KEYS).astype(jnp.uint32)[:, None]
     at = first[:, None] + jnp.arange(selection_words(num_keys) + 1, dtype=jnp.int32)

@@ -128,7 +128,8 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache = indices is not None or k_cache.dtype == torch.float8_e4m3fn
     if indices is not None:
         if given := [name for name in descaling if name in present]:
-            raise ValueError(f"{', '.join(given)}: got tensors; with indices legal: None, as packed rows hold scales")
+            why = "packed rows hold their scales and q has none"
+            raise ValueError(f"{', '.join(given)}: got tensors; with indices legal: None, as {why}")
         if causal or not is_fp8_kvcache:
             raise ValueError(
                 f"causal, is_fp8_kvcache: got {causal}, {is_fp8_kvcache}; with indices they must be False and True"
