@@ -196,7 +196,15 @@ class Kernel:
 
 def untested(arch: str) -> str:
     """The reason against a kernel that no one named, on an architecture that is not in PROVEN."""
-    return f'the kernel is untested on {arch}; pass implementation="cute" to use it anyway'
+    return f'{_UNTESTED}{arch}; pass implementation="cute" to use it anyway'
+
+
+def is_untested(reason: str) -> bool:
+    """Whether a reason is that of `untested`."""
+    return reason.startswith(_UNTESTED)
+
+
+_UNTESTED = "the kernel is untested on "
 
 
 def written_for(arch: str | None, *kernels: Kernel) -> Kernel:

@@ -301,6 +301,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("mla_decode: cute runs this call\n  cute: can run\n")
     assert in_process("explain", "--arch", "sm_100a", "merge_attention_states") == 0
     assert "not cute: the kernel is untested on sm_100a" in capsys.readouterr().out
+    assert in_process("explain", "--arch", "sm_107a", "indexer_logits") == 0  # no advice to name what can't run
+    said = capsys.readouterr().out
+    assert "indexer_logits is written for sm_90a" in said and "use it anyway" not in said
     assert device.target_arch() != "sm_100a"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tsmla_kernels.kernel import is_untested
+
 
 @dataclasses.dataclass(frozen=True)
 class UsualCall:
@@ -94,10 +96,6 @@ def lines_of(call: UsualCall) -> list[str]:
     """
     refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
     # Nothing else is against these kernels.
-    unproven = [name for name, reasons in call.reasons.items() if reasons and all(map(_is_untested, reasons))]
+    unproven = [name for name, reasons in call.reasons.items() if reasons and all(map(is_untested, reasons))]
     named = f"; {' or '.join(unproven)} if it is named (untested on such a GPU)" if unproven else ""
     return [f"{call.op}, {call.call}: {call.chosen or 'nothing can run it'}{named}", *refused]
-
-
-def _is_untested(reason: str) -> bool:
-    return reason.startswith("the kernel is untested on ")

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels import contract
+from tsmla_kernels.kernel import is_untested
 
 IMPLEMENTATIONS = ("cute", "xla", "reference")
 """Best first: the order in which implementation=None tries them."""
@@ -152,7 +153,8 @@ class Operation:
             return [NO_KERNEL]
         reasons = found.why_not(spec)
         by_default = [] if named else found.why_not_by_default()
-        return reasons + [reason for reason in by_default if reason not in reasons]
+        # A kernel that can't run can't be used by naming it either.
+        return reasons + [each for each in by_default if each not in reasons and not (reasons and is_untested(each))]
 
     def select(self, spec: Any, implementation: Preference) -> Implementation:
         """The implementation that runs this call.

@@ -74,9 +74,7 @@ def _architectures() -> dict[str, str]:
         " xla, and torch its own operations, or raises an error for attention; SM107 has none for indexer_logits and"
         " sparse_mla"
     )
-    others = (
-        "in jax every operation runs as xla; the products of experts and of fp8 matrices are in Pallas, as on Hopper"
-    )
+    others = "in jax every operation runs as xla; the products of experts and of fp8 matrices are in Pallas"
     older = "in jax every operation and product runs as xla"
     return {
         "Hopper (SM90)": f"kernels for {', '.join(kernels)}; in jax the other operations run as xla",
