@@ -221,8 +221,7 @@ class Engine:
             self._finish(session, text)
 
     def open(self) -> None:
-        """Makes the caches for texts that come one by one, if there are none, as `admit` does. Errors of the options
-        are those of `admit`."""
+        """Makes the caches for texts that come one by one, if there are none. Errors of the options: as of `admit`."""
         if self._session is None:
             self._open(make_serving_plan(self.config, self.options, self._dtype).with_experts(self._params))
 

@@ -220,8 +220,7 @@ def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
-    """The names, as the checkpoint spells them, of all its tensors but those a model of this config has no use for; the
-    three tensors of an int4 weight are one name, without their endings."""
+    """The checkpoint's names of what a model of this config has a use for; int4 weights have one for three tensors."""
     names = spelled_names(checkpoint, config)
     return {stored for name, stored in names.items() if not _is_left_out(name, stored, config)}
 

@@ -27,6 +27,12 @@ def p_row(lane, warp):
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 
+def p_matrix_row(lane: Int32, warp: Int32, pitch: int, p_rows: int) -> Int32:
+    """The byte offset, in a P whose matrices of 8 rows by 8 keys are `pitch` bytes apart, of the row that a lane first
+    passes to stmatrix, as in p_row. A warp's P lies in the places of its own 16 keys."""
+    return ((warp * 2 + lane // 8 % 2) * (p_rows // 8) + lane // 16) * pitch + lane % 8 * 16
+
+
 class Exchange(NamedTuple):
     """Shared-memory scratch for reducing over the keys of the four softmax warps.
 

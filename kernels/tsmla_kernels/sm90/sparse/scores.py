@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeySoftmax, p_row
+from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeySoftmax, p_matrix_row, p_row
 from tsmla_kernels.sm90.latent.memory import (
     Blocks,
     Described,
@@ -63,12 +63,6 @@ LEAST_BITS = 0xFF800000 - (1 << 32)  # -inf, as the bits of an f32
 def key_row(lane: Int32, warp: Int32, pitch: int) -> Int32:
     """The byte offset in a stage of the row that a lane passes to ldmatrix: 16 of the first 32 bytes of a key."""
     return (warp * 16 + lane % 16) * pitch + lane // 16 * 16
-
-
-def p_matrix_row(lane: Int32, warp: Int32, pitch: int, p_rows: int) -> Int32:
-    """The byte offset, in a P whose matrices of 8 rows by 8 keys are `pitch` bytes apart, of the row that a lane first
-    passes to stmatrix, as in key_softmax.p_row. A warp's P lies in the places of its own 16 keys."""
-    return ((warp * 2 + lane // 8 % 2) * (p_rows // 8) + lane // 16) * pitch + lane % 8 * 16
 
 
 class SparseScores:

@@ -10,10 +10,11 @@ from tests.emulator.warp_model import LANES, ldmatrix, ldmatrix_transposed, stma
 
 pytest.importorskip("cutlass")
 
+from tsmla_kernels.sm90.latent.key_softmax import p_matrix_row
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.kernel import SparseMla
 from tsmla_kernels.sm90.sparse.query import chunk_64
-from tsmla_kernels.sm90.sparse.scores import key_row, p_matrix_row
+from tsmla_kernels.sm90.sparse.scores import key_row
 from tsmla_kernels.sm90.sparse.scores_fp8 import columns_of
 from tsmla_kernels.sm90.sparse.stages import Stages, sparse_ring
 from tsmla_kernels.sm90.sparse.values import last_row
