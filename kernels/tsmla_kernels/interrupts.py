@@ -10,6 +10,17 @@ from typing import NoReturn
 EXIT_INTERRUPTED = 130
 
 
+def _copy_of_stderr() -> int:
+    try:
+        return os.dup(2)
+    except OSError:  # the process was started without
+        return 2
+
+
+# The compiler lends descriptor 2 to a file for moments.
+_STDERR = _copy_of_stderr()
+
+
 def end_interrupted(*_: object) -> NoReturn:
     """End the process with one line and status 130, from a signal's handler.
 
@@ -20,5 +31,5 @@ def end_interrupted(*_: object) -> NoReturn:
         sys.__stdout__.flush()
     # Not through sys.stderr, which is another stream while a kernel is being compiled.
     with contextlib.suppress(OSError):
-        os.write(2, b"interrupted\n")
+        os.write(_STDERR, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)

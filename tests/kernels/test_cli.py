@@ -187,6 +187,12 @@ def test_an_interrupt_while_importing_is_one_line(after: float) -> None:
     assert interrupted(["doctor"], after, SLOW_DISK) == (130, "interrupted\n")
 
 
+def test_an_interrupt_while_stderr_is_elsewhere_is_one_line() -> None:
+    """As the compiler has it for moments."""
+    elsewhere = "os.dup2(os.open(os.devnull, os.O_WRONLY), 2)"
+    assert interrupted(["doctor"], 0.4, SLOW_DISK + elsewhere) == (130, "interrupted\n")
+
+
 @pytest.mark.parametrize(("jobs", "after"), [("1", 3.0), ("2", 4.5)])
 def test_an_interrupt_while_compiling_is_one_line(jobs: str, after: float, tmp_path: Path) -> None:
     """In the compiler's C++ frames, or in a process that has started others."""
