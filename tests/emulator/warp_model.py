@@ -41,6 +41,17 @@ def ldmatrix_transposed(memory: np.ndarray, addresses: np.ndarray) -> list[np.nd
     return registers
 
 
+def registers_of_p(p: np.ndarray, warp: int, v: int) -> list[np.ndarray]:
+    """What a softmax warp has of P, keys by rows as in S^T: its 16 keys and the 16 rows from 8 v on, four registers
+    [32 lanes, 2 elements] as `stmatrix_transposed` takes them."""
+    registers = []
+    for j in range(2):
+        for i in range(2):
+            key, row = 16 * warp + LANES // 4 + 8 * i, 8 * (v + j) + 2 * (LANES % 4)
+            registers.append(np.stack([p[key, row], p[key, row + 1]], 1))
+    return registers
+
+
 def stmatrix_transposed(memory: np.ndarray, addresses: np.ndarray, registers: list[np.ndarray]) -> None:
     """Lane l has elements (l // 4, 2 (l % 4)) and the next of a matrix [8, 8] of 16 bits, whose columns become rows."""
     words = memory.view(np.uint16)

@@ -7,7 +7,7 @@ The addresses and the order are the kernel's own functions; warp_model has the i
 import numpy as np
 import pytest
 
-from tests.emulator.warp_model import LANES, ldmatrix, narrow_tiles, stmatrix_transposed, swizzled
+from tests.emulator.warp_model import LANES, ldmatrix, narrow_tiles, registers_of_p, stmatrix_transposed, swizzled
 
 pytest.importorskip("cutlass")
 
@@ -50,12 +50,7 @@ def test_p_comes_out_as_rows_by_keys(rows: int) -> None:
     memory = np.zeros(rows * 2 * BLOCK, np.uint8)
     for warp in range(WARPS):
         for v in range(0, rows // 8, 2):
-            registers = []
-            for j in range(2):
-                for i in range(2):
-                    key, row = 16 * warp + LANES // 4 + 8 * i, 8 * (v + j) + 2 * (LANES % 4)
-                    registers.append(np.stack([p[key, row], p[key, row + 1]], 1))
-            stmatrix_transposed(memory, p_row(LANES, warp) + 1024 * v, registers)
+            stmatrix_transposed(memory, p_row(LANES, warp) + 1024 * v, registers_of_p(p, warp, v))
     for row in range(rows):
         for key in range(BLOCK):
             assert memory.view(np.uint16)[swizzled(row * 128 + key * 2, 3) // 2] == p[key, row]

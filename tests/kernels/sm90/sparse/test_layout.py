@@ -6,7 +6,7 @@ The addresses are the kernel's own functions; warp_model has the instructions.
 import numpy as np
 import pytest
 
-from tests.emulator.warp_model import LANES, ldmatrix, ldmatrix_transposed, stmatrix_transposed
+from tests.emulator.warp_model import LANES, ldmatrix, ldmatrix_transposed, registers_of_p, stmatrix_transposed
 
 pytest.importorskip("cutlass")
 
@@ -60,13 +60,8 @@ def test_p_takes_the_place_of_a_warps_own_keys() -> None:
     for warp in range(WARPS):
         stage = np.zeros(config.keys_bytes, np.uint8)
         for v in range(0, rows // 8, 2):
-            registers = []
-            for j in range(2):
-                for i in range(2):
-                    key, row = 16 * warp + LANES // 4 + 8 * i, 8 * (v + j) + 2 * (LANES % 4)
-                    registers.append(np.stack([p[key, row], p[key, row + 1]], 1))
             address = ring.p_offset + p_matrix_row(LANES, warp, config.pitch, rows) + config.pitch * v
-            stmatrix_transposed(stage, address, registers)
+            stmatrix_transposed(stage, address, registers_of_p(p, warp, v))
         assert sorted(set(np.flatnonzero(stage) // config.pitch)) == list(range(16 * warp, 16 * warp + 16))
         words = stage.view(np.uint16)
         for key in range(16 * warp, 16 * warp + 16):
