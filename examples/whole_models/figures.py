@@ -317,9 +317,11 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
     def shown(kind: Callable[..., float | None], digits: int) -> Callable[[tb.Point], str]:
         return lambda point: "-" if (found := ratio(point, kind)) is None else f"{found:.{digits}f}"
 
+    def gpus(point: tb.Point) -> str:
+        return f", {point['gpus']} GPUs" if point["gpus"] > 1 else ""
+
     def name(point: tb.Point) -> str:
-        gpus = f", {point['gpus']} GPUs" if point["gpus"] > 1 else ""
-        return f"{point['mode']}, {cache(point)}, {point['context']}, {point['b']}{gpus}"
+        return f"{point['mode']}, {cache(point)}, {point['context']}, {point['b']}{gpus(point)}"
 
     def columns(loaded: tb.Loaded) -> Sequence[tb.Column]:
         has_graphs, has_attention = (any(x in row for row in loaded.rows) for x in ("graph_us", "attention_us"))
@@ -342,9 +344,8 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
         first = loaded.rows[0]
         found: dict[str, list[tuple[float | None, ...]]] = {}
         for point in loaded.points:
-            gpus = f", {point['gpus']} GPUs" if point["gpus"] > 1 else ""
             ratios = ratio(point, step), ratio(point, graph), ratio(point, attention)
-            found.setdefault(f"{point['mode']}, {cache(point)}{gpus}", []).append(ratios)
+            found.setdefault(f"{point['mode']}, {cache(point)}{gpus(point)}", []).append(ratios)
         said = []
         for what, each in found.items():
             means = (tb.mean_and_worst(kind) for kind in zip(*each, strict=True))
