@@ -319,11 +319,15 @@ def sink_gradient(
 
 
 def sink_gradient_calls(generator: torch.Generator) -> Iterator[Call]:
-    """The gradient of prefill with sinks, in both modes; one sink has nearly all weight."""
+    """The gradient of prefill with sinks, in both modes; some sinks have nearly all weight, or all, or none."""
     for call in gradient_calls(generator):
         if call.tensors["q"].dtype == torch.bfloat16 and call.options["causal"]:
-            sinks = torch.tensor([-9.0, 0.5, 9.0])
-            yield call._replace(function=sink_gradient, tensors={**call.tensors, "sinks": sinks})
+            for name, sinks in SINKS.items():
+                given = {**call.tensors, "sinks": torch.tensor(sinks)}
+                yield call._replace(name=f"{call.name}{name}", function=sink_gradient, tensors=given)
+
+
+SINKS = {"": (-9.0, 0.5, 9.0), " far sinks": (30.0, 95.0, 1e4), " sinks at the ends": (-torch.inf, torch.inf, 3e38)}
 
 
 def selection_gradient_calls(generator: torch.Generator) -> Iterator[Call]:

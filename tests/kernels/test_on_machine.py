@@ -32,6 +32,10 @@ FAST = {
         "torch.float8_e4m3fn [130, 1] over [131, 64] causal",
         "256 and 256 torch.bfloat16 [70, 0, 5] over [70, 30, 200] causal selected",
     ),
+    "mla_prefill_sinks_gradient": (
+        "torch.bfloat16 [3, 1] over [0, 2] causal deterministic far sinks",
+        "torch.bfloat16 [3, 1] over [0, 2] causal deterministic sinks at",
+    ),
     "mla_prefill_selection": ("torch.float8_e4m3fn [130, 1] over [300, 64] causal",),
     "packed_block_scaled_matmul": ("packed 7 rows", "packed gated groups of [0, 3, 0, 0, 9, 1] torch.bfloat16"),
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),

@@ -197,10 +197,9 @@ def mla_prefill(
 
     q, k, v and the sinks have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16
     and bfloat16 with head dims 192 and 128, or both 256; else by torch operations, which make all scores of a request
-    at once, or NotImplementedError if "cute" is named. The kernel's gradient through lse may be lost or NaN in rows
-    whose sink is more than 80 above lse. Gradients of gradients, of scales, and of calls with out= or lse= raise
-    NotImplementedError, and on a GPU forward mode does; implementation="reference" on plain tensors is ordinary torch
-    operations and has them all.
+    at once, or NotImplementedError if "cute" is named. Gradients of gradients, of scales, and of calls with out= or
+    lse= raise NotImplementedError, and on a GPU forward mode does; implementation="reference" on plain tensors is
+    ordinary torch operations and has them all.
 
     Streams, threads, CUDA graphs and torch.compile are as mla_decode says.
 

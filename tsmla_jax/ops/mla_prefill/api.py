@@ -184,9 +184,8 @@ def mla_prefill(
 
     Derivatives: reverse mode in q, k, v, the sinks and the scales, in memory linear in Tq + Tk (from the saved lse, as
     FlashAttention's backward). "cute" has a kernel for the gradient on Hopper, for float16 and bfloat16 with K 192 and
-    V 128, or both 256; there a scale's gradient is NaN if the scale is 0, and the gradient through lse may be lost or
-    NaN in rows whose sink is more than 80 above lse. Otherwise its derivative is that of "xla". "reference"
-    differentiates in every mode.
+    V 128, or both 256; there a scale's gradient is NaN if the scale is 0. Otherwise its derivative is that of "xla".
+    "reference" differentiates in every mode.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -23,6 +23,9 @@ VECTOR = 8  # elements of out that a lane loads at once
 SUM_VECTOR = 16  # sums that a thread converts at once
 SUM_UNROLL = 4
 UNROLL = 4
+LEAST_SHARE = 64.0
+"""Where the keys have less than 2^-64 of a row's weight beside its sink, they are given that much if the cotangent of
+lse must pass through their weights. It changes gradients by 2^-64 of the part that they have through out."""
 
 
 def count_of(tensor: cute.Tensor) -> Int64:
@@ -263,9 +266,10 @@ def beside_sink(lse: Float32, dlse: Float32, sink: Float32):
     whole = cute.arch.fmax(keys, sink) + cute.math.log2(
         1.0 + cute.math.exp2(-cute.arch.fmax(keys - sink, sink - keys), fastmath=True), fastmath=True
     )
-    if dlse != 0.0:  # the factor is infinite where the sink has nearly all weight
+    if dlse != 0.0:  # weights of which nothing is left would lose it
+        whole = cute.arch.fmin(whole, keys + LEAST_SHARE)
         dlse = dlse * cute.math.exp2(whole - keys, fastmath=True)
-    return -whole, dlse, cute.math.exp2(sink - whole, fastmath=True)
+    return -whole, dlse, cute.arch.rcp_approx(1.0 + cute.math.exp2(keys - sink, fastmath=True))
 
 
 def factors(scales: cute.Tensor) -> Factors:
