@@ -157,8 +157,9 @@ def dot_product_attention(
         is_causal: query i sees key j iff j <= i, both counted from the first token (the alignment of jax.nn;
             `mla_prefill` aligns the last tokens).
         query_seq_lengths, key_value_seq_lengths: [B] int32 ([1] for one row), how many tokens of a row count; the
-            others must be finite. If is_causal is set and keys may be fewer than queries, a second call computes the
-            queries after the last key. The same array given as both says that there are no such queries.
+            others must be finite. If is_causal is set and a row's keys may be fewer than its queries, a second call
+            computes the queries after the last key. With T at most S, one array given as both says that no row has
+            such queries.
         segment_ids: [B, T] integers, 0 for padding: tokens see only their own segment, and T must be S. Or `Segments`,
             made once for all layers. Lengths and mask are refused together with segment_ids.
         max_segments: static, the most segments of a row (a row with more gives NaN); required if segment_ids is an
@@ -413,7 +414,7 @@ def _over_rows(call: _Call, attend: Attend, lengths: _Lengths, is_causal: bool) 
     # With as many queries as keys, mla_prefill's alignment (last tokens) and jax.nn's (first tokens) are the same.
     square = jnp.minimum(q_lens, kv_lens)
     found = part(none, square, square, causal=True)
-    if same or (keys is None and num_queries <= num_keys):
+    if num_queries <= num_keys and (same or keys is None):
         return found
     behind = part(square, q_lens - square, kv_lens, causal=False)
     first = jnp.arange(num_queries) < square[:, None]

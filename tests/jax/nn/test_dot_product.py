@@ -98,6 +98,18 @@ def test_vmap_and_a_width_of_the_values() -> None:
     np.testing.assert_allclose(got, np.asarray(want)[..., :24], rtol=2e-5, atol=2e-5)
 
 
+def test_one_array_of_lengths_that_keys_are_too_few_for() -> None:
+    """Lengths above S mean S keys: the queries after the last key see all of them."""
+    q, k, v = operands(6, 4)
+    lengths = jnp.array([6, 3], jnp.int32)
+    got = dot_product_attention(
+        q, k, v, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation="reference"
+    )
+    keys = jnp.minimum(lengths, 4)
+    want = jax.nn.dot_product_attention(q, k, v, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=keys)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_rows_without_keys_are_zero() -> None:
     """jax.nn gives them the mean of all values."""
     q, k, v = operands(6, 5)
