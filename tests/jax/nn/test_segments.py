@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.nn import Segments, segment_attention, segment_attention_kv
+from tsmla_jax.nn import Segments, dot_product_attention, segment_attention, segment_attention_kv
 
 HEADS, NOPE, ROPE, V = 2, 8, 4, 6
 ROWS, LEN = 2, 21
@@ -199,3 +199,6 @@ def test_checks_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
         Segments.from_ids(IDS, max_segments=3)
     with pytest.raises(ValueError, match="ids: row 1 has the id 5 in more than one run"):
         Segments.from_ids(np.array([[1, 1, 2, 2], [5, 0, 5, 4]]), max_segments=4)
+    q = jnp.ones((4, 1, 8))
+    with pytest.raises(ValueError, match=r"^segment_ids: row 0 has 2 segments; legal: at most max_segments=1"):
+        dot_product_attention(q, q, q, segment_ids=jnp.array([1, 1, 2, 2]), max_segments=1)
