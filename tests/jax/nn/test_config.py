@@ -146,8 +146,13 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_bad_direct_values() -> None:
     with pytest.raises(ValueError, match="rope_layout: got 'pairs'; legal: 'interleaved' or 'halves'"):
         MLAConfig(hidden_size=8, num_attention_heads=1, rope_layout="pairs")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"rope_theta: got 0\.5; legal: above 1"):
+    with pytest.raises(ValueError, match=r"rope_theta: got 0\.5; legal: a finite number above 1"):
         MLAConfig(hidden_size=8, num_attention_heads=1, rope_theta=0.5)
+    for value in (-1e-6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"a_layernorm_eps: got {value}; legal: a finite number, at least 0"):
+            MLAConfig(hidden_size=8, num_attention_heads=1, a_layernorm_eps=value)
+    with pytest.raises(ValueError, match="rope_theta: got inf; legal: a finite number above 1"):
+        MLAConfig(hidden_size=8, num_attention_heads=1, rope_theta=float("inf"))
     with pytest.raises(ValueError, match=r"beta: got -0\.5; legal: a finite number, at least 0"):
         QueryScale(-0.5, 8192)
     with pytest.raises(ValueError, match="period: got 0; legal: a positive integer"):

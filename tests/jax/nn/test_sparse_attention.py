@@ -168,7 +168,8 @@ def test_v4_config_of_both_spellings() -> None:
         ({"layer_types": None}, "layer_types"),
         ({"o_groups": 4}, "legal: a multiple of o_groups = 4"),
         ({"qk_rope_head_dim": 7}, "even"),
-        ({"compress_rope_theta": 0.5}, r"rope_theta: got 0\.5; legal: above 1"),
+        ({"compress_rope_theta": 0.5}, r"rope_theta: got 0\.5; legal: a finite number above 1"),
+        ({"rms_norm_eps": -1e-6}, r"rms_norm_eps: got -1e-06; legal: a finite number, at least 0"),
     ],
 )
 def test_refuses_v4_configs(change: dict[str, Any], message: str) -> None:

@@ -129,8 +129,12 @@ class MLAConfig:
             raise ValueError(f"MLAConfig: qk_rope_head_dim: got {got}; legal: even, as rope rotates pairs")
         if self.scale_latents and self.q_lora_rank is None:
             raise ValueError("MLAConfig: q_lora_rank: got None; legal with scale_latents: a positive integer")
-        if not self.rope_theta > 1.0:
-            raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta}; legal: above 1")
+        if not 1.0 < self.rope_theta < math.inf:
+            raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta}; legal: a finite number above 1")
+        if not 0 <= self.a_layernorm_eps < math.inf:
+            raise ValueError(
+                f"MLAConfig: a_layernorm_eps: got {self.a_layernorm_eps}; legal: a finite number, at least 0"
+            )
         if self.output_gate not in ("head", "element", None):
             raise ValueError(f"MLAConfig: output_gate: got {self.output_gate!r}; legal: 'head', 'element', None")
         if self.rope_layout not in ("interleaved", "halves"):

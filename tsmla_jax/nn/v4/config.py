@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -89,8 +90,10 @@ class V4Config:
                 raise ValueError(f"V4Config: {field.name}: got {value!r}; legal: a positive integer")
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_head_dim):
             raise ValueError(f"V4Config: rope_dim: got {self.rope_dim}; legal: even, up to head_dim and index_head_dim")
-        if not self.rope_theta > 1.0:
-            raise ValueError(f"V4Config: rope_theta: got {self.rope_theta}; legal: above 1")
+        if not 1.0 < self.rope_theta < math.inf:
+            raise ValueError(f"V4Config: rope_theta: got {self.rope_theta}; legal: a finite number above 1")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(f"V4Config: rms_norm_eps: got {self.rms_norm_eps}; legal: a finite number, at least 0")
         if self.num_attention_heads % self.o_groups:
             got, groups = self.num_attention_heads, self.o_groups
             raise ValueError(f"V4Config: num_attention_heads: got {got}; legal: a multiple of o_groups = {groups}")
