@@ -201,6 +201,14 @@ def test_new_caches(changed: dict[str, Any], message: str) -> None:
             v4.init_cache(V4, window_pages=2, compressed_pages=2, num_states=1, page_size=changed["page_size"])
 
 
+def test_shapes_of_another_config() -> None:
+    for model, given, kind in ((nn, V32, "MLAConfig"), (v32, CONFIG, "V32Config"), (v4, {}, "V4Config")):
+        with pytest.raises(TypeError, match=f"config: got {type(given).__name__}; legal: {kind}"):
+            model.param_shapes(given)
+    with pytest.raises(TypeError, match="config: got dict; legal: MLAConfig"):
+        nn.MLAttention({}, params={})
+
+
 def test_flags_are_booleans() -> None:
     attend: Any = functools.partial(v32.attend, **arguments("v32.attend"))
     with pytest.raises(TypeError, match=r"^return_selected: got str; legal: True or False"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tsmla_jax.nn.inputs import check_config
 from tsmla_jax.nn.mla.config import MLAConfig
 
 
@@ -15,7 +16,11 @@ def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
 
     Args:
         config: the layer's shape.
+
+    Raises:
+        TypeError: config is no MLAConfig.
     """
+    check_config(config, MLAConfig)
     heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
     shapes: dict[str, tuple[int, ...]] = {}
     if rank is None:

@@ -6,6 +6,7 @@ When heads are split, every device has the whole indexer and its cache, because 
 from typing import cast
 
 from tsmla_jax.nn.checkpoints.weights import LayerWeights
+from tsmla_jax.nn.inputs import check_config
 from tsmla_jax.nn.mla import weights as mla
 from tsmla_jax.nn.v32 import functional
 from tsmla_jax.nn.v32.config import V32Config
@@ -18,7 +19,11 @@ def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
 
     Args:
         config: the layer's shape.
+
+    Raises:
+        TypeError: config is no V32Config.
     """
+    check_config(config, V32Config)
     if not config.has_indexer:
         return mla.param_shapes(config.mla)
     heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size

@@ -4,6 +4,7 @@ Axes: E hidden width, H heads, D head width, G output groups, Hi and Di heads an
 """
 
 from tsmla_jax.nn.checkpoints.weights import LayerWeights
+from tsmla_jax.nn.inputs import check_config
 from tsmla_jax.nn.v4 import functional
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.names import stored_name, stored_names
@@ -22,7 +23,11 @@ def param_shapes(config: V4Config) -> dict[str, tuple[int, ...]]:
 
     Args:
         config: the layer's shape.
+
+    Raises:
+        TypeError: config is no V4Config.
     """
+    check_config(config, V4Config)
     heads, width, hidden, rank = config.num_attention_heads, config.head_dim, config.hidden_size, config.q_lora_rank
     groups = config.o_groups
     shapes: dict[str, tuple[int, ...]] = {
