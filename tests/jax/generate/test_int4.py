@@ -40,7 +40,9 @@ def test_values_as_compressed_tensors_packs_them() -> None:
     np.testing.assert_array_equal(dequantise_int4(packed, scales, 32), [[value * 0.5 for value in VALUES]])
     short = np.asarray([[1640443267, 42251]], np.int32)  # twelve values
     np.testing.assert_array_equal(dequantise_int4(short, scales, 12), [[value * 0.5 for value in VALUES[:12]]])
-    with pytest.raises(ValueError, match=r"packed\.shape="):
+    with pytest.raises(
+        ValueError, match=r"packed, scales: got shapes \(1, 4\) and \(1, 1\) with columns = 33; legal: \(1, 5\)"
+    ):
         dequantise_int4(packed, scales, 33)
 
 

@@ -294,7 +294,7 @@ def test_sums_that_cannot_be_shared_are_refused() -> None:
     rng, x = np.random.default_rng(5), jnp.ones((2, 384), jnp.bfloat16)
     blocks, weight = make_blocks(jnp.zeros((2, 1), jnp.int32), 1, 16), narrow(rng, 1, 128, 384)
     for splits, gated in ((2, False), (3, True)):
-        with pytest.raises(ValueError, match=rf"tile.splits={splits} of 3 loads, gated={gated}; legal: a divisor of"):
+        with pytest.raises(ValueError, match=rf"tile\.splits: got {splits} with 3 loads and gated={gated}; legal: a"):
             grouped_matmul(x, weight, blocks, Tile(64, 128, 4, 3, splits=splits), gated=gated, gather=True)
 
 
@@ -302,11 +302,15 @@ def test_halved_products_need_scaled_activations() -> None:
     rng = np.random.default_rng(4)
     blocks = make_blocks(jnp.zeros((2, 1), jnp.int32), 1, 16)
     tile, x = Tile(64, 128, 4, 3, half=True), jnp.ones((2, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"tile\.half=True with x of bfloat16; legal: with ScaledRows and block"):
+    with pytest.raises(
+        ValueError, match=r"tile\.half: got True with x of bfloat16 and block-scaled weights; legal: True, with"
+    ):
         grouped_matmul(x, narrow(rng, 1, 64, 128), blocks, tile, gather=True)
-    with pytest.raises(ValueError, match=r"tile\.half=True with x of ScaledRows; legal: with ScaledRows and block"):
+    with pytest.raises(
+        ValueError, match=r"tile\.half: got True with x of ScaledRows and plain weights; legal: True, with"
+    ):
         grouped_matmul(scaled_rows(x), jnp.ones((1, 64, 128), jnp.bfloat16), blocks, tile, gather=True)
-    with pytest.raises(ValueError, match=r"tile\.half=False with x of ScaledRows"):
+    with pytest.raises(ValueError, match=r"tile\.half: got False with x of ScaledRows"):
         grouped_matmul(scaled_rows(x), narrow(rng, 1, 64, 128), blocks, Tile(64, 128, 4, 3), gather=True)
 
 

@@ -130,7 +130,9 @@ def test_block_size_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [128]}}))
     with pytest.raises(CheckpointError, match=r"config\.json: field 'weight_block_size' must be two positive integers"):
         Checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"scales\.shape=\(2, 3\) must be \(1, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"scales: got shape \(2, 3\); legal: \(1, 1\), for a weight of shape \(4, 6\)"
+    ):
         dequantise_blocks(quantised, scales)
 
 

@@ -139,7 +139,7 @@ def test_bad_files(tmp_path: Path) -> None:
     path.write_text(json.dumps({**V3, "v_head_dim": -3}))
     with pytest.raises(ValueError, match=r"config\.json: MLAConfig: v_head_dim: got -3"):
         MLAConfig.from_hf(tmp_path)
-    with pytest.raises(TypeError, match="source=int"):
+    with pytest.raises(TypeError, match="source: got int; legal: a mapping, or the path"):
         MLAConfig.from_hf(3)  # type: ignore[arg-type]
 
 

@@ -183,13 +183,13 @@ def test_refuses_what_it_cannot_save(tmp_path: Path) -> None:
         params_to_hf(config, {**params, "w_uv": params["w_uv"].astype(jnp.bfloat16)})
     with pytest.raises(ValueError, match="dtype: got float8_e4m3fn; legal: float32, bfloat16, float16"):
         params_to_hf(config, params, jnp.float8_e4m3fn)
-    with pytest.raises(ValueError, match="config=None; legal"):
+    with pytest.raises(ValueError, match="config: got None without a base; legal"):
         save_hf_attention(tmp_path / "a", {0: params})
     with pytest.raises(ValueError, match="config: layer 0 is missing"):
         save_hf_attention(tmp_path / "a", {0: params}, config={1: config})
     with pytest.raises(ValueError, match=r"layers: got indices \[\]"):
         save_hf_attention(tmp_path / "a", {}, config=config)
-    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+    with pytest.raises(ValueError, match="max_shard_bytes: got 0; legal"):
         save_hf_attention(tmp_path / "a", {0: params}, config=config, max_shard_bytes=0)
     with pytest.raises(ValueError, match="comes twice"):
         save_hf_attention(tmp_path / "a", {0: params, 1: params}, config=config, prefix="self_attn.")

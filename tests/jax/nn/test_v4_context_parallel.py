@@ -212,5 +212,5 @@ def test_steps_of_another_axis_or_kind_are_refused() -> None:
     refused("context_axis: got 'context'; legal: the step's, None", "csa", None, "context")
     refused("context_axis: got None; legal: the step's, 'context'", "csa", "context", None)
     for kind in ("sliding", "hca"):
-        refused("step: got one made for another kind of layer; this layer is 'csa'", kind, None, None)
+        refused(f"step: got one made for a {kind!r} layer; legal: one made for a 'csa' layer", kind, None, None)
     refused("step: got one made with context_axis='context'; legal: None, as every", "csa", "context", None, "context")

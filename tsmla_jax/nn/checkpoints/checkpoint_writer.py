@@ -55,7 +55,7 @@ def save_checkpoint(
     if there:
         raise ValueError(f"{there[0]}: is there already; legal: a folder without safetensors")
     if max_shard_bytes < 1:
-        raise ValueError(f"{max_shard_bytes=}; legal: a positive number of bytes")
+        raise ValueError(f"max_shard_bytes: got {max_shard_bytes}; legal: a positive number of bytes")
     made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []

@@ -33,7 +33,8 @@ def dequantise_blocks(
     rows, columns = weight.shape
     legal = (-(-rows // block[0]), -(-columns // block[1]))
     if scales.shape != legal:
-        raise ValueError(f"{scales.shape=} must be {legal} for {weight.shape=} and {block=}")
+        blocks = f"weight of shape {weight.shape} in blocks of {block[0]} x {block[1]}"
+        raise ValueError(f"scales: got shape {scales.shape}; legal: {legal}, for a {blocks}")
     # A table of the 256 values is faster than ml_dtypes' conversion of fp8.
     table = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
     codes = weight.view(np.uint8)
@@ -85,7 +86,7 @@ def dequantise_fp4(
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     legal = (rows, -(-columns // FP4_BLOCK[1]))
     if scales.shape != legal:
-        raise ValueError(f"{scales.shape=} must be {legal} for {packed.shape=}")
+        raise ValueError(f"scales: got shape {scales.shape}; legal: {legal}, for packed of shape {packed.shape}")
     codes = packed.view(np.uint8)
     values = np.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], axis=-1).reshape(rows, columns)
     return (values * np.repeat(scales, FP4_BLOCK[1], axis=1)[:, :columns]).astype(dtype)
@@ -109,7 +110,8 @@ def dequantise_int4(
     rows = packed.shape[0]
     legal = (rows, -(-columns // 8)), (rows, -(-columns // INT4_GROUP))
     if (packed.shape, scales.shape) != legal:
-        raise ValueError(f"{packed.shape=} and {scales.shape=} must be {legal[0]} and {legal[1]} for {columns=}")
+        got = f"{packed.shape} and {scales.shape} with columns = {columns}"
+        raise ValueError(f"packed, scales: got shapes {got}; legal: {legal[0]} and {legal[1]}")
     codes = np.ascontiguousarray(packed).astype("<i4").view(np.uint8)  # two values a byte
     values = (np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, -1)[:, :columns]).astype(np.float32) - 8
     return (values * np.repeat(scales, INT4_GROUP, axis=1)[:, :columns]).astype(dtype)

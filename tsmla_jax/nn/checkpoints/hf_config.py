@@ -72,7 +72,8 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     if isinstance(source, Mapping):
         return source, "config"
     if not isinstance(source, str | Path):
-        raise TypeError(f"source={type(source).__name__} must be a mapping, or the path of a config.json or its folder")
+        legal = "a mapping, or the path of a config.json or of its folder"
+        raise TypeError(f"source: got {type(source).__name__}; legal: {legal}")
     path = Path(source)
     try:
         if path.is_dir():

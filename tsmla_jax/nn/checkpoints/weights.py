@@ -261,10 +261,10 @@ class LayerWeights(Generic[_Config]):
         def config_of(layer: int) -> _Config:
             if isinstance(config, Mapping):
                 if layer not in config:
-                    raise ValueError(f"config: layer {layer} is missing; legal: a config for each of layers")
+                    raise ValueError(f"config: layer {layer} is missing; legal: a config for each index in layers")
                 return cast(_Config, config[layer])
             if config is None and given is None:
-                raise ValueError("config=None; legal: the layers' config, or base, whose config is read")
+                raise ValueError("config: got None without a base; legal: the layers' config, or a base that has one")
             return self.read_config(cast(Checkpoint, given).directory, layer) if config is None else config
 
         def tensors() -> Iterator[tuple[str, Any]]:

@@ -119,12 +119,15 @@ def grouped_matmul(
     narrow = isinstance(weight, BlockScaled)
     values, *row_scales = x if isinstance(x, ScaledRows) else (x,)
     if tile.half != bool(row_scales) or (tile.half and not narrow):
-        given = "ScaledRows" if row_scales else str(values.dtype)
-        legal = "with ScaledRows and block-scaled weights, and only then"
-        raise ValueError(f"{tile.half=} with x of {given}; legal: {legal}")
+        given = (
+            f"x of {'ScaledRows' if row_scales else values.dtype} and {'block-scaled' if narrow else 'plain'} weights"
+        )
+        legal = "True, with ScaledRows and block-scaled weights; or False, with an array x"
+        raise ValueError(f"tile.half: got {tile.half} with {given}; legal: {legal}")
     columns, steps = weight.shape[1] // (2 if gated else 1), weight.shape[2] // tile.depth
     if steps % tile.splits or (gated and tile.splits > 1):
-        raise ValueError(f"{tile.splits=} of {steps} loads, {gated=}; legal: a divisor of the loads, 1 if gated")
+        got = f"{tile.splits} with {steps} loads and gated={gated}"
+        raise ValueError(f"tile.splits: got {got}; legal: a divisor of the loads, 1 if gated")
     block = blocks.rows.shape[0] // max(1, blocks.groups.shape[0])
     operands = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
     stages = fitting_stages(tile, block, operands[0].dtype.itemsize, gated=gated, most=shared_memory())

@@ -161,7 +161,8 @@ class V4Config:
 def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
     types, ratios = fields.get("layer_types"), fields.get("compress_ratios")
     if not isinstance(types, list) and not isinstance(ratios, list):
-        raise ValueError(f"{where}: field 'layer_types' (or 'compress_ratios') must be a list")
+        got = f"{types!r:.60} and {ratios!r:.60}"
+        raise ValueError(f"{where}: layer_types, compress_ratios: got {got}; legal: a list, in one of them at least")
     name = "layer_types" if isinstance(types, list) else "compress_ratios"
     entries: list[Any] = types if isinstance(types, list) else cast(list[Any], ratios)
     if not 0 <= layer < len(entries):

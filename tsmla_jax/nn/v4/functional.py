@@ -240,7 +240,7 @@ def attend(
     check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
     if step.kind != config.kind:
-        raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
+        raise ValueError(f"step: got one made for a {step.kind!r} layer; legal: one made for a {config.kind!r} layer")
     check_pages("cache.window", cache.window, step.page_size, "page_size")
     for name, entries in (("cache.compressed", cache.compressed), ("cache.indexer", cache.indexer)):
         if entries is not None:
@@ -400,8 +400,7 @@ def _choose(
 
     projected: the rows of each compressor, the normed low-rank query, and the weights of the indexer's heads."""
     pooled, low, weights = projected
-    if cache.indexer is None or cache.indexer_compressor is None:
-        raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")
+    assert cache.indexer is not None and cache.indexer_compressor is not None  # the caches are of this layer's kind
     held = cache.indexer, cache.indexer_compressor
     keys, state = _compress(params, config, "indexer", pooled, held, step, implementation=implementation)
     q = few_tokens.matrix(params, "indexer_q_b_proj", low)
