@@ -61,7 +61,7 @@ class BatchInvariant:
     """A weight of a product or of a norm that this module computes.
 
     Attributes:
-      values: the weight: [..., N, K], of which a product sums over the last axis, or a norm's [C].
+      values: a product's weight [..., N, K], whose last axis the product sums over; or a norm's [C].
     """
 
     values: jax.Array
@@ -205,9 +205,9 @@ def _check_device() -> None:
 def _by_platform(
     compiled: Callable[..., jax.Array], interpreted: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
-    """`compiled` in programs for GPUs, also in those that a machine without one exports: there the loops of an
-    interpreted kernel would have other bits. `interpreted` in a program for CPUs, unless jax's default backend is a
-    GPU."""
+    """`compiled` in programs for GPUs, also in those that a machine without a GPU exports, because on a GPU the loops
+    of an interpreted kernel would give other bits. `interpreted` in a program for CPUs, unless jax's default backend is
+    a GPU."""
     if jax.default_backend() == "gpu":
         return compiled(*arrays)
     return cast(jax.Array, lax.platform_dependent(*arrays, cuda=compiled, default=interpreted))

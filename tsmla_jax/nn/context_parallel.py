@@ -338,7 +338,7 @@ def indexer_positions(
     [T, min(k, N M Z)] i32, best first, -1 after the last, the same on every device.
 
     Args:
-      q, weights, k_cache, block_tables, seq_lens, k, implementation: as in `indexer_topk`, of this device's keys.
+      q, weights, k_cache, block_tables, seq_lens, k, implementation: as in `indexer_topk`.
       context_axis: the mesh axis over which the keys of a text are split.
     """
     page_size = k_cache.shape[1]
@@ -486,7 +486,8 @@ def _packed(out: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 def _unpacked(packed: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The arrays that `_packed` made `packed` of, which may have more axes in front; out and lse give their dtypes."""
+    """The inverse of `_packed`, whose result `packed` may have more axes in front; `out` and `lse` give the dtypes
+    and the width."""
 
     def part(integers: jax.Array, like: jax.Array) -> jax.Array:
         count = like.dtype.itemsize // integers.dtype.itemsize

@@ -1,7 +1,8 @@
 """V4's residual streams in a step of one token: a mix is two kernels on Hopper, the writing before it included.
 
 The first kernel writes the last block's result to the streams and projects them, the second one makes the next block's
-input and the mix's weights. What they compute is `tsmla_jax.generate.streams`. Axes: T tokens, N streams, C columns.
+input and the mix's weights. Together they compute what `tsmla_jax.generate.streams` does. Axes: T tokens, N streams, C
+columns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parts of a decoder layer's step of up to 16 tokens, each as one kernel on Hopper.
 
 Such a step spends its time on reading weights and on starting kernels. So the product after a norm computes the norm,
-the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. Where its
-kernel can't run, a function computes the same by other operations, unless its name ends in by_kernel.
+the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. A function
+whose kernel can't run computes the same by other operations, unless its name ends in by_kernel.
 
 A program with these kernels is not partitioned automatically over devices (it may run under `jax.shard_map`), has no
 derivative and can't be vmapped. Axes: T tokens, K terms, N rows of a weight, E experts, P experts of a token, C hidden
@@ -418,7 +418,7 @@ def attend_by_kernel(
     mla_decode's first kernel attends; few_token_values merges its pieces and multiplies them by W_UV.
 
     Args:
-      absorbed: [1, 1, H, L + R], the only row that `queries` returns.
+      absorbed: [1, 1, H, L + R], the absorbed queries that `queries` returns for one token.
       kv_cache, block_tables, seq_lens: as in `tsmla_jax.mla_decode`.
       w_uv: [H, V, L].
       options: softmax_scale, latent_dim, q_scale and kv_scale of `tsmla_jax.mla_decode`, all four.

@@ -27,6 +27,7 @@ class AttentionLayer(nnx.Module):
         rngs: source of random parameters; not needed with params.
 
     Raises:
+        TypeError: config is another model's, or no config.
         ValueError: params lacks a name, has one too many or a wrong shape; or neither params nor rngs is given.
     """
 

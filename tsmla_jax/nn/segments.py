@@ -25,8 +25,8 @@ from tsmla_jax.ops.operation import Preference
 from tsmla_kernels.contract import VALUES, values
 from tsmla_kernels.contract.rules import check_dtype, static_int
 
-# In `cu_seqlens` padding attends to itself like a segment, because mla_prefill allows no rows between requests that
-# belong to no request. It is cut into pieces, so that in rows of S tokens its cost is linear in its length.
+# In `cu_seqlens` padding attends to itself like a segment, because to mla_prefill all rows between the first offset and
+# the last belong to requests. It is cut into pieces, so that in rows of S tokens its cost is linear in its length.
 _PADDING_PIECES, _LEAST_PIECE = 16, 128
 
 
@@ -260,8 +260,8 @@ def segment_attention_kv(
     return_max_logits: bool = False,
     implementation: Preference = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`segment_attention` on the output of kv_b as it is. Hopper's kernel reads it in place, if it takes the dtype and
-    the widths; else keys and values are made of it first, as in `mla_prefill_kv`.
+    """`segment_attention` on the output of kv_b_proj as it is. Hopper's kernel reads this in place, if the kernel takes
+    the dtype and the widths; else keys and values are built from it first, as in `mla_prefill_kv`.
 
     Args:
         q: [B, S, H, K], rope columns last.

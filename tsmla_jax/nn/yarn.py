@@ -23,8 +23,8 @@ class YarnConfig:
         factor: how much longer the context is than the original one, >= 1.
         original_max_position_embeddings: context length of the pretraining, in tokens.
         beta_fast: rotations over the original context above which a frequency is kept as it is.
-        beta_slow: rotations below which it is interpolated by `factor`; a linear ramp in between. Usually fewer than
-            beta_fast; `inverse_frequencies` says what more do.
+        beta_slow: rotations below which a frequency is divided by `factor`; a linear ramp in between. If it is above
+            beta_fast, see `inverse_frequencies`.
         mscale: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim).
         mscale_all_dim: MLA's softmax scale is multiplied by ms(factor, mscale_all_dim)^2 when this is not zero; V4's is
             not.
@@ -77,8 +77,8 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) ->
     """Angle per position of each of rope_dim / 2 rope pairs: f32 [R / 2], highest frequency first.
 
     With yarn, pairs below the low boundary keep theta^(-2i/R), those above the high one are divided by `factor`, and a
-    linear ramp blends the two in between. If the low boundary is above the high one (beta_slow above beta_fast, or an
-    original context of a few tokens), kept and divided pairs change places, as in DeepSeek's code.
+    linear ramp blends the two in between. If the low boundary is above the high one (as with beta_slow above beta_fast,
+    or an original context of a few tokens), kept and divided pairs change places, as in DeepSeek's code.
     """
     base = 1.0 / theta ** (np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
     if yarn is None:

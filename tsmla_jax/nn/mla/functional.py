@@ -253,7 +253,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """A decode step in the absorbed form: writes the new tokens' latents, then attends over the latent cache.
 
-    One new token a request, several (MTP, speculative verify), or a different number for each (ragged).
+    It takes one new token a request, several (MTP, speculative verify), or a different number for each (ragged).
 
     Args:
         params, config: as in `prefill`.
