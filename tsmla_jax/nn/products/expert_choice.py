@@ -55,8 +55,8 @@ def choose(
 
     Args:
       logits: [T, E] f32, or partial sums of them [P, T, E], which are added over P.
-      correction_bias: [E], added to the scores that choose, not to the weights; or None. With it a group counts as the
-        sum of its best two scores, without it as its best.
+      correction_bias: [E], added to the scores for the choice, not for the weights; or None. With it a group counts as
+        the sum of its two greatest biased scores, without it as its greatest score.
       valid: [T] bool, False for padding; None if there is no padding.
       choice: how experts are chosen and weighed.
 
@@ -157,8 +157,8 @@ def _first_greatest(order: jax.Array, lanes: jax.Array) -> jax.Array:
 
 
 def _limit_to_groups(choice: jax.Array, lanes: jax.Array, size: int, form: Choice, best: int) -> jax.Array:
-    """-inf outside the best groups, which have `size` experts each. A group counts as its best expert or, if `best` is
-    2, as the sum of its best two, and as infinite if that is NaN."""
+    """The choice with -inf outside the best groups, which have `size` experts each. A group counts as its best expert
+    or, if `best` is 2, as the sum of its best two, and as infinite if that is NaN."""
     groups = jnp.arange(pl.next_power_of_2(form.groups), dtype=jnp.int32)
     owner = lanes // size
     belongs = owner[None, :] == groups[:, None]

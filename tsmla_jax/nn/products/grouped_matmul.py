@@ -107,7 +107,8 @@ def grouped_matmul(
       gather: whether x has rows that `blocks` names, and not a row for each place.
       gated: whether the result is silu(gate) * up, of N / 2 columns: gate is the product with the first N / 2 rows of
         the group's weight, up the one with its last N / 2 rows.
-      limit: as in `gated_mlp`.
+      limit: if gated, `gate` is clipped to at most limit, and `up` to [-limit, limit]; None means no limit.
+
     Returns:
       [NB * block, N] in x's dtype, or gated [NB * block, N / 2]. With tile.half products are bf16, and gated ones
       `ScaledRows`, with a scale for every tile.columns. Places without a row hold any values.

@@ -127,7 +127,7 @@ def rows_of(weight: jax.Array | BlockScaled, inputs: int = 1) -> jax.Array | Blo
 
 
 def weight_of(rows: jax.Array | BlockScaled, *shape: int) -> jax.Array | BlockScaled:
-    """The weight of this shape, [*I, *O], that `rows_of` made `rows` of."""
+    """The inverse of `rows_of`: the weight of this shape, [*I, *O]; a block-scaled one stays [N, K]."""
     return rows if isinstance(rows, BlockScaled) else rows.T.reshape(shape)
 
 
@@ -146,7 +146,7 @@ def split_rows(weight: jax.Array | BlockScaled, first: int) -> tuple[jax.Array |
 
 def joined_rows(weights: Sequence[jax.Array | BlockScaled]) -> jax.Array | BlockScaled:
     """Weights [N1, K], [N2, K], ... as one [N1 + N2 + ..., K]; block-scaled if all are, and all but the last have whole
-    blocks."""
+    blocks. Otherwise block-scaled ones are widened to the dtype of the first plain weight, or to bfloat16."""
     whole = all(weight.shape[0] % BLOCK == 0 for weight in weights[:-1])
     if whole and all(isinstance(weight, BlockScaled) for weight in weights):
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights)

@@ -35,7 +35,7 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def project(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Array, ScaledRows | None]:
-    """Partial sums of `router_logits`: f32 [S, T, E], each over some columns of x; their sum over S is the logits. And
+    """Partial sums of `router_logits`, f32 [S, T, E], each over some columns of x: their sum over S is the logits. Also
     x as `scaled_rows` makes it, if `with_rows` is set and this costs no further kernel, else None.
     """
     if why_not(x, router):

@@ -1,4 +1,4 @@
-"""Which tiles the products of `grouped_matmul` take, by their sizes: of the experts, and of block-scaled matrices."""
+"""Tiles of the products of `grouped_matmul`, chosen by size: for experts, and for single block-scaled matrices."""
 
 from __future__ import annotations
 
