@@ -20,9 +20,9 @@ class V32Config:
     """One attention layer of DeepSeek-V3.2 or of GLM-5, 5.1, 5.2 or 5.3.
 
     Attributes:
-        mla: the attention itself; needs q_lora_rank, from whose normed output the indexer's queries come.
+        mla: the attention itself; needs q_lora_rank, as the indexer's queries come from the normed low-rank query.
         index_n_heads: Hi, heads of the indexer.
-        index_head_dim: Di, width of an indexer's head; the first qk_rope_head_dim columns are rotated.
+        index_head_dim: Di, width of each of these heads; their first qk_rope_head_dim columns are rotated.
         index_topk: how many keys a token attends to at most.
         index_rope_interleave: whether the indexer rotates pairs 2i, 2i + 1 (GLM-5) or i, i + R / 2 (V3.2).
         has_indexer: whether the layer chooses keys. A layer that doesn't (GLM-5.2's IndexShare) has neither parameters
@@ -77,6 +77,7 @@ class V32Config:
             ValueError: as `MLAConfig.from_hf`; or the indexer is not one of these models': layers of deepseek_v32 share
                 a choice (index_topk_freq, indexer_types), the indexer's rope is the other model's, or an index_ field
                 is unknown. With glm_moe_dsa also as `layers_with_indexer`, or there is no such layer.
+            TypeError: source is neither a mapping, a str nor a Path.
         """
         fields, where = read_hf_config(source)
         check_v32(fields, where)

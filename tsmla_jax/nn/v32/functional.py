@@ -47,8 +47,8 @@ class V32Cache(NamedTuple):
 
     Attributes:
         kv: [P, Z, L + R] of floats or float8_e4m3fn, or uint8 [P, Z, 656], the packed layout.
-        indexer: uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are); None in a layer without an
-            indexer.
+        indexer: uint8 [P, Z, Di + 4] (fp8 keys with scales), or [P, Z, Di] of floats or float8_e4m3fn (keys without
+            scales); None in a layer without an indexer.
     """
 
     kv: jax.Array

@@ -36,7 +36,7 @@ class Projected(NamedTuple):
         keys: the indexer's keys [T, Di], not rotated yet; None without an indexer.
         asked: the indexer's queries and head weights (`indexer_queries`); None if it does not choose.
         q_nope, q_rope: [T, H, N], and [T, H, R] rotated.
-        out: the function from heads' outputs [T, H, V] to the layer's result [T, E].
+        out: the function from heads' outputs [T, H, V] to the layer's result [T, E], which may include the residual.
         absorbed, kv_cache: absorbed queries [T, H, L + R], and the kv cache with the new tokens written, where a kernel
             has made both; then latent, k_rope, q_nope and q_rope are None.
         index_cache: the cache of indexer keys with the new ones written, where a kernel has done that; then keys is

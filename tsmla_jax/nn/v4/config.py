@@ -42,7 +42,7 @@ class V4Config:
 
     Attributes:
         kind: "sliding" (window alone), "csa" (overlapping windows, an indexer chooses) or "hca" (all entries seen).
-        ratio: tokens a compressed entry; 0 for "sliding".
+        ratio: tokens per compressed entry; 0 for "sliding".
         hidden_size: E.
         num_attention_heads: H.
         q_lora_rank: rank of the query's low-rank projection.
@@ -121,8 +121,9 @@ class V4Config:
             layer: the layer's index, from 0.
 
         Raises:
-            ValueError: names the field (and the file, when `source` is a path) that is missing, not legal, or of
-                another layer than V4's; or there is no such layer.
+            ValueError: a field is missing, not legal, or describes another layer than V4's (the message names it and,
+                when `source` is a path, the file); or there is no such layer.
+            TypeError: source is neither a mapping, a str nor a Path.
         """
         fields, where = read_hf_config(source)
         check_v4(fields, where)

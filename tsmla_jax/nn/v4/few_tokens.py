@@ -1,6 +1,6 @@
 """The parts of V4's attention in a step of few tokens, each as one kernel on Hopper.
 
-What they compute is in `tsmla_jax.nn.v4.functional`, which takes each one where it can run: with folded parameters and
+They compute what `tsmla_jax.nn.v4.functional` does, which takes each one where it can run: with folded parameters and
 activations in bf16, and for the window with a packed cache. Axes: T tokens, E hidden width, H heads, D head width, R
 rope width, G output groups.
 """

@@ -48,7 +48,7 @@ class V4Cache(NamedTuple):
     Attributes:
         window: [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: the tokens' latents.
         compressed: the compressed entries, in the same layouts.
-        indexer: [P, Z, Di] floats, or uint8 [P, Z, Di + 4]: the indexer's compressed keys.
+        indexer: [P, Z, Di] floats or float8_e4m3fn, or uint8 [P, Z, Di + 4]: the indexer's compressed keys.
         compressor: the state of the entries' compressor.
         indexer_compressor: the state of the indexer's compressor.
     """
@@ -368,7 +368,7 @@ def compressor_rows(params: Params, name: str, x: jax.Array) -> jax.Array:
 
 def project_out(params: Params, config: V4Config, out: jax.Array, back: Rope, dtype: jnp.dtype) -> jax.Array:
     """The grouped projection [T, E] of attention's out [T, H, D], which is first rotated back by the query's position:
-    values carry the rope of their own positions, so that only the distance is left.
+    values carry the rope of their own positions, so only the distance of the two positions counts afterwards.
     """
     width = config.head_dim
     if (

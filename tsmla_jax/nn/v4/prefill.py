@@ -244,7 +244,7 @@ def _compress(params: Params, config: V4Config, name: str, x: jax.Array, texts: 
         cu_seqlens_q=texts.cu_seqlens,
         ratio=config.ratio,
         overlap=config.overlap,
-        implementation="reference",  # whole texts need one window an entry; "reference" has a gradient
+        implementation="reference",  # "xla" has no gradient under jax.jit
     )
     first_positions = jnp.where(found.positions >= 0, found.positions * config.ratio, -1)
     rows = sparse_v4.norm_rope(
