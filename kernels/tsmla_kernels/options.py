@@ -76,7 +76,7 @@ _TOPK = {
     "index_n_heads": "64",
     "key_dtype": "",
 }
-_PACKED = {**_TOPK, "rope_offset": "0"}
+_PACKED = {**_TOPK, "rope_offset": "0", "index_rope_layout": "halves"}
 _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
 _LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
 _INDEXER_TOPK = {
@@ -242,13 +242,14 @@ def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
 
 
 def _indexer_rotation(values: Mapping[str, str]) -> Rotation | None:
-    """Rope on rope_dim columns from rope_offset on, as halves; None if rope_dim is 0."""
+    """Rope on rope_dim columns from rope_offset on, in index_rope_layout; None if rope_dim is 0."""
     width, offset = (parsed(values, name, int) for name in ("rope_dim", "rope_offset"))
     if offset + width > INDEXER.head_dim:
         raise ValueError(
             f"--config: got rope_offset={offset}, rope_dim={width}; legal: at most {INDEXER.head_dim} in all"
         )
-    return Rotation(width, offset, "halves") if width else None
+    layout = one_of(ROPE_LAYOUTS, values, "index_rope_layout")
+    return Rotation(width, offset, layout) if width else None
 
 
 def indexer_logits_spec(options: Mapping[str, str]) -> IndexerLogitsSpec:

@@ -20,6 +20,10 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.cli import objects, wheel
 from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.logits.config import LogitsConfig
+from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sparse_cache.config import IndexerQuantizeConfig
+from tsmla_kernels.topk.config import TopkConfig
 
 
 @pytest.fixture(autouse=True)
@@ -195,3 +199,18 @@ def test_what_the_default_wheel_holds() -> None:
             )
     names = {each.kernel.name for each in wanted}
     assert {"sparse_mla", "indexer_logits", "select_topk", "write_packed_kv_cache", "compress_write_kv_cache"} <= names
+
+
+def test_what_the_default_wheel_holds_of_v4() -> None:
+    """Both models: layers of the window alone, of chosen entries and of all entries, few or many; and the choice."""
+    wanted = wheel.wanted_by(wheel.calls())
+    sparse = [each.config for each in wanted if isinstance(each.config, SparseConfig) and each.config.layout == "v4"]
+    for heads in (8, 16, 32, 64, 128):
+        found = {(x.window, x.compressed_page_size, x.whole) for x in sparse if x.num_heads == heads}
+        assert found >= {(None, 0, True), (128, 64, False), (128, 2, True), (128, 2, False)}
+    for k in (512, 1024):
+        chosen = [each.config for each in wanted if isinstance(each.config, TopkConfig) and each.config.k == k]
+        assert {x.in_registers for x in chosen} == {False, True} and {x.cluster for x in chosen} >= {1, 2, 4, 8}
+    assert LogitsConfig(64, groups=3) in {each.config for each in wanted}
+    quantize = {each.config for each in wanted if isinstance(each.config, IndexerQuantizeConfig)}
+    assert {(x.rope_offset, x.rope_layout) for x in quantize} == {(0, "halves"), (64, "interleaved")}

@@ -30,8 +30,11 @@ PARALLEL, NEW_TOKENS, STEPS = (1, 2, 4, 8), (1, 2, 4), (1, 16, 64, 256)
 depend on them."""
 DTYPES = ("dtype=bfloat16", "dtype=bfloat16,kv_dtype=float8_e4m3fn", "dtype=float8_e4m3fn")
 MODELS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2")
-V4 = "layout=v4,num_heads=64,head_dim=512,window=128,lengths=true,sinks=true"
-V4_PAGES = ("compressed_page_size=64,compressed_page_span=64", "compressed_page_size=2,compressed_page_span=2")
+V4 = "layout=v4,head_dim=512,lengths=true,sinks=true"
+V4_MODELS = ((64, 512), (128, 1024))
+"""Heads of V4's models, and how many entries their indexer chooses."""
+V4_ENTRIES = (4096, 32768, 262144)
+"""Entries that a row of the indexer's block tables has at most, one for each 4 tokens of a text."""
 V4_COMPRESSED = (
     "dtype=float32,ratio=4", "dtype=float32,ratio=128,overlap=false,page_size=2",
     "dtype=float32,ratio=4,channels=128,cache=indexer",
@@ -74,12 +77,24 @@ def _v32_calls() -> Iterator[Call]:
 
 
 def _v4_calls() -> Iterator[Call]:
-    for requests, pages, devices in itertools.product(STEPS, V4_PAGES, PARALLEL):
-        yield Call(
-            "sparse_mla", f"{V4},{pages},num_tokens={requests},num_requests={requests},tensor_parallel={devices}"
-        )
+    for requests, (heads, k) in itertools.product(STEPS, V4_MODELS):
+        step = f"num_tokens={requests},num_requests={requests}"
+        for layer, devices in itertools.product(_v4_layers(k), PARALLEL):
+            yield Call("sparse_mla", f"{V4},num_heads={heads},{layer},{step},tensor_parallel={devices}")
+        for entries in V4_ENTRIES:
+            yield Call("indexer_topk", f"{step},k={k},num_heads=64,ragged=false,num_columns={entries}")
+    yield Call("indexer_quantize", "rope_offset=64,index_rope_layout=interleaved")
     for compressed in V4_COMPRESSED:
         yield Call("compress_write_kv_cache", compressed)
+
+
+def _v4_layers(k: int) -> Iterator[str]:
+    """The options of sparse_mla in each kind of layer: of the window alone, of the `k` entries that an indexer chooses,
+    and of all entries, which are few columns in texts of up to 16,384 tokens."""
+    yield "num_selected=128"
+    yield f"num_selected={128 + k},window=128,compressed_page_size=64,compressed_page_span=64"
+    for columns in (256, 1152):
+        yield f"num_selected={columns},window=128,compressed_page_size=2,compressed_page_span=2"
 
 
 def _attention_of_one_token() -> Iterator[Call]:
