@@ -99,11 +99,11 @@ class Checkpoint:
     ) -> np.ndarray[Any, Any]:
         """One tensor's values.
 
-        An fp8 tensor with its scales beside it (one per block, of 128 x 128 unless config.json says otherwise, with
-        smaller blocks at the edges; or one for each whole matrix) comes dequantised: `<name>_scale_inv` in f32
-        (DeepSeek-V3's format), or `<module>.scale` for `<module>.weight` in powers of two (V4's). So does an fp4
-        tensor: bytes of two e2m1 values each, the lower four bits first, with one such scale per 32 values of a row
-        (V4's experts). And an int4 tensor, which is stored in three under other names (`is_int4`).
+        Quantised weights come dequantised. An fp8 tensor has its scales in a tensor beside it, `<name>_scale_inv` in
+        f32 (DeepSeek-V3's format) or, for `<module>.weight`, `<module>.scale` in powers of two (V4's): one scale per
+        block, of 128 x 128 unless config.json says otherwise, with smaller blocks at the edges; or one for each whole
+        matrix. An fp4 tensor has bytes of two e2m1 values each, the lower four bits first, and one such scale per 32
+        values of a row (V4's experts). An int4 weight is stored in three tensors under other names (`is_int4`).
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -178,10 +178,10 @@ class Checkpoint:
         if scale_name is not None:
             scales = f", with scales {scale_name!r} of shape {self.info(scale_name).shape},"
             if (shape := self._fp4_scales(name)) is not None:
-                legal = f", and of fp4 {scale_name!r} must have shape {shape}"
+                legal = f"; for fp4 {scale_name!r} must have shape {shape}"
         return CheckpointError(
-            f"{info.file}: tensor {name!r} is {info.dtype.name}{scales} and can't be read as {wanted}; of quantised"
-            f" weights fp8 and fp4 with scales and int4 as compressed-tensors packs it are read{legal}"
+            f"{info.file}: tensor {name!r} is {info.dtype.name}{scales} and can't be read as {wanted}; legal quantised"
+            f" weights: fp8 and fp4 with scales, and int4 as compressed-tensors packs it{legal}"
         )
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
@@ -349,7 +349,10 @@ class Checkpoint:
             )
         whole, scale_info = info.dtype in _FP8 and self._is_whole_scaled(name), self.info(scale_name)
         if len(shape) != 2 and not whole:
-            raise CheckpointError(f"{info.file}: fp8 tensor {name!r} must have 2 axes, got shape {shape}")
+            raise CheckpointError(
+                f"{info.file}: fp8 tensor {name!r} has shape {shape} and scales of shape {scale_info.shape}; legal: 2"
+                " axes, or 3 and one scale for each matrix"
+            )
         legal = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
         if scale_info.shape != legal and not whole:
             raise CheckpointError(

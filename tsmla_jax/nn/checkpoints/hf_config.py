@@ -168,7 +168,7 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
     silent choice between two angles, or a key that is passed over, would make a model that is subtly wrong.
 
     Args:
-        fields: the config's.
+        fields: the config's fields.
         where: the config's name in an error.
         known: keys that are legal beside yarn's own; their values are not checked here.
 

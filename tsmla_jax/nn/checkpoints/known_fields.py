@@ -55,7 +55,8 @@ _CHOICE: Legal = {
     "indexer_rope_interleave": (False,),
 }
 _CHOICE_LAYERS: Legal = {"index_topk_pattern": _FULL, "indexer_types": _FULL}
-# The fields of _CHOICE in configs of GLM-5. transformers rotates interleaved pairs whatever rope_interleave says.
+# The same in configs of GLM-5, where index_topk_freq may be any number. rope_interleave is here because transformers
+# rotates interleaved pairs whatever it says.
 _SHARED_CHOICE: Legal = {
     "cli_factor": (1,),
     "index_k_norm_type": ("layer",),
@@ -135,7 +136,7 @@ def check_mla(fields: Mapping[str, Any], where: str) -> None:
     """ValueError that names the field, if a config describes attention that isn't one of MLA_TYPES'.
 
     Args:
-        fields: the config's. Without a model_type, the other fields decide.
+        fields: the config's fields. Without a model_type, the other fields decide.
         where: the config's name in an error.
     """
     check_model_type(fields, where, MLA_TYPES)

@@ -41,12 +41,12 @@ class LayerWeights(Generic[_Config]):
     Attributes:
         read_config: the layer's config from a checkpoint's folder and the index of the layer.
         param_shapes: name and shape of every parameter.
-        hf_name: the tensor behind a parameter (behind w_uk and w_uv it is kv_b_proj), below `self_attn.`.
-        stored_names: the names of a checkpoint's tensors, by a prefix and the name that `hf_name` gives; None where
-            both are equal.
-        stored_name: from a prefix and the name that `hf_name` gives, the name in a new checkpoint; None where both are
-            equal.
-        unfold: from folded parameters, the parameters that `param_shapes` describes; None if there is no `fold`.
+        hf_name: from a parameter's name to its tensor's, below `self_attn.`; w_uk and w_uv are one tensor, whose name
+            it makes from kv_b_proj.
+        stored_names: the spelling of a checkpoint, as a mapping: from a whole name, a prefix and then what `hf_name`
+            gives, to the name of the tensor in the checkpoint. None where both are equal.
+        stored_name: from such a whole name to the tensor's name in a new checkpoint. None where both are equal.
+        unfold: from folded parameters to those that `param_shapes` describes; None if there is no `fold`.
     """
 
     read_config: Callable[[Path, int], _Config]
@@ -279,7 +279,7 @@ class LayerWeights(Generic[_Config]):
         save_checkpoint(checkpoint_dir, tensors(), base=given, max_shard_bytes=max_shard_bytes)
 
     def _spelled(self, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """The names of a checkpoint's tensors, by a prefix and the name that `hf_name` gives."""
+        """The names of a checkpoint's tensors by their whole names: a prefix, then what `hf_name` gives."""
         return self.stored_names(checkpoint) if self.stored_names else {name: name for name in checkpoint.names()}
 
 
