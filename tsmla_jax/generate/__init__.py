@@ -1,5 +1,5 @@
-"""Whole models with this attention: functions that load a checkpoint and generate. They run DeepSeek's V2 to V4, and
-the other models that model_types.py names. `tsmla generate` is `command.py`.
+"""Whole models with this attention: a checkpoint is loaded, texts are generated, and parameters are saved again. The
+models are DeepSeek's V2 to V4, and the others that model_types.py names. `tsmla generate` is `command.py`.
 """
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig

@@ -36,10 +36,10 @@ class CacheLayout:
 
     Attributes:
       num_pages, page_size: pages of each layer's cache (in V4 of its compressed caches), tokens a page.
-      state_slots: the most unfinished texts at once.
-      window_rows: latents of a text's last tokens that V4 keeps, a multiple of WINDOW_PAGE; 0 for other models.
+      state_slots: the most unfinished texts at once, each of which has a slot.
+      window_rows: how many latents of a text's last tokens V4 keeps, a multiple of WINDOW_PAGE; 0 for other models.
       spare: tokens of a text that may be taken back: rejected drafts.
-      dtype: a numpy name, or PACKED.
+      dtype: the name of a dtype, or PACKED.
     """
 
     num_pages: int
@@ -51,7 +51,7 @@ class CacheLayout:
 
 
 def page_multiple(config: ModelConfig) -> int:
-    """The number that page_size must be a multiple of: 1, or in V4 the least one that every ratio divides."""
+    """The number that page_size must be a multiple of: 1, or in V4 the least common multiple of the layers' ratios."""
     if not isinstance(config.attention, tuple):
         return 1
     return math.lcm(*(layer.ratio for layer in config.attention if layer.ratio))
@@ -109,7 +109,8 @@ def init_cache(attention: LayerAttention, layout: CacheLayout) -> Any:
 
 
 def entries_per_page(attention: V4Config, page_size: int) -> int:
-    """Compressed entries that a page of page_size tokens holds; without meaning for sliding layers, which have none."""
+    """How many compressed entries a page of page_size tokens holds. For sliding layers, which have no entries, the
+    number means nothing."""
     return page_size // max(attention.ratio, 1)
 
 

@@ -56,17 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompt-file", metavar="F", help="one prompt a line; needs the package tokenizers")
     prompts.add_argument("--prompt-ids", metavar="FILE", help="a file with prompts as token ids: a JSON list of lists")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="at most N a prompt (default 64)")
-    parser.add_argument("--json", metavar="FILE", help='write {"tokens": [[...]], figures...} there')
+    parser.add_argument("--json", metavar="FILE", help="write the tokens and the figures to FILE")
     parser.add_argument(
         "--speculative",
         type=int,
         default=0,
         metavar="K",
-        help="draft up to K tokens a step from the text's own n-grams",
+        help="draft up to K tokens of a text in each step from the text's own n-grams (default 0: none)",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="with --temperature: sample from the most likely tokens of this mass"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="with --temperature: sample from the most likely tokens whose probability reaches P (default 1: from all)",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="with --temperature: the seed of sampling (default 0)")
     parser.add_argument(
@@ -80,9 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp8-products",
         choices=("quantized", "exact"),
-        help="multiply block-scaled fp8 weights by block_scaled_matmul: with activations quantized to fp8 for each 128"
-        " columns, as DeepSeek's inference code does, or exact, as they are (default: exact on Hopper, by the weights"
-        " widened in each step elsewhere)",
+        help="multiply by block-scaled fp8 weights in block_scaled_matmul: with activations quantized to fp8 for each"
+        " 128 columns, as DeepSeek's inference code does, or exact, with activations as they are (default: exact on"
+        " Hopper; elsewhere each step widens the weights)",
     )
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
@@ -93,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
     )
     parser.add_argument(
-        "--chunk", type=int, default=2048, metavar="T", help="prompt tokens a prefill step (default 2048)"
+        "--chunk", type=int, default=2048, metavar="T", help="most prompt tokens of a prefill step (default 2048)"
     )
     parser.add_argument(
         "--implementation", metavar="NAME", help="cute, xla or reference (default: the best that can run)"
@@ -119,14 +122,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="devices of a copy that share its experts and have texts of their own (default 1)",
+        help="parts of a copy's devices that have texts of their own; all devices of a copy share its experts"
+        " (default 1)",
     )
     mesh.add_argument(
         "--context-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="devices that the keys of one text are dealt out to; they share the experts, too (default 1)",
+        help="devices that the keys of one text are dealt out to (default 1)",
     )
     hosts = parser.add_argument_group("several processes", "each runs this command; jax.distributed's arguments")
     hosts.add_argument("--coordinator-address", metavar="HOST:PORT", help="where process 0 can be reached")
@@ -311,7 +315,7 @@ def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
             raise
         flag = _FLAGS.get(named[1], "--" + named[1].replace("_", "-"))
         said = str(error)[named.end() :]
-        if named[1].endswith("_parallel"):  # these errors may speak of the others
+        if named[1].endswith("_parallel"):  # an error about one axis of the mesh may name the others
             said = re.sub(r"\b(data|expert|context)_parallel\b(?: = (\d+)\b(?! devices))?", _parallel_flag, said)
         for short, long in CACHE_DTYPES.items():
             said = re.sub(rf"\b{long}\b", short, said) if named[1] in ("cache_dtype", "q_dtype") else said
@@ -358,8 +362,8 @@ def keep_compiled_programs() -> None:
 
 
 def _say_compiling(step: str, seconds: float | None) -> None:
-    """Says on stderr that a step is being compiled or, with seconds, that it was; also without a terminal, because a
-    log is read later."""
+    """Says on stderr that a step is being compiled or, with seconds, that it was. It does so also if stderr is no
+    terminal, because a log is read later."""
     took = "" if seconds is None else f": {seconds:.1f} s"
     print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
 
@@ -408,7 +412,7 @@ class Stream:
         self._out.flush()
 
     def end_line(self) -> None:
-        """Ends the line of a text that will not be finished, so that an error has one of its own."""
+        """Ends the line of a text that will not be finished, so that an error message gets a line of its own."""
         if self._written >= 0:
             self._written = -1
             self._out.write("\n")

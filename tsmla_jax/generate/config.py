@@ -1,4 +1,4 @@
-"""The configuration of a whole DeepSeek decoder, read from a Hugging Face `config.json`.
+"""The configuration of a whole decoder, DeepSeek's or a model's like it, read from a Hugging Face `config.json`.
 
 `tsmla_jax.nn` describes the attention (`MLAConfig`, `V32Config`, `V4Config`); this adds the rest of the model: sizes,
 the experts' routing, the residual streams of V4 and the token ids that end a text.
@@ -35,7 +35,7 @@ MLPKind = Literal["dense", "moe", "hash_moe", "shortcut"]
 LayerAttention = MLAConfig | V32Config | V4Config
 
 MAX_SIZE = 2**31 - 1
-"""Greatest size in a `config.json`, as indices, lengths and slots are int32."""
+"""Greatest vocabulary, width and length in a `config.json`, as indices, lengths and slots are int32."""
 MAX_LAYERS = 10_000
 """Most layers: some hundred times those of any model. A config has an entry for each of them."""
 
@@ -49,18 +49,19 @@ class MoEConfig:
 
     Attributes:
       num_experts: routed experts E, without the num_zero that return their input.
-      top_k: experts K that each token visits.
+      top_k: experts K that are chosen for each token.
       intermediate_size: width of one routed expert.
       num_shared: shared experts, in a checkpoint one MLP of width num_shared * intermediate_size; 0 for none.
       routing: "greedy" (top-k), "group_limited_greedy" (top-k within the topk_group groups with the best single expert)
         or "noaux_tc" (score + correction bias selects, groups by their best two).
-      n_group: number of expert groups.
+      n_group: number of expert groups; "greedy" ignores groups.
       topk_group: how many of them a token may use.
       norm_topk_prob: whether the chosen weights are divided by their sum.
       routed_scaling_factor: multiplies the chosen weights, after the division.
-      scoring: from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's own, sigmoid for
-        noaux_tc and softmax for the others.
-      swiglu_limit: the MLPs' gate is clipped from above and their other factor on both sides; None clips nothing.
+      scoring: the function that makes scores of logits: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's
+        own, sigmoid for noaux_tc and softmax for the others.
+      swiglu_limit: the experts' gate is clipped to at most this, and their other factor to this on both sides; None
+        clips nothing.
       num_zero: experts without weights, after the routed ones: each returns its input (LongCat-Flash).
     """
 
@@ -174,7 +175,7 @@ class ModelConfig:
       tie_word_embeddings: whether the output projection is the embedding.
       max_position_embeddings: the longest text the model was made for, in tokens.
       eos_token_ids: tokens that end a text; may be empty.
-      dtype: the checkpoint's own compute dtype, a numpy name ("bfloat16", "float16" or "float32").
+      dtype: the name of the checkpoint's own compute dtype ("bfloat16", "float16" or "float32").
       indexer_layers: whether each layer has an indexer, where some share the choice of a layer before them (GLM-5.2 and
         5.3); empty where all layers are alike.
     """
@@ -386,8 +387,8 @@ def _mlp_layers_from_hf(
         legal = ("hash_moe", "moe") if is_v4 else ("dense", "sparse") if has_experts else ("dense",)
         if not isinstance(listed, list) or len(listed) < num_layers or any(kind not in legal for kind in listed):
             raise ValueError(
-                f"{where}: mlp_layer_types = {listed!r:.80}; legal: a list of at least {num_layers} of "
-                f"{', '.join(legal)}"
+                f"{where}: mlp_layer_types = {listed!r:.80}; legal: a list of at least {num_layers}, each "
+                f"{' or '.join(legal)}"
             )
         return tuple(_MLP_KINDS[kind] for kind in listed[:num_layers])
     if is_v4:

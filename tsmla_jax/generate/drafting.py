@@ -1,8 +1,8 @@
 """Draft tokens for speculative decoding out of the text itself (prompt lookup).
 
-A text that repeats itself announces its next tokens: its last n tokens stood in it before, and the tokens that came
-after them there are the draft. There is no second model, only look-ups in a dictionary. Idea: Saxena, "Prompt Lookup
-Decoding" (2023).
+A text that repeats itself announces its next tokens: if its last n tokens occurred in it before, the tokens that
+followed them there are the draft. There is no second model, only look-ups in a dictionary. Idea: Saxena, "Prompt
+Lookup Decoding" (2023).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class NgramDrafter:
         """
         Args:
           tokens: the text so far.
-          max_ngram, min_ngram: lengths tried, the longest first.
+          max_ngram, min_ngram: the greatest and the least length n. The longest n-gram at the text's end that occurred
+            before is taken.
 
         Raises:
           ValueError: not 1 <= min_ngram <= max_ngram.
@@ -40,7 +41,7 @@ class NgramDrafter:
             self._tokens.append(token)
 
     def draft(self, count: int) -> list[int]:
-        """`count` tokens that may follow the text; none if no n-gram at its end came before."""
+        """`count` tokens that may follow the text; none if no n-gram at its end occurred before."""
         if count <= 0:
             return []
         for size in self._sizes:
@@ -48,7 +49,7 @@ class NgramDrafter:
                 continue
             start = self._next.get(tuple(self._tokens[-size:]))
             if start is not None:
-                # The continuation may run into the end of the text; from there on it repeats itself.
+                # The continuation may reach the end of the text before it has `count` tokens; then it is repeated.
                 period = len(self._tokens) - start
                 return [self._tokens[start + i % period] for i in range(count)]
         return []

@@ -1,8 +1,8 @@
-"""Generation: many texts in a paged cache, prefill in chunks, ragged decode, speculative verify.
+"""Generation: many texts in a paged cache, prefilled in chunks, decoded together, with drafts that steps verify.
 
 The host decides (which texts run, their pages, their drafts) with plain Python and numpy; the device computes, in a
 handful of compiled shapes, and keeps the state of the texts. The host reads the tokens of a step while the next one
-runs; with speculation it reads them before, because the drafts come from them.
+runs; with speculation it reads them before it starts the next one, because the drafts come from them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tsmla_kernels.contract import FP8
 
 
 def say_on_terminal(step: str, seconds: float | None) -> None:
-    """Says on stderr that a step is being compiled, if stderr is a terminal."""
+    """Says on stderr that a step is being compiled or, with seconds, that it was; nothing if stderr is no terminal."""
     if sys.stderr.isatty():
         took = "" if seconds is None else f": {seconds:.1f} s"
         print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
@@ -221,7 +221,7 @@ class Engine:
             self._finish(session, text)
 
     def open(self) -> None:
-        """Makes the caches for texts that come one by one, if there are none. Errors of the options: as of `admit`."""
+        """Makes the caches for texts that come one by one, if there are none. Raises what `admit` does for options."""
         if self._session is None:
             self._open(make_serving_plan(self.config, self.options, self._dtype).with_experts(self._params))
 
@@ -238,8 +238,8 @@ class Engine:
         """Compiles decode steps of these batch sizes and, if `prefill`, every prefill step, before texts wait for them.
 
         Args:
-          batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds a replica's share of options.max_batch.
-            That one is compiled in any case.
+          batch_sizes: sizes of `plan.BATCH_SIZES`, up to the one that holds a replica's share of options.max_batch,
+            which is compiled in any case.
           prefill: whether prefill steps are compiled.
 
         Raises:

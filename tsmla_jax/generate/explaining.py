@@ -256,7 +256,7 @@ def _explain_indexer(
         _integers(rows, max_pages),
         _integers(rows),
         min(config.index_topk, here),
-        with_notes=True,  # which part of it is a kernel's
+        with_notes=True,  # they say which part of the operation a kernel runs
         cu_seqlens_q=None if by_token else _integers(sizes.requests + 1),
         **{returns if sizes.context == 1 else "return_scores": True},
     )
@@ -273,7 +273,7 @@ def _explain_v32(add: Add, add_form: Callable[[Form], None], config: V32Config, 
         of_step = step_sizes(config, tokens=sizes.tokens, requests=sizes.requests, longest=longest)
         return selected_form(of_step, reasons=reasons)
 
-    # A prompt's first chunk has no context, and its later chunks have more and more.
+    # A prompt's first chunk has no context, and each later chunk has more than the one before.
     whole = sizes.max_pages * page_size
     longest = min(sizes.tokens, whole) if sizes.begins else whole
     form, of_longest = form_of(longest), form_of(whole)

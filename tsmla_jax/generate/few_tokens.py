@@ -41,7 +41,7 @@ def mlp(
     *,
     residual: bool = True,
 ) -> jax.Array:
-    """The gated MLP of norm(x), or the mixture of experts of it, plus x if `residual`.
+    """The gated MLP or, with a router, the mixture of experts, of norm(x), plus x if `residual`: [T, C].
 
     Args:
       params: {"gate_up", "down"} of `moe.gated_mlp` or, with a router, as in `moe.mixture_of_experts`.

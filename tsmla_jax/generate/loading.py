@@ -207,7 +207,8 @@ class _Reader:
 
 
 def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
-    """The names of a checkpoint's tensors, by the names that loading asks for (saving's `_model_tensors`)."""
+    """The names of a checkpoint's tensors, by the names that loading asks for (saving's `_model_tensors`). An int4
+    weight, which is stored as three tensors, has one name."""
     if isinstance(config.attention, tuple):
         return stored_names(checkpoint)
     names = set(checkpoint.names())
@@ -220,7 +221,7 @@ def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]
 
 
 def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
-    """The checkpoint's names of what a model of this config has a use for; int4 weights have one for three tensors."""
+    """The names, as in `spelled_names`, of the checkpoint's tensors that a model of this config has a use for."""
     names = spelled_names(checkpoint, config)
     return {stored for name, stored in names.items() if not _is_left_out(name, stored, config)}
 
@@ -258,11 +259,13 @@ def load_model(
         computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128; experts in MXFP4
-        stay so (`MXFP4`), if kernels take their sizes. Experts in one tensor and all other matrices are widened, such
-        as indexers' and V4's attention's. False widens all. None keeps them unless jax's default backend is cpu.
+        stay so (`MXFP4`), if kernels take their sizes. Experts that share one tensor and all other matrices, such as
+        indexers' and those of V4's attention, are widened. False widens all. None keeps them unless jax's default
+        backend is cpu.
       fp8_products: how to multiply by block-scaled matrices. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
-        block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run.
+        block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run, and
+        elsewhere widens the weights in each product (`BlockScaled`).
       mesh: the devices that the parameters go to (`EngineOptions.mesh`). Experts and, if its rows divide, an output
         projection that is not the embedding are split over the devices of each copy of the model; every device has all
         other parameters. A process reads only its part of the experts.
@@ -413,7 +416,7 @@ def _read_moe(read: _Reader, prefix: str, config: ModelConfig, *, by_token: bool
 
 
 def _is_merged(read: _Reader, prefix: str) -> bool:
-    """Whether all experts are in one tensor, as transformers' modules hold them."""
+    """Whether all experts share two tensors, gate_up_proj and down_proj, as in transformers' modules."""
     return f"{prefix}.experts.gate_up_proj" in read
 
 

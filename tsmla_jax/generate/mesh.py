@@ -181,15 +181,15 @@ def param_specs(params: Any, shards: int) -> Any:
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """The parameters of `load_model`, put on the mesh. Without a mesh they are only checked, and stay where they are.
 
-    An array that is on the mesh already is moved only if it is an output projection or a stack of experts that is not
-    split as this mesh needs it; a stack without shared experts only if every device has it whole.
+    Arrays that are on the mesh already stay where they are, except an output projection and stacks of experts that are
+    not split as this mesh needs them. Of stacks without shared experts only those move that every device has whole.
 
     A device holds its own routed experts, its part of the output projection if that is split (`head_spec`), and all
     other weights whole. In its stacks the shared experts come after its own ones; with experts in MXFP4 they have
     parameters of their own.
 
     Raises:
-      ValueError: the experts are split, but for another mesh.
+      ValueError: a stack of experts is neither whole nor split for this mesh.
     """
     layers = []
     for index, layer in enumerate(params["layers"]):
@@ -226,7 +226,7 @@ def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoE
     for name, weight in stacks.items():
         if not _has_shards(weight, moe, 1):
             raise ValueError(
-                f"params: {name} of {layer} has shape {weight.shape}, of experts split for another mesh; legal: "
+                f"params: {name} of {layer} has shape {weight.shape}, as if it were split for another mesh; legal: "
                 f"{moe.num_experts} routed and {_num_shared(weight, moe)} shared experts, or those that load_model "
                 f"puts on the same mesh"
             )

@@ -1,4 +1,4 @@
-"""A DeepSeek decoder as pure functions over a pytree of parameters.
+"""A decoder, DeepSeek's or a model's like it, as pure functions over a pytree of parameters.
 
 Attention is that of `tsmla_jax.nn`, over paged caches. V2 and V3 attend in the expanded form in chunks of prompts, and
 in the absorbed form in decode; in V3.2, GLM-5 and V4 one function of the sparse layers serves both. Every function
@@ -57,8 +57,8 @@ class Batch:
       tokens: [T] ids; tokens that the step does not own (`Step.owned_tokens`) are padding.
       step: pages, lengths and slots of the requests, slot -1 for padding. Tokens are ragged, but dense with one token a
         request in decode of V2 and V3 without drafts.
-      state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. Other models
-        don't read it.
+      state_slots: [B], the slot of each request's compressor states and window pages in V4; -1 for padding. Other
+        models don't read it.
       expert_tokens: the ids that `expert_parallel.gather_tokens` returns, if experts are split over devices, else None.
     """
 
@@ -100,7 +100,7 @@ class StepOptions:
         expands, and the number of passes; None counts the passes on the device.
       implementation: the implementation of the attention operations; None takes the best that can run.
       page_size: tokens a page, as in `CacheLayout`.
-      window_rows: only in V4, as there.
+      window_rows: only in V4, as in `CacheLayout`.
       mesh: sizes of the mesh's axes. More than one device is legal only inside `jax.shard_map` over these axes.
       most_cached: only for "prefill" of V3.2: the most cached tokens of a text; None is what the block tables hold.
     """
@@ -416,7 +416,7 @@ def last_norm(params: Params, config: ModelConfig, x: jax.Array | Unwritten, row
     norm = Norm(params["norm"], config.rms_norm_eps)
     if config.streams is None:
         return rms_norm(cast(jax.Array, x)[rows], *norm)
-    if isinstance(x, Unwritten):  # of one token
+    if isinstance(x, Unwritten):  # a step of one token
         return jnp.repeat(close_normed(params["streams"], x, norm, config.streams), rows.shape[0], axis=0)
     return close_normed(params["streams"], x[rows], norm, config.streams)
 

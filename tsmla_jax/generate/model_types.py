@@ -25,9 +25,10 @@ DEFAULT_ROUTING: dict[str, Routing] = {
     "mistral4": "greedy",
     "youtu": "greedy",
 }
-# Values that transformers' configuration of each model type takes for a field that `config.json` leaves out; if it has
-# none, the value that says what transformers' code computes. transformers has no configuration of Kimi-K2: its fields
-# are required. Sizes are required of every model type: a file without them is cut short.
+# Values that transformers' configuration of each model type takes for a field that `config.json` leaves out; where that
+# configuration lacks the field, the value that says what transformers' code computes. transformers has no configuration
+# of Kimi-K2, whose file must give all these fields. Sizes are required of every model type: a file without them is cut
+# short.
 _V3_DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
@@ -104,7 +105,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Other configs' names for fields, and what each field is called here.
+# Names that other configs have for fields, and the name of each field here.
 _ALIASES = {
     "moe_renormalize": "norm_topk_prob",
     "moe_topk": "num_experts_per_tok",
@@ -166,7 +167,7 @@ def check_fields(fields: Mapping[str, Any], where: str, model_type: str) -> None
     Args:
         fields: the fields of the config, or of its text model.
         where: how an error names these fields.
-        model_type: the model type that they are of.
+        model_type: the model type of these fields.
     """
     check_values(fields, where, {**_MODEL, **(_MISTRAL if model_type == "mistral4" else {})})
     check_aliases(fields, where, _ALIASES)
@@ -178,8 +179,8 @@ TEXT_AND_IMAGES = {"kimi_k25": ("deepseek_v3", "kimi_k2"), "mistral3": ("mistral
 
 
 def text_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the text model inside a model of TEXT_AND_IMAGES. Kimi-K2.5's text model may have no model type:
-    transformers then reads it as a DeepSeek-V3 model.
+    """The fields of the text model inside a model of TEXT_AND_IMAGES, with the whole model's dtype if it has none of
+    its own. Kimi-K2.5's text model may have no model type: transformers then reads it as a DeepSeek-V3 model.
     """
     text, legal = hf_field(fields, "text_config", dict, where), TEXT_AND_IMAGES[fields["model_type"]]
     check_values(text, f"{where}: text_config", {"model_type": legal})

@@ -1,4 +1,4 @@
-"""The MLPs of a DeepSeek decoder: the gated dense one, the router, and the mixture of experts.
+"""The MLPs of a decoder: the gated dense one, the router, and the mixture of experts.
 
 Pure functions over parameters. Routing follows DeepSeek-V2 (arXiv:2405.04434, section 2.2), DeepSeek-V3
 (arXiv:2412.19437, section 2.1.2) and, for scores of sqrt(softplus), tables of experts by token id and clipped MLPs,
@@ -206,9 +206,10 @@ def mix_experts(
     Args:
       x: [T, C].
       experts, weights: [T, K], as `choose_experts` returns them; the index one past the last expert adds nothing.
-      gate_up, down: [E, 2 I, C] and [E, C, I], maybe in MXFP4, maybe with unused weights after the last expert's.
+      gate_up, down: [E, 2 I, C] and [E, C, I], maybe block-scaled or in MXFP4, maybe with unused weights after the last
+        expert's.
       limit: as in `gated_mlp`.
-      load: how many of the T K choices are expected to be of an expert that is here; None is all.
+      load: how many of the T K choices are expected to name an expert that is here; None is all.
       rows: x as `scaled_rows` makes it, if the caller has it already.
 
     Returns:
@@ -275,7 +276,7 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
     """
     products = ((2 * width, hidden), (hidden, width))
     reasons = [reason for shape in products for reason in grouped.why_not(dtype, *shape, narrow)]
-    # What holds for both is said once.
+    # A reason that holds for both products is given once.
     return list(dict.fromkeys(reasons))
 
 

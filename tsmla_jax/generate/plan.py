@@ -51,7 +51,7 @@ class EngineOptions:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of `caches.page_multiple`, which
         is 128 for layers of ratios 4 and 128.
       num_pages: pages of each device's cache; None makes room for max_batch of the given texts at once: each cache has
-        room for its replica's share.
+        room for its replica's share. `Engine.admit` needs a number, as it doesn't know the texts that will come.
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
       chunk: most prompt tokens of one prefill step of a replica.
       speculative: most tokens drafted for a text in a step; 0 for none.
@@ -194,7 +194,8 @@ class Plan:
 def make_plan(
     config: ModelConfig, options: EngineOptions, prompts: Sequence[Sequence[int]], max_new_tokens: int, dtype: str
 ) -> Plan:
-    """Checks prompts and options against each other, and makes the plan for a cache that these prompts need.
+    """Checks prompts and options against each other, and makes the plan for these prompts, with a cache of
+    options.num_pages pages or of as many as the prompts need.
 
     Args:
       config: the model.
@@ -348,7 +349,7 @@ def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new
     if len(tokens) + max_new_tokens > config.max_position_embeddings:
         raise ValueError(
             f"{name}: {len(tokens)} tokens and {max_new_tokens} new ones; the model was made for "
-            f"{config.max_position_embeddings} (max_position_embeddings)"
+            f"{config.max_position_embeddings} in all (max_position_embeddings)"
         )
     return ids
 

@@ -1,7 +1,7 @@
 """The programs of a run, and the arrays that they begin with: on one device, or on a mesh.
 
 On a mesh a step is still one program: `step.run_prefill` and `step.run_decode` inside `jax.shard_map`, where each
-device has the state and the caches of its replica, and its part of the experts.
+device has its replica's state, its part of the replica's caches, and its part of the experts.
 """
 
 from __future__ import annotations

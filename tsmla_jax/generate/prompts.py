@@ -51,7 +51,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, bos: int | None) -> None:
         self._tokenizer = tokenizer
-        # A file made for batches may cut texts off, or fill them up.
+        # A file that was made for batches may truncate and pad texts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         # Tokens that a template puts before a text are prepended here. Tokens that it puts after a text are left out:

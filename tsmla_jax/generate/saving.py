@@ -59,8 +59,9 @@ def save_model(
 
     Raises:
       ValueError: params do not fit config, dtype is none of the three, or max_shard_bytes is below 1; the folder holds
-        safetensors; base holds an int4 weight, lacks a tensor, has others, has one in another shape, has one
-        block-scaled where the parameter is not, or the other way round, or can't hold the scales in its own dtype.
+        safetensors; base holds an int4 weight, lacks a tensor, has others that the model would use, has one in another
+        shape, has one block-scaled where the parameter is not, or the other way round, or can't hold the scales in its
+        own dtype.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     check_dtype(dtype)
@@ -95,8 +96,8 @@ def _stored_tensors(
 
 
 def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Every tensor by the name that loading asks for: that of transformers' modules, but each expert has tensors of its
-    own, and LongCat-Flash's tensors are named as in DeepSeek's checkpoints."""
+    """Every tensor, by the name that loading asks for: its name in transformers' modules, but each expert has tensors
+    of its own, and LongCat-Flash's tensors are named as in DeepSeek's checkpoints."""
     yield "model.embed_tokens.weight", params["embed"]
     yield "model.norm.weight", params["norm"]
     if not config.tie_word_embeddings:

@@ -51,7 +51,8 @@ class StepKind(NamedTuple):
 
 class Started(NamedTuple):
     """A step that was started: the name of the figure that its seconds are added to; its tokens on the device, [N] of a
-    prefill step or [N, K] of a decode step; and the texts that get tokens, by their rows in these.
+    prefill step or [N, K + 1] of a decode step with up to K drafts a text; and the texts that get tokens, by their rows
+    in these arrays.
     """
 
     seconds: str

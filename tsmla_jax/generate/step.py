@@ -122,8 +122,8 @@ def drop_row(state: State, row: jax.Array) -> State:
 
 
 def no_drafts(rows: int, most: int = 0) -> Drafts:
-    """Drafts on the host with no tokens yet: arrays with room for `most` tokens in each of `rows` texts of all
-    replicas.
+    """Drafts on the host with no tokens yet: arrays with room for `most` tokens of each of `rows` texts, which are the
+    texts of all replicas.
     """
     return Drafts(np.zeros((rows, most), np.int32), np.zeros(rows, np.int32))
 
