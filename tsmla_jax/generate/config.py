@@ -6,6 +6,7 @@ the experts' routing, the residual streams of V4 and the token ids that end a te
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -87,6 +88,12 @@ class MoEConfig:
             raise ValueError(f"scoring_func = {self.scoring!r}; legal: {', '.join(SCORINGS)}, or None")
         if self.swiglu_limit is not None and not self.swiglu_limit > 0:
             raise ValueError(f"swiglu_limit = {self.swiglu_limit}; legal: a positive number, or None")
+        if self.intermediate_size < 1:
+            raise ValueError(f"moe_intermediate_size = {self.intermediate_size}; legal: at least 1")
+        if self.num_shared < 0:
+            raise ValueError(f"n_shared_experts = {self.num_shared}; legal: at least 0")
+        if not math.isfinite(self.routed_scaling_factor):
+            raise ValueError(f"routed_scaling_factor = {self.routed_scaling_factor}; legal: a finite number")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"num_experts_per_tok = {self.top_k}; legal: 1 to n_routed_experts = {self.num_experts}")
         if self.routing != "greedy":
@@ -132,6 +139,13 @@ class StreamsConfig:
         for name, value in (("hc_mult", self.count), ("hc_sinkhorn_iters", self.sinkhorn_iterations)):
             if value < 1:
                 raise ValueError(f"{name} = {value}; legal: at least 1")
+        _check_eps("hc_eps", self.eps)
+        _check_eps("rms_norm_eps", self.norm_eps)
+
+
+def _check_eps(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} = {value}; legal: a finite number, at least 0")
 
 
 @dataclass(frozen=True)
@@ -258,6 +272,9 @@ class ModelConfig:
             moe = _moe_from_hf(fields, model_type, where)
             streams = _streams_from_hf(fields, where) if is_v4 else None
             mlp_layers = _mlp_layers_from_hf(fields, model_type, where, num_layers, moe is not None)
+            default = default_of(model_type, "rms_norm_eps", 1e-6)
+            eps = hf_field(fields, "rms_norm_eps", float, where, **default)
+            _check_eps("rms_norm_eps", eps)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
         if is_v4:
@@ -267,7 +284,6 @@ class ModelConfig:
         chooses = layers_with_indexer(fields, where) if model_type in SHARING_TYPES else ()
         # V4 has no dense MLP; its experts' width is the only one.
         width = "moe_intermediate_size" if is_v4 else "intermediate_size"
-        eps = default_of(model_type, "rms_norm_eps", 1e-6)
         tied = default_of(model_type, "tie_word_embeddings", False)
         return cls(
             attention=attention,
@@ -278,7 +294,7 @@ class ModelConfig:
             hidden_size=positive("hidden_size"),
             intermediate_size=positive(width),
             num_layers=num_layers,
-            rms_norm_eps=hf_field(fields, "rms_norm_eps", float, where, **eps),
+            rms_norm_eps=eps,
             tie_word_embeddings=hf_field(fields, "tie_word_embeddings", bool, where, **tied),
             max_position_embeddings=positive("max_position_embeddings", **longest),
             eos_token_ids=_eos_token_ids(source, fields, model_type, where),

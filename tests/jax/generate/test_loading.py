@@ -109,6 +109,10 @@ def test_a_model_type_that_transformers_lacks_must_give_every_field(field: str) 
         ("v2-lite", "vocab_size", None),
         ("v2-lite", "num_hidden_layers", 0),
         ("v2-lite", "moe_intermediate_size", None),
+        ("v2-lite", "moe_intermediate_size", 0),
+        ("v2-lite", "n_shared_experts", -1),
+        ("v2-lite", "routed_scaling_factor", float("nan")),
+        ("v2-lite", "rms_norm_eps", -1e-6),
         ("v2-lite", "topk_method", "random"),
         ("v2-lite", "scoring_func", "sigmoid"),
         ("v2-lite", "num_experts_per_tok", 65),
@@ -134,6 +138,7 @@ def test_a_model_type_that_transformers_lacks_must_give_every_field(field: str) 
         ("v4", "attention_bias", True),
         ("v4", "hc_mult", 0),
         ("v4", "hc_sinkhorn_iters", 0),
+        ("v4", "hc_eps", float("inf")),
         ("v4", "swiglu_limit", -1.0),
         ("v4", "o_groups", 3),
         ("v4", "moe_intermediate_size", None),
@@ -161,7 +166,7 @@ def test_products_are_checked_before_a_tensor_is_read(tmp_path: Path) -> None:
 
 def test_a_model_without_experts_has_no_layers_of_experts() -> None:
     fields = tiny_config("v2", n_routed_experts=None)
-    with pytest.raises(ValueError, match=r"mlp_layer_types = .*; legal: a list of at least 2 of dense$"):
+    with pytest.raises(ValueError, match=r"mlp_layer_types = .*; legal: a list of at least 2, each dense$"):
         ModelConfig.from_hf({**fields, "mlp_layer_types": ["dense", "sparse"]})
     assert ModelConfig.from_hf({**fields, "mlp_layer_types": ["dense", "dense"]}).moe is None
 
