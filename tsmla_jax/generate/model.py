@@ -137,7 +137,7 @@ def fold(params: Params, config: ModelConfig) -> Params:
         mlp = layer["mlp"]
         if "router" not in mlp and isinstance(mlp["down"], jax.Array):
             width = mlp["down"].shape[1]
-            layer = {**layer, "mlp": _pad_width(mlp) if width > _LONG_SUM and width % _WIDTH_MULTIPLE else mlp}
+            layer = {**layer, "mlp": mlp if folded_width(width) == width else _pad_width(mlp)}
         layers.append(layer)
     return {**params, "layers": layers}
 
@@ -152,13 +152,16 @@ _LONG_SUM, _WIDTH_MULTIPLE = 4096, 256
 part has a multiple of 8 terms. The first number is well below the width of any model that XLA cuts so."""
 
 
+def folded_width(width: int) -> int:
+    """The width that `fold` gives to a dense MLP of this width."""
+    return width + -width % _WIDTH_MULTIPLE if width > _LONG_SUM else width
+
+
 @jax.jit
 def _pad_width(mlp: Params) -> Params:
-    """A dense MLP padded with zeros to the next multiple of _WIDTH_MULTIPLE in width, which leaves its results the
-    same.
-    """
+    """A dense MLP padded with zeros to its `folded_width`, which leaves its results the same."""
     hidden, width = mlp["down"].shape
-    more = -width % _WIDTH_MULTIPLE
+    more = folded_width(width) - width
     gate_up = jnp.pad(mlp["gate_up"].reshape(2, width, hidden), ((0, 0), (0, more), (0, 0)))
     return {"gate_up": gate_up.reshape(-1, hidden), "down": jnp.pad(mlp["down"], ((0, 0), (0, more)))}
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig
 from tsmla_jax.generate.loading import ATTENTION_WEIGHTS, expected_names, mlp_names, spelled_names
-from tsmla_jax.generate.model import Params
+from tsmla_jax.generate.model import Params, folded_width
 from tsmla_jax.nn import Checkpoint
 from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
 from tsmla_jax.nn.checkpoints.weights import check_dtype, open_checkpoint
@@ -47,7 +47,8 @@ def save_model(
 
     Args:
       checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.
-      params: the pytree described at `tsmla_jax.generate.model.Params`, whole in this process, on a mesh or not.
+      params: the pytree described at `tsmla_jax.generate.model.Params`, whole in this process, on a mesh or not. It may
+        be folded (`model.fold`).
       config: the model.
       base: a checkpoint of this model whose other files (config, tokenizer, chat template, code) and other tensors, as
         for multi-token prediction, are copied. None writes only the weights: you must then write config.json yourself.
@@ -67,6 +68,9 @@ def save_model(
     check_dtype(dtype)
     if len(params["layers"]) != config.num_layers:
         raise ValueError(f"params: has {len(params['layers'])} layers; legal: the config's, {config.num_layers}")
+    shape, wanted = params["embed"].shape, (config.vocab_size, config.hidden_size)
+    if shape != wanted:
+        raise ValueError(f"params: embed has shape {shape}; legal: {wanted}, the config's")
     given = None if base is None else open_checkpoint(base)
     if packed := next((name for name in (given.names() if given else ()) if name.endswith(".weight_packed")), None):
         raise ValueError(f"base: tensor {packed!r} is of an int4 weight; legal: a checkpoint that stores none")
@@ -114,7 +118,8 @@ def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, A
             assert config.moe is not None
             yield from _moe_tensors(f"{prefix}.mlp", layer["mlp"], config.moe)
         else:
-            yield from _mlp_tensors(f"{prefix}.mlp", *_unpadded(layer["mlp"], config.intermediate_size))
+            mlp = _unpadded(f"{prefix}.mlp", layer["mlp"], config.intermediate_size)
+            yield from _mlp_tensors(f"{prefix}.mlp", *mlp)
         if "shortcut" in layer:
             assert config.moe is not None
             yield from _moe_tensors(f"{prefix}.shortcut", layer["shortcut"], config.moe)
@@ -123,11 +128,14 @@ def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, A
                 yield from ((f"{prefix}.{block}.{name}", value) for name, value in layer[streams].items())
 
 
-def _unpadded(mlp: Mapping[str, Any], width: int) -> tuple[Any, Any]:
-    """gate_up and down of a dense MLP, as they were before `model.fold` padded the width."""
+def _unpadded(prefix: str, mlp: Mapping[str, Any], width: int) -> tuple[Any, Any]:
+    """gate_up and down of the dense MLP named `prefix`, as they were before `model.fold` padded the width. ValueError
+    if the width is neither the config's nor that width padded."""
     gate_up, down = mlp["gate_up"], mlp["down"]
     if down.shape[1] == width:
         return gate_up, down
+    if down.shape[1] != folded_width(width):
+        raise ValueError(f"params: {prefix} has width {down.shape[1]}; legal: the config's intermediate_size, {width}")
     hidden = down.shape[0]
     return gate_up.reshape(2, -1, hidden)[:, :width].reshape(-1, hidden), down[:, :width]
 

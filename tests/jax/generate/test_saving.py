@@ -123,6 +123,10 @@ def test_refuses_parameters_of_another_model(tiny_model: tuple[ModelConfig, Any]
     layers[-1]["mlp"] = {**layers[-1]["mlp"], "down": layers[-1]["mlp"]["down"][:-1]}
     with pytest.raises(ValueError, match=r"layers\.1\.mlp has 8 experts; legal: 8 routed ones, and 1 shared"):
         save_model(tmp_path / "a", {**params, "layers": layers}, config)
+    with pytest.raises(ValueError, match=r"^params: embed has shape \(101, 32\); legal: \(101, 64\)"):
+        save_model(tmp_path / "a", params, replace(config, hidden_size=64))
+    with pytest.raises(ValueError, match=r"^params: model\.layers\.0\.mlp has width 48; legal: .* 40$"):
+        save_model(tmp_path / "a", params, replace(config, intermediate_size=40))
     fields = tiny_config()
     bias = {"model.layers.0.self_attn.o_proj.bias": np.ones(32, np.float32)}
     base = write_tiny(tmp_path / "base", {**tiny_tensors(fields), **bias})
