@@ -139,6 +139,12 @@ def test_autograd_sees_what_kernels_write(gpu: Gpu) -> None:
     tsmla_bridge.write_packed_kv_cache(rows, torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16(), slots)
     tsmla_bridge.write_indexer_cache(keys, torch.randn(2, 128).bfloat16(), slots)
     assert len(gpu.launches) == 3 and [x._version for x in (cache, rows, keys)] == [1, 1, 1]
+    lens, tables = torch.tensor([9, 4], dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    chosen, counts, words = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 4), (2,), (2, 4)))
+    paged = {"order": "position", "block_tables": tables, "page_size": 8, "out": chosen, "counts": counts}
+    tsmla_bridge.select_topk(torch.randn(2, 16), lens, 4, **paged)
+    tsmla_bridge.selection_bits(tables, 100, out=words)
+    assert len(gpu.launches) == 5 and [x._version for x in (chosen, counts, words)] == [1, 1, 1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
     gpu.runs = True
@@ -146,7 +152,7 @@ def test_autograd_sees_what_kernels_write(gpu: Gpu) -> None:
     out, lse = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)
     assert out._version == lse._version == 0
     tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True, out=out, lse=lse)
-    assert len(gpu.launches) == 5 and out._version == lse._version == 1
+    assert len(gpu.launches) == 7 and out._version == lse._version == 1
 
 
 def test_memory_that_overlaps_is_refused() -> None:

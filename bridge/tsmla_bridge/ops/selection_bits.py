@@ -82,6 +82,8 @@ def _mark(
         words = selection_reference.selection_bits(spec, positions, lengths, starts)
         return words if out is None else out.copy_(words)
     words = _new(positions, num_keys) if out is None else out
+    if out is not None:
+        tensors.mark_written(out)
     arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
     arrays["selection"] = loaded_kernels.view(words)
     loaded_kernels.run_on(SELECTION_BITS, selection_bits_config(spec), words.device, arrays)
