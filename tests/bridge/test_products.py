@@ -152,6 +152,10 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
         multiply(**DENSE, out_dtype=torch.float64)
     with pytest.raises(ValueError, match=r"out: got float32"):
         multiply(**DENSE, out=torch.empty(ROWS, COLUMNS))
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in DENSE.items()}
+    for given in (DENSE, meta):  # eager, and as an operator
+        with pytest.raises(TypeError, match=r"out: got 3 tensors; legal: one tensor, or None"):
+            multiply(**given, out=(given["x"],) * 3)
     with pytest.raises(
         TypeError, match=r"out: got 1 tensors; legal: values and scales, a tuple of two tensors, or None"
     ):

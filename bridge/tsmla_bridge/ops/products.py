@@ -239,10 +239,7 @@ def _outputs(
 
     read: the call's tensors, by argument.
     """
-    given = list(out) if isinstance(out, tuple) else [out]
-    if len(given) != len(kinds):
-        legal = "one tensor" if len(kinds) == 1 else "values and scales, a tuple of two tensors"
-        raise TypeError(f"out: got {len(given)} tensors; legal: {legal}, or None")
+    given = _tensors_of(out, len(kinds))
     names = ("out",) if len(kinds) == 1 else ("out[0]", "out[1]")
     taken = dict(read)
     for name, tensor, (shape, dtype) in zip(names, given, kinds.values(), strict=True):
@@ -252,14 +249,23 @@ def _outputs(
     return given
 
 
+def _tensors_of(out: Result, count: int) -> list[torch.Tensor]:
+    """The one or two tensors of `out`. TypeError if there are not `count` of them."""
+    given = list(out) if isinstance(out, tuple) else [out]
+    if len(given) != count:
+        legal = "one tensor" if count == 1 else "values and scales, a tuple of two tensors"
+        raise TypeError(f"out: got {len(given)} tensors; legal: {legal}, or None")
+    return given
+
+
 def _traced(name: str, arguments: tuple[Any, ...], out: Result | None) -> Result:
     """Run the call as an operator of torch.library, which returns one result or two, or writes to `out`."""
     of_two = arguments[-2] == torch.float8_e4m3fn
     if out is None:
         result: Result = getattr(torch.ops.tsmla, f"quantized_{name}" if of_two else name)(*arguments)
         return result
-    values, scales = out if isinstance(out, tuple) else (out, None)
-    getattr(torch.ops.tsmla, f"{name}_into")(*arguments, values, scales)
+    values, *scales = _tensors_of(out, 2 if of_two else 1)
+    getattr(torch.ops.tsmla, f"{name}_into")(*arguments, values, scales[0] if scales else None)
     return out
 
 
