@@ -124,7 +124,7 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
         leaves, structure = jax.tree.flatten((args, kwargs))
         if operators.asks_for_derivative(*leaves):
             raise ValueError(
-                "got a tensor that requires a derivative; none passes through jax (torch.no_grad() allows it)"
+                "got a tensor that requires a derivative; jax_function has none: call it under torch.no_grad()"
             )
         arrays = [to_jax(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, arrays)
