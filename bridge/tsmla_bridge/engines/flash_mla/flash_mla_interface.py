@@ -182,10 +182,11 @@ def flash_mla_with_kvcache(
 
 
 def _whole_rows(table: torch.Tensor) -> torch.Tensor:
-    """A table with all columns of the rows whose first columns it is, as far as its memory goes.
+    """A table widened to the full rows of the tensor that it was sliced from, as far as its memory goes.
 
-    The package's kernels read a row as far as its request's keys go and take no width. So SGLang captures its graphs
-    with the columns that the capture's lengths need, one, of a buffer that it fills before each replay."""
+    The package's kernels read a row as far as its request's keys go, whatever the table's width. SGLang relies on that:
+    it captures its graphs with a slice of one column, all that the lengths of the capture need, of a buffer that it
+    fills before each replay."""
     if table.dim() != 2 or table.stride(1) != 1 or not len(table):
         return table
     pitch, begin = table.stride(0), table.storage_offset()

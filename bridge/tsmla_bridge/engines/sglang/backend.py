@@ -326,7 +326,7 @@ class TsmlaBackend(AttentionBackend):
         return Metadata(tables, seq_lens, q_len, visible_lens=visible_lens)
 
     def _lens_here(self, lens: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """How many keys of each request this rank holds, of `lens` on all ranks, [B] int32, and how many of the held
+        """How many keys of each request this rank holds, [B] int32, if all ranks hold `lens`; and how many of the held
         keys each of the last q_len tokens sees, [B, q_len] int32, or None where the causal rule says it."""
         if self.deal.world == 1:
             return lens.to(torch.int32), None
@@ -390,8 +390,8 @@ class TsmlaBackend(AttentionBackend):
         **others: Any,
     ) -> Results:
         """Absorbed attention of q [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]. In
-        decode context parallelism decode and verify have the heads of all ranks, and also return lse [T, H] of the keys
-        here, in the base of SGLang's merge."""
+        decode context parallelism decode and verify have the heads of all ranks, and also return lse [T, H] of this
+        rank's keys, in the base of SGLang's merge."""
         self._check_call(layer, others)
         if k is not None and save_kv_cache:
             self._save(layer, forward_batch, k, v, k_rope)

@@ -114,6 +114,6 @@ def _prompt(
 
 
 def _heads_of_v4(original: Callable[..., int], layer: Any, num_tokens: int) -> int:
-    """The number of heads that a layer's queries have. SGLang's own number for DeepSeek-V4.1, whose rows these kernels
-    don't read."""
+    """The number of heads that a layer's queries have; for DeepSeek-V4.1, whose rows these kernels don't read, SGLang's
+    own number."""
     return original(layer, num_tokens) if layer.is_dsv41 else int(layer.n_local_heads)

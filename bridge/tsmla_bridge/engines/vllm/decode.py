@@ -112,7 +112,7 @@ class TsmlaMLABackend(HopperBackend):
         use_sparse: bool,
         *others: Any,
     ) -> str | None:
-        """The reasons against a model and a cache, in the words of the kernels' own choice; None if there are none."""
+        """The reasons against a model and a cache, the kernel's among them; None if there are none."""
         if use_sparse:
             return "this is tsmla's dense backend; TSMLA_SPARSE, or CUSTOM with TSMLA_VLLM=sparse, is the sparse one"
         if head_size not in DIMENSIONS:
@@ -183,8 +183,8 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
-            # A prompt's last tokens go to prefill, as its others do: whether a request's decode runs beside some of
-            # them must not choose its kernel. vLLM raises this to a token and its drafts.
+            # A prompt's last tokens go to prefill, as its others do. If they were decoded, the kernel of another
+            # request's decode would depend on whether they run beside it. vLLM raises this to a token and its drafts.
             self.reorder_batch_threshold = 1
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, TsmlaMLAMetadata, supports_dcp_with_varlen=True

@@ -120,7 +120,7 @@ class TsmlaMLASparseBackend(HopperBackend):
         use_sparse: bool,
         *others: Any,
     ) -> str | None:
-        """The reasons against a model and a cache, in the words of the kernels' own choice; None if there are none."""
+        """The reasons against a model and a cache, the kernel's among them; None if there are none."""
         if not use_sparse:
             return "this is tsmla's sparse backend; TSMLA, or CUSTOM without TSMLA_VLLM=sparse, is the dense one"
         if head_size not in cls.get_supported_head_sizes():

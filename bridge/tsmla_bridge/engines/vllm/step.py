@@ -50,8 +50,8 @@ class LayerScales:
 
     Args:
       layers: the layers by name; the caller gives only those whose cache is plain fp8.
-      columns: a function of (softmax scales, q scales, k scales), each [N] float32, that returns the factors a kernel
-        reads, in its order. The q scales are 1 where a layer's queries are not quantised.
+      columns: a function of (softmax scales, q scales, k scales), each [N] float32 for N layers, that returns the
+        factors a kernel reads, in its order. The q scales are 1 where a layer's queries are not quantised.
     """
 
     def __init__(
