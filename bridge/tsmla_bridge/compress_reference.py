@@ -47,9 +47,8 @@ def compress_write_kv_cache(spec: CompressWriteSpec, arrays: Arrays, kv_scale: S
 
 
 def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places [E], one for every entry that a call can complete: the request of each, the index of its entry among the
-    request's entries, and whether the entry is complete. The first place of request r is cu_seqlens_q[r] // ratio + r.
-    """
+    """For E places, one for every entry that a call can complete: the request, the entry's index among the request's
+    entries, and whether it is complete, [E] each. Request r's first place is cu_seqlens_q[r] // ratio + r."""
     compress, offsets = spec.compress, arrays.cu_seqlens_q.long()
     places = torch.arange(compress.num_tokens // compress.ratio + compress.num_requests, device=offsets.device)
     first = offsets[:-1] // compress.ratio + torch.arange(compress.num_requests, device=offsets.device)
@@ -61,7 +60,7 @@ def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, tor
 
 
 def _pooled(spec: CompressWriteSpec, arrays: Arrays, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """[E, C]: the softmax-weighted sums of each entry's window."""
+    """The softmax-weighted sum of each entry's window, [E, C]."""
     compress = spec.compress
     ratio, window, channels, series = compress.ratio, compress.window, compress.channels, compress.overlap
     row = torch.arange(window, device=entry.device)

@@ -38,8 +38,9 @@ _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.Tran
 
 def is_traced(*values: Any, derivatives: bool = True) -> bool:
     """Whether a call on these values must be seen as one operator. It must if a dispatch mode is active or torch.vmap
-    is the innermost transform, or if one of the tensors is of a subclass (a fake tensor, say), has no memory, or,
-    unless derivatives=False, is on a GPU and asks for a derivative. Of a pair of tensors the first one is looked at."""
+    is the innermost transform, or if one of the tensors is of a subclass other than Parameter (a fake tensor, say), has
+    no memory, or, unless derivatives=False, is on a GPU and asks for a derivative. Of a pair of tensors the first one
+    is looked at."""
     if _watching() or ((transformation := _transformation()) is not None and transformation.key() == _VMAP):
         return True
     for value in values:
@@ -57,8 +58,8 @@ def is_traced(*values: Any, derivatives: bool = True) -> bool:
 
 def register(name: str, function: Callable[..., Any], schema: str, writes: Sequence[str] = ()) -> Any:
     """The operator tsmla::name with this schema, which calls `function` with its arguments by position. One that writes
-    to its arguments `writes` returns nothing. Calls keep no scales in memory that may belong to a graph. torch.vmap is
-    refused."""
+    to its arguments `writes` returns nothing. Pairs of scales that a call writes are not kept for later calls: their
+    memory may belong to a graph. torch.vmap is refused."""
 
     def run(*arguments: Any) -> Any:
         with scales.none_kept():
@@ -149,7 +150,7 @@ def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
 
 
 def scale_of(scale_tensor: torch.Tensor | None, number: float | None) -> Scale | None:
-    """The scale of which `scale_arguments` made these two."""
+    """The scale from which `scale_arguments` made these two."""
     return number if scale_tensor is None else scale_tensor
 
 
@@ -159,7 +160,7 @@ def pair_arguments(pair: Pair) -> tuple[torch.Tensor | None, float, float]:
 
 
 def pair_of(pair_tensor: torch.Tensor | None, *numbers: float) -> Pair:
-    """The pair that `pair_arguments` made these of."""
+    """The pair from which `pair_arguments` made these."""
     return numbers if pair_tensor is None else pair_tensor  # type: ignore[return-value]
 
 

@@ -47,7 +47,7 @@ def select_topk(
     nan = logits.isnan()
     value = torch.where(in_row & ~nan, logits, -torch.inf)
     order = torch.sort(value, dim=1, descending=True, stable=True).indices
-    for last in (nan, ~in_row):  # the key sorted by last decides first
+    for last in (nan, ~in_row):  # stable sorts: NaN goes behind numbers, and columns outside of the row behind all
         order = order.gather(1, torch.sort(last.gather(1, order).int(), dim=1, stable=True).indices)
     order = torch.nn.functional.pad(order[:, : spec.k], (0, max(0, spec.k - spec.num_columns)))
     if row_starts is not None:

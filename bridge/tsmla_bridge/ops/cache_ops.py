@@ -45,6 +45,7 @@ def write_kv_cache(
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
+
     Returns:
       kv_cache itself. Rows are multiplied by 1 / kv_scale in float32 (float64 rows in float64) and rounded to nearest
       even, from float64 to 16 or 8 bits by way of float32; an fp8 cache saturates at +-448 (infinities too), so only a
@@ -125,11 +126,12 @@ def gather_kv_cache(
     Args:
       kv_cache: as in write_kv_cache.
       block_tables: [B, M] int32; entries that no asked-for token lies in are never used.
-      starts, lens: [B] int32; a length of 0 is legal. The offsets of the rows are those of cumsum(lens).
+      starts, lens: [B] int32; a length of 0 is legal. Request b's rows begin at row sum(lens[:b]) of the result.
       total_len: number of rows of the result; rows past sum(lens) are 0.
       kv_scale: float or float32 scalar tensor; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
       implementation: as in write_kv_cache.
+
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32 (float64 for float64).
       An eager call is differentiable in kv_cache and kv_scale by torch operations, which run if a derivative is asked

@@ -54,21 +54,22 @@ def compress_write_kv_cache(
         float16, bfloat16, float32, float64 or float8_e4m3fn.
       kv_score: [T, 2, W] float32, kv and scores of the new tokens; W is C, or 2 C with overlap.
       ape: [ratio, W] float32.
-      state: [N, ring, 2, W] float32, each request's last tokens.
+      state: [N, ring, 2, W] float32, each request's last tokens; ring at least ratio, or 2 * ratio with overlap.
       state_positions: [N, ring] int32, their positions; -1 for none.
       norm_weight: [C] floats.
-      cos_sin: float32, a row of R for each position: cosines, then sines; the last R channels are rotated.
+      cos_sin: float32, a row of R for each position, R / 2 cosines, then R / 2 sines; an entry's last R channels are
+        rotated.
       block_tables: [B, M] int32, pages of each request's entries. No two new entries may lie in one slot: what they
         leave there has no meaning.
       state_slots: [B] int32, the index of each request's state, -1 to leave none behind (its new tokens must start at
         position 0).
       seq_lens: [B] int32, tokens of each request, the new ones included.
-      cu_seqlens_q: [B + 1] int32, where each request's new tokens start, and their end.
+      cu_seqlens_q: [B + 1] int32 from 0 on, where each request's new tokens start, and their end.
       ratio: tokens an entry.
       overlap: whether an entry pools the last 2 * ratio tokens, from two series of columns, and not the last ratio.
       eps: the norm's epsilon.
       kv_scale: the scale of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
-      page_size: rows of a V4 page, 64 unless given; for other caches None.
+      page_size: rows of a V4 page, 64 unless given; for other caches None or Z.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
 

@@ -49,6 +49,7 @@ def indexer_logits(
       out: float32 [T, M * Z] for the result, or None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
+
     Returns:
       [T, M * Z] float32; column s scores the key at position s of the token's sequence, and is -inf if token t does not
       see that key. `out` itself if it is given.

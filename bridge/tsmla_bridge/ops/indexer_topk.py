@@ -124,6 +124,7 @@ def indexer_topk(
         kernels allocates nothing but 4 bytes a token for counts, if it does not return them.
       implementation: "cute" (the kernels), "reference" (torch operations), or None: on Hopper the kernels if they can
         run, else torch operations.
+
     Returns:
       int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 after the
       min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every

@@ -41,10 +41,11 @@ def merge_attention_states(
         FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
+
     Returns:
-      out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
-      (float64 for outs of float64). An eager call is differentiable in outs and lses by torch operations, which run if
-      a derivative is asked for; under torch.compile the derivative raises NotImplementedError.
+      out [..., H, L] in outs' dtype and lse [..., H] in lses' dtype; a row that no part saw is 0 with lse -inf.
+      Computed in float32 (float64 for outs of float64). An eager call is differentiable in outs and lses by torch
+      operations, which run if a derivative is asked for; under torch.compile the derivative raises NotImplementedError.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

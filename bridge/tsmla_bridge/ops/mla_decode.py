@@ -98,26 +98,28 @@ def mla_decode(
     width, D = L + R, P pages, Z tokens a page, M pages a request at most.
 
     Args:
-      q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
-        pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
-        one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. The latent one may also be dense as
-        [H, ..., L], if H is a power of 2 and L a multiple of 64. Hopper's kernels copy nothing, except such a latent
-        part where a batch_invariant call takes several launches. A call that runs as an
-        operator of torch (under torch.compile or a dispatch mode, or for a derivative) joins a pair by a copy. float16,
-        bfloat16 or float8_e4m3fn; in torch operations also float32 and float64.
+      q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. float16,
+        bfloat16 or float8_e4m3fn; in torch operations also float32 and float64. Or a pair of latent and rope columns:
+        q[..., :L] and q[..., L:] of one such tensor; or two tensors, the latent one dense, and the rope one in rows of
+        one stride, a multiple of 16 bytes, as a slice of a wider tensor has them. The latent one may also be dense as
+        [H, ..., L], if H is a power of 2 and L a multiple of 64. Hopper's kernels copy no query, except a latent part
+        [H, ..., L] where a batch_invariant call takes several launches. Torch operations join two tensors by a copy; a
+        call that runs as an operator of torch (under torch.compile or a dispatch mode, or for a derivative) joins every
+        pair so.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 or float64 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
         table, except in a batch_invariant call of Hopper's kernels over a cache without gaps.
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
-      latent_dim: L; R = 0 (L = D) is legal.
+      latent_dim: L, at least R; R = 0 (L = D) is legal.
       cu_seqlens_q, max_q_len: for ragged q: [B + 1] int32, the row where each request's query tokens start, and
         their end; and a bound on the number of a request's query tokens. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: a token with the entry n sees the
-        first min(n, seq_len) keys of its request. For decode context parallelism, which deals a request's keys out to
-        ranks: the causal rule does not say how many of a rank's keys a token sees.
+        first min(n, seq_len) keys of its request, and none if n is negative. Legal with causal=True. For decode context
+        parallelism, which deals a request's keys out to ranks: the causal rule does not say how many of a rank's keys a
+        token sees.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
         tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are from
         2^-126 to 2^126; that is checked of numbers, and a tensor with another value gives rows without meaning.
@@ -141,7 +143,7 @@ def mla_decode(
     no data is checked, so CUDA graphs can capture calls once a call of the same static sizes has loaded its kernel.
     Calls from several threads and on several streams are independent. torch.compile takes them as one operator. The
     kernels have no derivative; the reference has. TSMLA_CHECK=1 checks what only the data shows: lengths, pages,
-    offsets and visible_lens. For the kernels it counts when a call's shapes are first seen.
+    offsets and visible_lens. Calls of the kernels keep the variable's value from the first call of the same shapes.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -169,7 +169,7 @@ def mla_prefill(
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.
-      max_q_len, max_kv_len: bounds on one request's tokens; max_kv_len goes with cu_seqlens_kv.
+      max_q_len, max_kv_len: bounds on one request's tokens; max_kv_len is given with cu_seqlens_kv and only then.
       softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
         request.
@@ -181,7 +181,7 @@ def mla_prefill(
       selection: [R, W] int32, words of bits that say which keys a query token selects, see selection_bits: bit j of
         word w stands for key 32 w + j of the token's request. W is a multiple of 4 with 32 W >= max_kv_len. A token
         sees, of the keys that `causal` and the lengths leave it, only those that it selects; one that selects none of
-        them gives out 0 and lse -inf. All values must be finite, of keys that no token selects, too. None: all keys.
+        them gives out 0 and lse -inf. v must be finite, also for keys that no token selects. None: all keys.
       selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
         its keys and needs no words. None: token t has row t.
       sinks: [H] of floats, a logit a head that takes weight and has no value: out is multiplied by

@@ -155,6 +155,7 @@ def mla_prefill_kv(
       cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as in mla_prefill.
       return_lse, deterministic, selection, selection_rows, sinks, return_max_logits, implementation, out, lse: as in
         mla_prefill.
+
     Returns:
       The results of `mla_prefill`. q, kv, k_rope (summed over the heads) and the sinks have gradients: by the kernel
       where mla_prefill's gradient is a kernel. Derivatives that mla_prefill refuses are refused here.

@@ -122,7 +122,8 @@ def write_indexer_cache(
     """Indexer keys written into the slots of their cache, in place, as tsmla_jax.sparse.write_indexer_cache defines it.
 
     Args:
-      k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or floats [P, Z, Di].
+      k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32, with Z * Di a multiple
+        of 4; or floats [P, Z, Di].
       k: [T, Di] floats, normed.
       slot_mapping: as in write_packed_kv_cache; slots must differ.
       cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first. Without
@@ -130,6 +131,7 @@ def write_indexer_cache(
       rope_offset: 0 in V3.2, Di - R in V4.
       rope_layout: "halves" (pairs i and i + R / 2) or "interleaved" (2i and 2i + 1).
       implementation: as in write_packed_kv_cache.
+
     Returns:
       k_cache itself.
 

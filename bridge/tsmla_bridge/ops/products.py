@@ -37,26 +37,29 @@ def block_scaled_matmul(
     out: Result | None = None,
     implementation: str | None = None,
 ) -> Result:
-    """The product of activations and the transpose of a weight: e4m3 with a scale for every 128 x 128 block, or e2m1
-    with a scale for every 32 columns of a row (MXFP4), as tsmla_jax.block_scaled_matmul defines it. If both are e4m3,
-    out[t, n] = sum over k of x[t, k] * x_scales[t, k // 128] * weight[n, k] * weight_scales[n // 128, k // 128].
+    """The product of activations and the transpose of a weight, as tsmla_jax.block_scaled_matmul defines it. The weight
+    is e4m3 with a scale for every 128 x 128 block, or e2m1 with a scale for every 32 columns of a row (MXFP4). If both
+    are e4m3, out[t, n] = sum over k of
+    x[t, k] * x_scales[t, k // 128] * weight[n, k] * weight_scales[n // 128, k // 128].
 
     Args:
       x: [T, K] float8_e4m3fn, see quantize_blocks; or bfloat16, float16 or float32, which are multiplied without being
         quantised.
-      weight: [N, K] float8_e4m3fn; or, with x of 16 or 32 bits, [N, K / 2] uint8: two numbers of e2m1 a byte, the first
-        in the lower four bits.
+      weight: [N, K] float8_e4m3fn; or, with x of 16 or 32 bits and K even, [N, K / 2] uint8: two numbers of e2m1 a
+        byte, the first in the lower four bits.
       x_scales: [T, ceil(K / 128)] float32, a scale for every 128 columns of a row. None unless x is float8_e4m3fn.
       weight_scales: for e4m3 [ceil(N / 128), ceil(K / 128)] float32, a scale for every 128 x 128 weights. For e2m1
         [N, ceil(K / 32)] uint8, exponents s in e8m0: 2^(s - 127) is the scale of 32 columns of a row, NaN if s is 255.
         The kernel takes 2^-127 as 0.
       gated: whether the result is silu(gate) * up, computed in float32, [T, N / 2]: gate is x times the weight's first
-        N / 2 rows, up is x times its last N / 2 rows.
-      limit: with gated, `gate` is clipped to at most limit, and `up` to [-limit, limit]; None for no limit.
+        N / 2 rows, up is x times its last N / 2 rows. N must be even.
+      limit: with gated, a number above 0: `gate` is clipped to at most limit, and `up` to [-limit, limit]; None for no
+        limit.
       out_dtype: torch.bfloat16, torch.float16, torch.float32, or with gated torch.float8_e4m3fn.
       out: a tensor for the result, or if out_dtype is float8_e4m3fn a tuple of two, for values and scales; or None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
+
     Returns:
       [T, N] in out_dtype, [T, N / 2] with gated; if out_dtype is float8_e4m3fn, values and scales, as quantize_blocks
       makes them of the float32 result. `out` if it is given.
@@ -106,6 +109,7 @@ def grouped_block_scaled_matmul(
       out: a tensor for the result, or if out_dtype is float8_e4m3fn a tuple of two, for values and scales; or None.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
+
     Returns:
       [R, N] in out_dtype, [R, N / 2] with gated; if out_dtype is float8_e4m3fn, values and scales. `out` if it is
       given. Rows from cu_rows[E] on are 0, whatever x or `rows` holds there, NaN included.
@@ -133,6 +137,7 @@ def quantize_blocks(
       power_of_two: round scales up to powers of two (`scale_fmt: ue8m0` in checkpoints' configs).
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
+
     Returns:
       values [..., K] float8_e4m3fn and scales [..., ceil(K / 128)] float32. The largest magnitude of a block is taken
       to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.

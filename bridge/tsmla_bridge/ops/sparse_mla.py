@@ -200,8 +200,9 @@ def sparse_mla(
       page_size: rows used of a page: 64 unless given for V4 pages, Z for the others.
       page_span: slots between two pages, for packed V4 pages whose slots were remapped.
       compressed_page_size, compressed_page_span: the same for the second cache.
-      q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and plain caches kv / scale; None is 1. A tensor
-        is read on the device at every call, and at every replay of a CUDA graph.
+      q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and plain caches kv / scale; None is 1, and the
+        only legal scale of packed rows. A tensor is read on the device at every call, and at every replay of a CUDA
+        graph.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
       batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
       form: how the kernel gathers: "direct", each token for itself; or "union", in groups of neighbouring tokens. A
@@ -212,9 +213,9 @@ def sparse_mla(
         of one token a request, whose tokens share little. None: not known, or a prompt.
       deterministic: the kernel's gradients of two equal calls are equal bit by bit. It then adds the caches' gradients
         as integers, whose scales take one more pass over the selected keys. torch.use_deterministic_algorithms(True)
-        asks for the same everywhere, in torch operations too, which this argument does not change.
-      return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does; the kernel
-        has it for queries of 16 bits, within 2**-11 (0.0005).
+        asks for the same everywhere, also of torch operations, on which this argument has no effect.
+      return_max_logits: also return the greatest scaled logit of each row and head, as `mla_prefill` does. The kernel
+        returns it only with queries of 16 bits, and within 2**-11 (0.0005) of the logit.
       implementation, out, lse, workspace: as in mla_decode; sparse_workspace_size says how much memory a call needs.
 
     Returns:
@@ -226,10 +227,10 @@ def sparse_mla(
     q, plain caches of 16 bits or more and sinks have gradients, computed from the saved inputs, out and lse: on a GPU
     by Hopper's kernel, which takes float16 and bfloat16 with D 512 or 576 and L 512, and caches without gaps; on a CPU
     by torch operations. Slots that no token selects have a gradient of 0. Memory is linear in T and in the caches'
-    slots: beside the gradients float32 sums [P * Z, D]. On a GPU and under torch.compile, gradients of gradients, over
-    other caches, with kv_scale or compressed_kv_scale, of scales, and of calls with out=, lse= or workspace= raise
-    NotImplementedError, and on a GPU forward mode does. An eager call on a CPU, or with implementation="reference", is
-    ordinary torch operations and has them.
+    slots: beside the gradients it holds float32 sums [P * Z, D]. On a GPU these raise NotImplementedError: gradients of
+    gradients, gradients of scales, gradients of a call over other caches, with kv_scale or compressed_kv_scale, or with
+    out=, lse= or workspace=, and forward mode. A graph of torch.compile can't hold such gradients on any device. An
+    eager call on a CPU, or with implementation="reference", is ordinary torch operations and has them all.
 
     Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
     mla_decode says; TSMLA_CHECK=1 checks slots and lengths.

@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.decode.config import reads_heads_first
 Spec = TypeVar("Spec")
 
 Scale = float | torch.Tensor
-"""A Python number, or a float32 or float64 scalar tensor on the device of the others."""
+"""A Python number, or a float32 or float64 scalar tensor on the device of the call's other tensors."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)

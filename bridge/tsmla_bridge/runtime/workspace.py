@@ -59,7 +59,7 @@ class Workspace:
         CPU take a workspace and don't need it, so that a program for a GPU can be tested without one.
 
     Raises:
-      TypeError, ValueError: size is no int, or negative.
+      TypeError, ValueError: size is no int, or negative. For device torch raises its own errors.
     """
 
     def __init__(self, size: int, device: torch.device | str | int | None = None) -> None:
