@@ -25,7 +25,7 @@ from benchmarks import peers
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory beside jax
 OUT = flags.DEFINE_string("out", None, "where the rows go")
 POINTS = flags.DEFINE_string("points", None, "points separated by /, instead of all")
-SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
+SECONDS = flags.DEFINE_float("seconds", 540.0, "start no points after this long; run.py ends the one under way")
 COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
 COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "compile what the points need, and end")
 
@@ -35,7 +35,7 @@ PACKAGES = (
     "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
     "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend",
 )  # fmt: skip
-FIRST_PATIENCE = 180  # seconds, at least, before a process' first word, which follows imports and inputs
+FIRST_PATIENCE = 180  # the least patience, in seconds, for a process' first word, which comes after imports and inputs
 PLACES = {"--out": "FILE", "--peers": "DIR", "--checkpoints": "WEIGHTS", "--compare": "FILE",
           "--compilation_cache": "DIR", "--profile": "DIR"}  # fmt: skip
 """Flags whose values are paths, and the word that a recorded command has in the place of each path."""
@@ -107,7 +107,7 @@ class Case:
         raise NotImplementedError
 
     def floor_us(self, name: str) -> float:
-        """The least time that the point's bytes or products can take; 0 if the record has no such time."""
+        """The least microseconds that the point's bytes or products can take; 0 if the record has no such time."""
         return 0.0
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Errors:
 
 
 def device() -> str:
-    """ "cuda", or "cpu" without a GPU, where the definitions run."""
+    """The device of the operands: "cuda", or "cpu" without a GPU, where ours are the reference implementations."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -236,9 +236,9 @@ def time_all(functions: dict[str, Run], iterations: int) -> dict[str, float]:
 
 
 def share_scales(stream: int) -> None:
-    """Let the scales that our calls on a stream have written serve the capture on that stream, as the scales of one
-    layer serve the others in the graph of a model. Otherwise a graph of one call would write them at every replay, and
-    its time would include that."""
+    """Let the capture on a stream use the scales that our calls on that stream have written, as in the graph of a model
+    all layers use the scales that the first one wrote. Otherwise a graph of one call would write them at every replay,
+    and its time would include that."""
     from tsmla_bridge.runtime import devices, scales
 
     index, capture = torch.cuda.current_device(), devices.capture_id(stream)
@@ -259,13 +259,14 @@ def least_seconds(function: Run, turns: int) -> float:
 def in_processes(
     measure: Callable[..., None], points: list[Any], skipped: set[tuple[str, Any]], patience: float = 40
 ) -> Iterator[tuple[Any, Any]]:
-    """The points and their rows; a process that ends or hangs is followed by another one for the points left.
+    """The points and their rows, until --seconds are over. The points run in a process; if it ends or hangs, another
+    one runs the points left.
 
     measure(points, skipped, said, argv) runs in a process of its own and puts what `Case.rows` tells `hear` into
     `said`, a pipe's end, as ("at", name, point), and ("rows", point, rows) after each point.
 
     Raises:
-      RuntimeError: the last name that a process said before it ended or hung was ours, or it had said none.
+      RuntimeError: a process ended or hung, and the last name that it had said was ours, or it had said none.
     """
     spawn = multiprocessing.get_context("spawn")
     left, end = list(points), time.monotonic() + SECONDS.value
@@ -336,8 +337,8 @@ def _compile_one(wanted: tuple[str, Any]) -> None:
 
 
 class Record:
-    """Rows of results, written to --out, if it is given, as they come; `common` and the run's provenance go into each
-    of them."""
+    """Rows of results. Each gets the fields `common` and the run's provenance, and is written to --out, if that is
+    given, as soon as it is added."""
 
     def __init__(self, **common: Any) -> None:
         self.rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The plots of records. A function that makes one returns what draws it, for a `table.Panel`."""
+"""The plots of records. `chart` returns the function that draws one, for a `table.Panel`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Draw = Callable[[Loaded, Path], bool]
 
 
 class Mark(NamedTuple):
-    """A dot or a bar: the panel and the line that it is in, and its place. There is none where y is None."""
+    """A dot, a bar or a point of a line: the panel and the line that it is in, and its place. It is left out if y is
+    None."""
 
     panel: str
     line: str
@@ -54,7 +55,7 @@ class Style(NamedTuple):
 
     y, x: the names of the axes.
     dots, bars: whether marks are dots or bars; if neither, they are joined by lines.
-    spread: how far the dots or bars of different lines stand apart.
+    spread: how far the marks of different lines stand apart at a place; not used on a logarithmic x axis.
     x_name: the text of a place on the x axis.
     log: whether the x axis is logarithmic.
     width: the plot's width in inches is width[0], and width[1] more for each panel in a row.
@@ -87,8 +88,8 @@ class Style(NamedTuple):
 
 
 def chart(marks: Callable[[Loaded], Iterable[Mark]], style: Style) -> Draw:
-    """The drawing of times, or of times over others': a panel for each of the marks' panels, and in it a line, a row
-    of dots or bars for each of their lines. It returns whether there was anything to draw."""
+    """The function that draws times, or times over others': a panel for each of the marks' panels, and in it a line, or
+    a row of dots or of bars, for each of their lines. That function returns whether there was anything to draw."""
 
     def draw(loaded: Loaded, path: Path) -> bool:
         if not (found := [mark for mark in marks(loaded) if mark.y is not None]):
@@ -142,7 +143,7 @@ def _panel(axes: Any, marks: Sequence[Mark], lines: Sequence[str], xs: Sequence[
 
 
 def draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Relative errors by peer, a panel for each of `found`."""
+    """Draw relative errors by peer to the file `path`, with a panel for each of `found`."""
     columns = [len(errors) for errors in found.values()]
     jitter = random.Random(0)
     with drawn(path, (1.2 + 0.6 * sum(columns), 3.8), len(found), widths=columns) as panels:

@@ -5,8 +5,8 @@
 
 A case bears the name of its record, and its file says what it measures. Unless the file says otherwise, ours is the
 public operation on torch tensors, and all functions of a point are timed interleaved, as CUDA-graph replays with the L2
-cache flushed before each, medians. A peer may end its process with an illegal access, so a process of its own runs the
-points, and another one the points left, without that peer at that point.
+cache flushed before each, medians. A peer may end its process with an illegal access: so the points run in a process of
+their own, and if that ends, another one runs the points left, without that peer at that point.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SKIP = flags.DEFINE_string("skip", "", "points of peers to leave out, as flashml
 
 
 def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: list[str]) -> None:
-    """Measure points and send their rows; the process is one that harness.in_processes has made."""
+    """Measure points and send their rows, in a process that harness.in_processes has made."""
     kind = case(flags.FLAGS(argv)[1])
     for point in points:
         rows = kind(point).rows(skipped, lambda name, point=point: said.send(("at", name, point)))
@@ -35,7 +35,7 @@ def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: l
 
 
 def show_list() -> None:
-    """Print for each case what can run here, ours and peers, and a line on what each of the others lacks."""
+    """Print for each case whose functions can run here, ours and peers', and what each of the others lacks."""
     for name in CASES:
         try:
             reasons = {harness.OURS: peers.no_gpu()}

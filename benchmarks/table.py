@@ -16,7 +16,7 @@ OURS = "tsmla"
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a record: its key, and its row by peer."""
+    """One point of a record: its key, and each peer's row."""
 
     key: tuple[Any, ...]
     rows: dict[Any, Row]
@@ -53,7 +53,7 @@ class Loaded(NamedTuple):
 
 
 Column = tuple[str, Callable[[Point], str]]
-"""A column's heading, and a point's cell; "-" if there is nothing to show."""
+"""A column's heading, and a function of a point that gives its cell, "-" if there is nothing to show."""
 Columns = Callable[[Loaded], Sequence[Column]]
 Blocks = Callable[[Loaded], Sequence[str]]
 
@@ -79,7 +79,8 @@ class Record:
       title: the title of the full page; empty if there is no such page.
       key: the fields that tell points apart; none of them if each row is a point.
       caption: the paragraph that the full page and the README's part begin with.
-      full, short: the blocks of the full page, and the blocks between caption and plots in the README's part.
+      full: the full page's blocks below its plots.
+      short: the blocks between caption and plots in the README's part.
       panels: the plots.
       unit: the text before the caption on the full page.
       peer: a function of a row that gives the name of its peer.
@@ -87,7 +88,7 @@ class Record:
       readme: the README that has the part.
       part: the part's name, if it is not the record's.
       rows_of: the rows to show, if not all.
-      full_caption: the caption of the full page, if it is another one; the README's caption then has the link itself.
+      full_caption: the caption of the full page, if it differs from `caption`, which then has to link to that page.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Cost of an eager call on the host, in microseconds: ours through torch, and FlashMLA's operator called the same way.
 
-The GPU is given little to do (B 4, S 1, H 16, 256 keys; sparse_mla as many slots of V3.2 rows), and every function is
-called 300 times in a row without waiting, then waited for; a call's time ends when it returns. The functions take
-turns, so that a slow moment of the host meets all of them. Medians and 90th percentiles. The record has functions of
-older versions of this file, too.
+The GPU is given little to do: B 4, S 1, H 16, 256 keys, and for sparse_mla 256 slots of V3.2 rows. Every function is
+called 300 times in a row without waiting, and then waited for; a call's time ends when the call returns. The functions
+take turns, so that a slow moment of the host meets all of them. Times are medians, and 90th percentiles. The record
+also has functions of older versions of this file.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The kernels of the caches, and merging, beside copies that move as many bytes, half of them read and half written:
-the driver's own (memcpy_us) and a kernel of torch's (kernel_copy_us; `copy_us` is the faster of the two).
+"""The kernels of the caches, and merging, beside two copies that move as many bytes, half of them read and half
+written: the driver's own (memcpy_us) and a kernel of torch's (kernel_copy_us). `copy_us` is the faster of the two.
 
 A point is an operation, its dtypes and tokens. Slots to write are drawn at random, all different, and pages to gather
 at random, from a cache of twice as many tokens. `bytes` counts every value read or written once.
@@ -23,8 +23,8 @@ DTYPES = {
     "gather_kv_cache": ((BF16, BF16), (FP8, BF16)), "write_packed_kv_cache": ((BF16, "uint8"),),
     "write_indexer_cache": ((BF16, "uint8"), ("float32", "uint8")), "indexer_quantize": ((BF16, FP8),),
 }  # fmt: skip
-"""Pairs of dtypes of each operation: of what it reads and what it writes; of rope_write_kv_cache, of the queries and of
-the cache that it writes."""
+"""Pairs of dtypes of each operation: the dtype of what it reads and of what it writes. For rope_write_kv_cache, which
+reads bf16, they are the dtypes of the queries and of the cache that it writes."""
 Call = tuple[Run, int]
 """A call, and the bytes that it moves."""
 

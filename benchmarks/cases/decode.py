@@ -22,7 +22,7 @@ from benchmarks.peers import dense
 from tsmla_kernels.sm90.latent.shape import FEW_ROWS
 
 E4M3 = "float8_e4m3fn"
-Q_SCALE, KV_SCALE = 0.03, 0.02  # for random numbers of variance 1: what lies beyond 448 scales saturates
+Q_SCALE, KV_SCALE = 0.03, 0.02  # for random numbers of variance 1: numbers beyond 448 times the scale saturate
 SCALE = 192**-0.5
 SIZES = ((1, 4096), (1, 32768), (4, 81920), (16, 8192), (64, 8192), (128, 4096), (32, 81920))
 

@@ -1,8 +1,8 @@
 """indexer_logits beside DeepGEMM's kernels and cudnn-frontend's. Some tokens of ours and of cudnn-frontend's are
-checked against torch first. A point is requests, query tokens of each and keys of each. "decode": DeepGEMM as vLLM
-calls it (4 tokens of a request go as 4 requests); "prefill", from 64 tokens on: one request's newest tokens see its
-keys, each up to its own position, and DeepGEMM's keys lie in one piece, as cudnn-frontend's do at all points. Every
-query has 64 heads of 128, keys are packed in pages of 64, and a row of logits is as wide as the keys.
+checked against torch first. A point is requests, query tokens of each and keys of each. Mode "decode" has DeepGEMM as
+vLLM calls it: 4 tokens of a request go as 4 requests. In mode "prefill", from 64 tokens on, the newest tokens of one
+request see its keys, each up to its own position, and DeepGEMM's keys lie in one piece, as cudnn-frontend's do at all
+points. Every query has 64 heads of 128, keys are packed in pages of 64, and a row of logits has a column for each key.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class PackedCase(Case):
         return torch.cat(self.sections, 1)
 
     def call(self, q: Any, **more: Any) -> Run:
-        """Ours on these queries."""
+        """Our function on these queries."""
         v4 = {"compressed_kv_cache": self.caches[-1], "window": WINDOW, "sinks": self.sinks} if self.is_v4 else {}
         options = {"softmax_scale": self.scale, "return_lse": True, **v4, **more}
         return functools.partial(tsmla_bridge.sparse_mla, q, self.caches[0], self.indices, self.lengths, **options)

@@ -1,6 +1,7 @@
-"""mla_prefill, causal, random normal bf16; "tsmla_fp8" takes them rounded to e4m3. A point is requests x tokens and
-heads, 16 or 32 ragged requests, or new tokens after others, as 512on65536; head dims are 192 and 128, or both 256 where
-its name ends in -256. Errors are those of the last head, against float64 over the inputs that a function was given.
+"""mla_prefill, causal. The inputs are random normal bf16, which "tsmla_fp8" takes rounded to e4m3. A point is requests
+x tokens and heads, as 4x4096h128; 16 or 32 ragged requests and heads, as ragged32h16; or new tokens after others and
+heads, as 512on65536h128. Head dims are 192 and 128, or both 256 where the name ends in -256. Errors are those of the
+last head, against float64 over the inputs that a function was given.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RAGGED = {16: (1, 200, 4000), 32: (0, 64, 4096)}
 
 
 def head_dims(name: str) -> tuple[int, int]:
-    """Widths of a point's keys and values."""
+    """The head dims of a point's keys and of its values."""
     return (256, 256) if name.endswith(WIDE) else (QK_DIM, V_DIM)
 
 

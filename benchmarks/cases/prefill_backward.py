@@ -1,9 +1,10 @@
-"""The gradient of mla_prefill: the operator of the backward pass alone, causal, points named as in prefill, random
-normal bf16. "tsmla_deterministic" is the one whose gradients repeat bit by bit, "tsmla_kv" that of mla_prefill_kv, of
-kv and shared rope columns, "tsmla_selected" that of mla_prefill where a token of the one request selects at most 2048
-keys: random ones of those up to its own, or all of them. cuDNN's is the operator that torch's autograd calls. A
-function holds all operands of its operator, because the replays of a CUDA graph read them where they were. Older
-records have calls through autograd, by CUDA events.
+"""The gradient of mla_prefill: only the operator of the backward pass, causal, on random normal bf16; points are named
+as in prefill. "tsmla_deterministic" is the operator with gradients that repeat bit by bit. "tsmla_kv" is that of
+mla_prefill_kv, with gradients of kv and of the rope columns that all heads share. "tsmla_selected" is that of
+mla_prefill with a selection, at points of one request: a token selects 2048 random keys up to its own, or all of them
+if they are fewer. cuDNN's is the operator that torch's autograd calls. A function holds all operands of its operator,
+because the replays of a CUDA graph read them where they were. Older records have calls through autograd, timed by CUDA
+events.
 
 Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
 every row of a function with the same head dims repeats them.
@@ -80,8 +81,8 @@ class PrefillBackward(Case):
 
     @functools.cached_property
     def selection(self) -> tuple[Any, Any]:
-        """The keys that the one request's tokens select, as bits: SELECTED of them, or half the tokens if that is
-        fewer; and each token's row of bits, -1 for tokens that see no more keys than that."""
+        """The keys that the one request's tokens select, as bits: SELECTED keys, or half as many as the request has
+        tokens if that is fewer; and each token's row of bits, -1 for tokens that see no more keys than that."""
         (tokens,) = self.lens
         at = torch.arange(tokens, device=device(), dtype=torch.int32)
         count = min(SELECTED, tokens // 2)
@@ -105,7 +106,7 @@ class PrefillBackward(Case):
             saved = (out, lse, self.d_out)
             return dense.fa4_gradient((self.q, self.k, self.v), saved, self.cu, max(self.lens), self.scale)
         if len(self.lens) > 1:
-            raise ValueError("cuDNN takes requests of one length")
+            raise ValueError("cuDNN's gradient is timed for one request")
         return dense.cudnn_gradient(self.q, self.k, self.v, self.d_out, self.scale)
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Attention over packed rows, forward and with its gradient, beside cuDNN's: what a trainer calls. A point is rows x
-tokens, heads, and segments a row; the lengths of segments are random and the same in every run, and padding may cut the
-last of a row short. Head dims are 192 and 128, masks causal, inputs random normal bf16.
+"""Attention over packed rows, as a trainer calls it, forward and with its gradient, beside cuDNN's. A point is rows x
+tokens, heads, and segments a row. The lengths of segments are random and the same in every run, and a row may end in
+padding. Head dims are 192 and 128, masks causal, inputs random normal bf16.
 
 "tsmla" is `nn.segment_attention`, "tsmla_kv" `nn.segment_attention_kv` (which also saves making k, and gets no credit
 for that here), "cudnn" jax's private operation with the same segments as its packed layout. cuDNN finds the segments of
@@ -108,7 +108,7 @@ class Function:
 
 
 def functions(shape: Shape, implementation: str = "cute", dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    """Makers of the functions, by the names of their rows."""
+    """A function that makes each `Function`, by the names of their rows."""
     rows, heads = (shape.rows, shape.length), (shape.heads,)
     widths = ((*heads, QK_DIM), (*heads, NOPE_DIM + V_DIM), (ROPE_DIM,))
     keys = jax.random.split(jax.random.key(0), 3)

@@ -1,6 +1,7 @@
 """select_topk of 2048 of each row's logits; every row of ours is checked against torch first. The peers write positions
-in any order, except for cudnn_ordered; ours ascending (mode "position") or by value (mode "value"). Modes "equal" and
-"halfzero" are ours by position: rows of one value, and rows with zeros in place of their negative numbers.
+in any order, except for cudnn_ordered, which writes them ascending; ours writes them ascending (mode "position") or by
+value (mode "value"). In modes "equal" and "halfzero" only ours runs, by position: on rows of one value, and on rows
+with zeros in place of their negative numbers.
 """
 
 from __future__ import annotations

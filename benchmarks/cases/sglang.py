@@ -1,7 +1,7 @@
 """SGLang's decode attention through its import of `flash_mla`: these kernels by `tsmla_bridge.engines.flash_mla`, and
 sgl-flash-mla's own ("legacy"), with the arguments of SGLang 0.5.23's backends dsa, dsv4 and flashmla.
 
-Modes, of which V4's have lengths and sinks:
+Modes (those of V4 have lengths and sinks):
 
   v3.2 decode                      2048 random slots of a request's packed rows
   v4-flash, v4-pro window decode   a window of 128 slots
@@ -43,7 +43,7 @@ class Point(NamedTuple):
     mode: str
     b: int
     h: int
-    keys: int  # in dense modes about the mean of requests' keys, else how many keys a token selects
+    keys: int  # how many keys a token selects; in dense modes about the mean number of a request's keys
 
 
 def v4_mode(model: str, layer: str) -> str:

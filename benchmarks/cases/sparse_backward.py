@@ -1,10 +1,10 @@
-"""The gradient of sparse_mla: the operator of the backward pass alone, over one plain bf16 cache, for 4096 tokens that
+"""The gradient of sparse_mla: only the operator of the backward pass, over one plain bf16 cache, for 4096 tokens that
 select 2048 slots each. Mode random: random slots of a context of 8192, ascending; shared80: neighbouring tokens share
-80 % of them. "tsmla_deterministic" is the one whose gradients repeat bit by bit. Functions hold their operators'
-operands.
+80 % of them. "tsmla_deterministic" is the operator with gradients that repeat bit by bit. A function holds all operands
+of its operator, because the replays of a CUDA graph read them where they were.
 
-Errors are relative (Frobenius) and against float64; they are measured on CHECKED tokens of 16 heads, and every row of a
-width and a function repeats them.
+Errors are relative (Frobenius) and against float64. They are measured on CHECKED tokens of 16 heads in mode random, and
+every row of a function with the same width repeats them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""sparse_mla of decode steps over packed caches. Mode v32: 2048 random slots of a request's V3.2 rows; shared80: the
-same of 131,072 rows, where the tokens of a request share 80 % with the token before, also in the form "union" ("tsmla
-union", otherwise "direct"; a row's `form` says which); v4-512 and v4-1024: a window of 128 and 512 or 1024 compressed
-slots of V4 pages, with sinks.
+"""sparse_mla of decode steps over packed caches. A token selects, by mode:
 
-FlashMLA and SGLang's frozen build of it ("legacy") get queries of 64 or 128 heads, padded beforehand; FA3, in mode v32
-alone, reads the same values as a bf16 cache of pages of one token. Errors are against float64 over what the packed rows
-hold, on the first and the last token.
+  v32               2048 random slots of its request's 32,768 V3.2 rows
+  shared80          2048 random slots of 131,072 rows, 80 % of them those of the token before in its request
+  v4-512, v4-1024   a window of 128, and 512 or 1024 compressed slots of V4 pages, with sinks
+
+"tsmla" is the form "direct". In shared80 ours also runs in the form "union" ("tsmla union"); a row's `form` says which.
+FlashMLA and SGLang's frozen build of it ("legacy") get queries of 64 or 128 heads, padded beforehand. FA3 runs only in
+mode v32, and reads the same values as a bf16 cache of pages of one token. Errors are against float64 over what the
+packed rows hold, on the first and the last token.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class SparseDecode(packed.PackedCase):
     def of_peer(self, name: str) -> Run:
         if name == "fa3":
             if self.is_v4 or self.shares:
-                raise ValueError("FA3 takes no keys of V4, and shared80's cache in bf16 would be too large")
+                raise ValueError("FA3 takes no V4 pages, and shared80's cache in bf16 would be too large")
             return sparse.fa3(self.q, as_bf16(self.point.b), self.indices, self.scale)
         by_request = (self.point.b, self.point.s)
         q = sparse.padded(self.q, -2).view(*by_request, -1, self.width)

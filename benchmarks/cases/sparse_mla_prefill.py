@@ -1,21 +1,26 @@
-"""sparse_mla on a prompt's tokens over packed caches, beside FlashMLA's sparse prefill. Mode random: for each token
-2048 random slots of a context of 131,072 V3.2 rows, ascending; shared80, shared95: neighbouring tokens share 80 or 95 %
-of them; prompt: the first tokens of a text, which select all tokens up to their own if these are at most 2048
-(lengths), else 2048 random ones of them; prompt80: the same, where neighbouring tokens share at least 80 %; v4: a
-window of 128 and 512 random compressed slots of V4 pages, with sinks.
+"""sparse_mla on a prompt's tokens over packed caches, beside FlashMLA's sparse prefill. A token selects, by mode:
 
-  tsmla              bf16 queries straight from the packed cache, each token for itself
+  random              2048 random slots of a context of 131,072 V3.2 rows, ascending
+  shared80, shared95  the same, where neighbouring tokens share 80 or 95 % of their slots
+  prompt              the first tokens of a text: all tokens up to its own if these are at most 2048 (by lengths), else
+                      2048 random ones of them
+  prompt80            the same, where neighbouring tokens share at least 80 %
+  v4                  a window of 128, and 512 random compressed slots of V4 pages, with sinks
+
+Functions of a point:
+
+  tsmla              bf16 queries over the packed cache, each token for itself
   tsmla union        the same, where neighbouring tokens gather the union of their slots once; 8, 16 or 32 heads
   tsmla fp8 queries  e4m3 queries, V3.2 rows; its rel_err is against the bf16 queries that they were rounded from, and
                      own_err against the e4m3 ones
   flashmla           over a bf16 copy of the rows, queries of 64 or 128 heads, padded beforehand
   widen              making that copy of the whole context, V3.2 only: an engine does so before it calls FlashMLA
 
-A prompt's tokens also in the expanded form, random q, k and v of 192 and 128 columns, whose errors are of their own
-inputs; a row's `form` says which:
+Modes prompt and prompt80 also have the expanded form, on random q, k and v of 192 and 128 columns, with errors against
+float64 over these inputs; a row's `form` says which function it is of:
 
   tsmla mask, tsmla mask fp8    the same selection as bits, in bf16 and in e4m3
-  tsmla dense, tsmla dense fp8  all keys: what the kernel takes without a selection, only for comparison
+  tsmla dense, tsmla dense fp8  all keys: the kernel without a selection, only for comparison
   tsmla bits                    the bits of the selection, from positions
   tsmla topk, tsmla topk bits   select_topk of random logits of the causal prefix: positions, and bits in their place
 """
@@ -44,15 +49,16 @@ MASK, DENSE, BITS = "tsmla mask", "tsmla dense", "tsmla bits"
 TOPK, TOPK_BITS = "tsmla topk", "tsmla topk bits"
 MASK_FP8, DENSE_FP8 = f"{MASK} fp8", f"{DENSE} fp8"
 EXPANDED = {MASK: "mask", MASK_FP8: "mask", DENSE: "dense", DENSE_FP8: "dense", BITS: "bits"}
-SELECTIONS = {TOPK: "topk", TOPK_BITS: "topk bits"}
 """The functions of the expanded form, and the form of each."""
+SELECTIONS = {TOPK: "topk", TOPK_BITS: "topk bits"}
+"""The functions that select keys for the expanded form, and the form of each."""
 FORMS = {**EXPANDED, **SELECTIONS, UNION: "union", "widen": "widen"}
 """The form of each function; all others are direct."""
 SELECTED = {"random": 2048, "shared80": 2048, "shared95": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
 """The most slots that a token selects in each mode, without the window's."""
 CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
 SHARED = {"shared80": 0.8, "shared95": 0.95, "prompt80": 0.8}
-"""The part of a token's slots that the token before has, by mode, in prompt80 at least; the others ask for none."""
+"""The part of a token's slots that the token before has, too, by mode; in prompt80 the least part."""
 PROMPTS = ("prompt", "prompt80")
 SAMPLE = 8  # tokens whose results are compared with float64's
 
@@ -64,8 +70,8 @@ class Point(NamedTuple):
 
 
 def draw(mode: str, tokens: int, count: int, within: int) -> Any:
-    """For each token `count` different slots below `within`, int32 [tokens, count], ascending; in prompts fewer, with
-    -1 after them, for tokens that see fewer."""
+    """For each token `count` different slots below `within`, int32 [tokens, count], ascending. In modes of PROMPTS they
+    are positions as `draw_prompt` draws them."""
     if mode in PROMPTS:
         return draw_prompt(tokens, count, SHARED.get(mode, 0.0))
     rows, kept = [torch.randperm(within, device=device())[:count]], round(count * SHARED.get(mode, 0.0))
@@ -79,8 +85,8 @@ def draw(mode: str, tokens: int, count: int, within: int) -> Any:
 
 
 def draw_prompt(tokens: int, count: int, shared: float) -> Any:
-    """For each token different positions, up to its own: int32 [tokens, count], ascending, then -1. Of `count`
-    positions at least the part `shared` are positions of the token before, too."""
+    """For each token `count` different positions up to its own, or all of these if they are fewer: int32
+    [tokens, count], ascending, then -1. At least the part `shared` of `count` positions are the token before's, too."""
     columns, kept = torch.arange(count, device=device()), round(count * shared)
     chosen = [columns] * min(count, tokens)
     for at in range(count, tokens):
@@ -148,7 +154,8 @@ class SparsePrefill(packed.PackedCase):
         return found | self.expanded() if self.lengths is not None else found
 
     def expanded(self) -> dict[str, Run]:
-        """The functions of the expanded form and of its selection. Tokens that select all earlier ones need no bits."""
+        """The functions of the expanded form and of its selection. Tokens that select all keys up to their own need no
+        bits."""
         t, h = self.point[1:]
         self.qkv = [randn(t, h, width) for width in (QK_DIM, QK_DIM, V_DIM)]
         tokens, offsets = torch.arange(t, device=device(), dtype=torch.int32), ints([0, t])
@@ -172,7 +179,7 @@ class SparsePrefill(packed.PackedCase):
     def of_peer(self, name: str) -> Run:
         if name == "widen":
             if self.is_v4:
-                raise ValueError("the copy is one of V3.2 rows")
+                raise ValueError("vLLM's operator copies V3.2 rows, not V4 pages")
             return sparse.widen(self.caches[0], CONTEXT)
         indices = self.indices
         if self.is_v4:

@@ -30,7 +30,7 @@ class Library(NamedTuple):
     """A peer's library: a file of torch operators or a package's folder, in a wheel; or an importable module, without a
     wheel.
 
-    title: its name, and the version that was run or is needed, unless it comes with torch."""
+    title: its name, and the version that was run or is needed, except of a library that comes with torch."""
 
     title: str
     wheel: str

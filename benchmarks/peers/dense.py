@@ -1,7 +1,7 @@
-"""Decode and prefill of other projects, over torch tensors. Each function plans what can be planned ahead, and returns
-a function without arguments that runs the kernel on the current stream.
+"""Decode, prefill and its gradient by other projects, over torch tensors. Each function plans what can be planned
+ahead, and returns a function without arguments that runs the kernel on the current stream.
 
-q [B, S, H, 576] or, of prompts, [T, H, 192]; cache [P, 64, 576]; table [B, M] and lens [B] int32; masks causal.
+Decode takes q [B, S, H, 576], cache [P, 64, 576], and table [B, M] and lens [B] int32. All masks are causal.
 """
 
 from __future__ import annotations

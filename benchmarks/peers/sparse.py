@@ -16,7 +16,7 @@ V4_ROW = 584  # bytes of a row of a V4 page, as FlashMLA counts them
 
 
 def padded(x: Any, axis: int) -> Any:
-    """Queries or sinks with zeros in further heads up to 64 or 128, as the engines pad them for FlashMLA."""
+    """Queries or sinks with heads of zeros added, up to 64 or 128 heads, as the engines pad them for FlashMLA."""
     heads = x.shape[axis]
     more = (64 if heads <= 64 else 128) - heads
     return torch.nn.functional.pad(x, (0, 0, 0, more) if axis == -2 else (0, more)) if more else x
@@ -85,13 +85,13 @@ def fa3(q: Any, rows: Any, indices: Any, scale: float) -> Run:
 
 
 def prefill(q: Any, rows: Any, indices: Any, scale: float, lengths: Any, sinks: Any) -> Run:
-    """FlashMLA's sparse prefill over bf16 rows [N, D]; q [T, 64 or 128, D]; out, maxima and lse."""
+    """FlashMLA's sparse prefill of q [T, 64 or 128, D] over bf16 rows [N, D]; it returns out, maxima and lse."""
     arguments = (q, rows[:, None], indices[:, None], scale, LATENT, sinks, lengths, None)
     return lambda: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments)
 
 
 def widen(cache: Any, tokens: int) -> Run:
-    """vLLM's copy of the rows of one request's pages, in order, in bf16; returns it."""
+    """vLLM's copy of the rows of one request's pages, in order, in bf16; the function returns the copy."""
     table = torch.arange(len(cache), dtype=torch.int32, device=cache.device)[None]
     starts = torch.zeros(1, dtype=torch.int32, device=cache.device)
     out = torch.empty(tokens, 576, dtype=torch.bfloat16, device=cache.device)

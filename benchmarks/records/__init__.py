@@ -34,8 +34,8 @@ point."""
 
 
 def write_summary(results: Path, page: Path) -> str:
-    """Write a line for each record of SUMMARY, our time over the fastest other's, between the page's comments, if it
-    has them. Return how many lines there are."""
+    """Write a line for each record of SUMMARY that is there, with our time over the fastest other's, between the page's
+    comments, if it has them. Return how many lines there are, as text."""
     known = {record.name: record for record in RECORDS if record.folder == results.name}
     lines = []
     for what, name, others_, ratio in SUMMARY:
@@ -60,8 +60,8 @@ WIDTH = 108
 
 
 def write_headline(results: Path, readme: Path) -> str:
-    """Write the README's sentence of results between its comments, if it has them, and return it. An OSError if a
-    record of the sentence is missing."""
+    """Write the README's sentence of results between its comments, and return it, or "no headline" if the README lacks
+    them. An OSError if a record of the sentence is missing."""
     if "<!-- headline -->" not in (text := readme.read_text()):
         return "no headline"
     known = {record.name: record for record in RECORDS if record.folder == results.name}

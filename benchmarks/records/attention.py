@@ -15,8 +15,8 @@ PEERS = {"flashmla": "FlashMLA", "legacy": "SGLang", "fa3": "FA3", "fa4": "FA4 S
 MODES = {"v32": "V3.2", "shared80": "V3.2, tokens share 80 %", "v4-512": "V4, 128 + 512", "v4-1024": "V4, 128 + 1024"}
 UNION = "tsmla union"
 DENSE, PACKED = ("flashmla", "fa3", "fa4"), ("flashmla", "legacy")
-"""The peers that are compared: FA3's sparse form reads a bf16 cache."""
-# The page of results shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
+"""The peers that ours is compared with. FA3 is not in PACKED, because its sparse form reads a bf16 cache."""
+# The README's part of a record shows these points (B, S, H, keys), of uniform lengths; its full page shows all.
 SHORT = ((1, 1, 16, 4096), (4, 1, 16, 81920), (64, 1, 16, 8192), (16, 1, 128, 8192), (64, 4, 128, 8192),
          (32, 4, 128, 81920))  # fmt: skip
 SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32", 64, 1, 128), ("v32", 128, 2, 128),
@@ -24,7 +24,7 @@ SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32"
 
 
 def compared(points: Sequence[tb.Point], peers: Sequence[str]) -> str:
-    """How many points, and our times relative to the best peer's."""
+    """A text: how many points there are, and our times over the best peer's."""
     ratios = [ratio for point in points if (ratio := point.ratio(OURS, *peers)) is not None]
     if not ratios:
         return f"{len(points)} points"

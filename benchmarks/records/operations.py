@@ -18,7 +18,7 @@ from benchmarks.table import OURS
 TOPK = {"vllm_cooperative": "vLLM, cooperative", "vllm_persistent": "vLLM, persistent", "vllm_rows": "vLLM, rows",
         "sgl": "SGLang"}  # fmt: skip
 TOPK_MODES = {"value": "by value", "equal": "equal rows", "halfzero": "half zeros"}
-"""Modes of which only ours has times, and their names beside that of ascending positions."""
+"""Modes that only our kernel is timed in, and the headings of their columns."""
 NAME: tb.Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + ", prefill" * (p["mode"] == "prefill")
 
 
@@ -36,7 +36,7 @@ def indexer_record(
     name: str, title: str, caption: Callable[[tb.Loaded], str], columns: tb.Columns, relative: tuple[str, plots.Draw],
     key: tuple[str, ...] = ("mode", "b", "s", "keys"), peer: Callable[..., str] = lambda row: row["peer"],
 ) -> tb.Record:  # fmt: skip
-    """A record whose short page has a caption and a plot."""
+    """A record with a caption and a plot in the README's part, and all points on its full page."""
     panel = tb.Panel(f"{name}_relative", relative[0], relative[1], shown=True)
     return tb.Record(name, title, key, caption, tb.whole(columns), panels=(panel,), unit="Microseconds. ", peer=peer)
 
@@ -121,7 +121,7 @@ def selection() -> tb.Record:
 
 # ---- caches
 
-MANY_TOKENS = 4096  # the caption compares with copies from here on: with fewer the launch takes most of the time
+MANY_TOKENS = 4096  # the fewest that the caption compares: with fewer tokens the launch takes most of the time
 
 
 def copies(name: str, title: str, what: str) -> tb.Record:
@@ -183,7 +183,7 @@ def compress() -> tb.Record:
 # ---- a sparse layer
 
 ENGINES = "engines"
-STEP, ON_HOST = "step", "step by the host's clock"  # older records have rows of a step's parts, too
+STEP, ON_HOST = "step", "step by the host's clock"  # older records also have rows of parts of a step
 
 
 def sparse_layer() -> tb.Record:
