@@ -98,6 +98,12 @@ class Case:
         options. Kernels of other calls are compiled when the point runs."""
         return ()
 
+    @classmethod
+    def best_peer(cls, us: Mapping[str, float]) -> float | None:
+        """The time that a run's summary compares ours with, from a point's times by name: the least of the peers'; None
+        if there is none."""
+        return min((us[name] for name in cls.peers if name in us), default=None)
+
     def ours(self) -> dict[str, Run]:
         """Our functions, by the names of their rows; the first is `OURS`."""
         raise NotImplementedError

@@ -48,13 +48,15 @@ def show_list() -> None:
                 print(f"    without {peer}: {reason}")
 
 
-def compared(rows: list[dict[str, Any]]) -> tuple[str, float]:
-    """A point's times as text, and our time over the least of the others', a copy's among them; NaN if either is
-    missing."""
-    us = {row.get("peer", harness.OURS): row["us"] for row in rows}
+def compared(kind: type[harness.Case], rows: list[dict[str, Any]]) -> tuple[str, float]:
+    """A point's times as text, and our time over that of `Case.best_peer`; NaN if either is missing. The first row of a
+    function counts."""
+    us: dict[str, float] = {}
+    for row in rows:
+        us.setdefault(row.get("peer", harness.OURS), row["us"])
     us |= {"copy": rows[-1]["copy_us"]} if "copy_us" in rows[-1] else {}
-    others = [time for name, time in us.items() if not name.startswith(harness.OURS)]
-    ratio = us[harness.OURS] / min(others) if others and harness.OURS in us else math.nan
+    best = kind.best_peer(us)
+    ratio = us[harness.OURS] / best if best is not None and harness.OURS in us else math.nan
     return "  ".join(f"{name} {time:.1f}" for name, time in us.items()), ratio
 
 
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> int:
     for point, rows in harness.in_processes(measure, points, skipped, kind.patience):
         for row in rows:
             record.add(**row)
-        said, ratio = compared(rows)
+        said, ratio = compared(kind, rows)
         ratios += [] if math.isnan(ratio) else [ratio]
         print(f"{kind.text(point)}: {said}" + ("" if math.isnan(ratio) else f"  x{ratio:.2f}"), flush=True)
     if ratios:

@@ -15,17 +15,18 @@ The positions of tsmla and tsmla_two are compared first: they must be equal.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
 
 import tsmla_bridge
-from benchmarks import peers
+from benchmarks import peers, table
 from benchmarks.cases.indexer_logits import HEADS, Logits, Point, options_of
 from benchmarks.floors import PAGE
 from benchmarks.harness import Object, Run, device
 from benchmarks.peers import sparse
+from benchmarks.records.operations import peers_sum
 
 K = 2048
 
@@ -40,6 +41,11 @@ class Selection(Logits):
         yield "indexer_topk", {**options_of(point), "k": K}
         sizes = {"num_tokens": point.b * point.s, "num_columns": point.keys}
         yield "select_topk", {**sizes, "k": K, "order": "position"}
+
+    @classmethod
+    def best_peer(cls, us: Mapping[str, float]) -> float | None:
+        """The sum of DeepGEMM's time and the least time of vLLM's and SGLang's top-k, as on the page of the record."""
+        return peers_sum(table.Point((), {name: {"us": each} for name, each in us.items()}))
 
     def ours(self) -> dict[str, Run]:
         score = super().ours()["tsmla"]

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -144,6 +144,11 @@ class SparsePrefill(packed.PackedCase):
             for bits in (False, True):
                 sizes = {"num_tokens": point.t, "num_columns": point.t, "k": SELECTED[point.mode]}
                 yield "select_topk", {**sizes, "bits": bits}
+
+    @classmethod
+    def best_peer(cls, us: Mapping[str, float]) -> float | None:
+        """FlashMLA's time: "widen" is only a copy."""
+        return us.get("flashmla")
 
     def ours(self) -> dict[str, Run]:
         found = {"tsmla": self.call(self.q, form="direct")}

@@ -131,6 +131,22 @@ def test_what_cannot_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count(f": nothing\n    without tsmla: {ours}\n") == len(CASES)
 
 
+def test_ours_is_compared_with_peers_that_do_the_same() -> None:
+    def ratio(name: str, **us: float) -> float:
+        return run.compared(case(name), [{"peer": peer, "us": each} for peer, each in us.items()])[1]
+
+    assert ratio("decode_bf16", tsmla=3.0, flashmla=4.0, fa3=2.0) == 1.5
+    assert ratio("sparse_mla_prefill", tsmla=3.0, flashmla=4.0, widen=0.5) == 0.75  # widen copies for flashmla
+    both = {"tsmla": 3.0, "tsmla_two": 1.0, "deep_gemm": 4.0, "sgl": 2.0, "vllm_rows": 3.0, "cudnn": 0.1}
+    assert ratio("indexer_topk", **both) == 0.5  # logits, and the fastest top-k that the page counts
+    assert np.isnan(ratio("indexer_topk", tsmla=3.0, sgl=2.0))
+    both_clocks = (("tsmla", 1.0), ("tsmla", 9.0), ("engines", 2.0), ("engines", 3.0))
+    with_clocks = type("WithClocks", (harness.Case,), {"peers": {"engines": "vllm_c"}})
+    by_clock = [{"peer": peer, "us": us} for peer, us in both_clocks]
+    assert run.compared(with_clocks, by_clock)[1] == 0.5  # by the GPU's clock, which comes before the host's
+    assert run.compared(case("cache"), [{"us": 3.0, "copy_us": 2.0}])[1] == 1.5
+
+
 def test_a_list_names_what_a_case_cannot_import(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
