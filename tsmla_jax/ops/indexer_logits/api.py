@@ -34,15 +34,16 @@ def indexer_logits(
 
     Args:
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.
-      weights: [T, Hi] float32, scales and constants folded in.
-      k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain floats [P, Z, Di].
+      weights: [T, Hi] float32, scales and constants folded in; float64 is rounded to float32.
+      k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain [P, Z, Di] of floats or float8_e4m3fn.
       block_tables: [T, M] int32, one row a token (see expand_decode_metadata), or with cu_seqlens_q [B, M], one row a
         request; entries past a row's last page are never used.
       seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
         iff j < seq_len - (S - 1) + i, as in mla_decode; rows that belong to no request see none. With cu_seqlens_q the
         kernel reads a request's keys once for several tokens.
-      implementation: "cute", "xla" (blocks of keys), "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla" (blocks of keys), "reference", several of these in order, or None for the best; see
+        `explain`.
 
     Returns:
       [T, M * Z] float32; column s scores the key at position s of the token's sequence, and is -inf if token t does not

@@ -51,8 +51,8 @@ def indexer_loss(
       index_cache: [P, Z, Di], the indexer's keys.
       q: [T, H, D], the attention's queries against kv_cache, as sparse_mla takes them.
       kv_cache: [P, Z, D], the attention's keys. Values of 8 bits are refused in all of these.
-      lse: [T, H] float32, natural logarithm, without sinks: sparse_mla's, or mla_prefill's in the dense warm-up. -inf
-        in tokens without a key.
+      lse: [T, H] float32 or float64, natural logarithm, without sinks: sparse_mla's, or mla_prefill's in the dense
+        warm-up. -inf in tokens without a key.
       softmax_scale: the attention's, float or float32 scalar array.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
       lengths: [T] int32, the active columns of indices; None: all K.

@@ -124,8 +124,8 @@ def indexer_topk(
 
     Args:
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.
-      weights: [T, Hi] float32, scales and constants folded in.
-      k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain floats [P, Z, Di].
+      weights: [T, Hi] float32, scales and constants folded in; float64 is rounded to float32.
+      k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain [P, Z, Di] of floats or float8_e4m3fn.
       block_tables: [T, M] int32, one row a token (see expand_decode_metadata), or with cu_seqlens_q [B, M], one row a
         request; entries past a row's last page are never used.
       seq_lens: [T] int32, how many keys token t sees; or with cu_seqlens_q [B], how many keys request b has; 0 is

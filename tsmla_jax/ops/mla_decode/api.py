@@ -97,14 +97,15 @@ def mla_decode(
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced; DeepSeek's is (128 + 64)^-0.5
         times the square of yarn's mscale, never D^-0.5.
-      latent_dim: L; the first L columns of a cache row are also its value. R = 0 (L = D) is legal.
+      latent_dim: L, at least D / 2; the first L columns of a cache row are also its value. R = 0 (L = D) is legal.
       cu_seqlens_q: [B + 1] int32, row where each request's query tokens start, and their end; with ragged q only.
       max_q_len: static bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
+        With q [B, S, H, D] None or S.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; without causal iff j < seq_len.
-      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: a token with the entry n sees the
-        first min(n, seq_len) keys of its request, and none if n is negative. Made for keys that are dealt out to
-        several devices (vLLM's and SGLang's decode context parallelism): there the causal rule does not say how many of
-        a device's keys a token sees.
+      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule (causal stays True): a token with
+        the entry n sees the first min(n, seq_len) keys of its request, and none if n is negative. Made for keys that
+        are dealt out to several devices (vLLM's and SGLang's decode context parallelism): there the causal rule does not
+        say how many of a device's keys a token sees.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always the call's own, never kept from an earlier call. Scales are from 2^-126 to 2^126,
         so that float32 holds their reciprocals too; numbers are checked, and an array with another value gives rows

@@ -48,12 +48,12 @@ def rope_write_kv_cache(
       q_nope: [T, H, L], the absorbed queries (q_nope W_UK); float16, bfloat16, float32 or float64.
       q_rope: [T, H, R] in q_nope's dtype, not rotated yet.
       latent: [T, L] in that dtype, the normalised latents.
-      k_rope: [T, R] in that dtype, not rotated yet.
+      k_rope: [T, R] in that dtype, not rotated yet; R is even, and at most L.
       slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ,
         as in write_kv_cache.
       cos, sin: [T, R / 2] float32, of each token's position, multiplied by yarn's attention factor.
       q_scale, kv_scale: divisors before the conversions; float or float32 scalar array, may be traced; None is 1.
-      q_dtype: dtype of the query; None is float8_e4m3fn if q_scale is given, else q_nope's dtype.
+      q_dtype: dtype of the query, one of the cache's; None is float8_e4m3fn if q_scale is given, else q_nope's dtype.
       rope_interleave: whether the pairs of q_rope and k_rope are columns 2i and 2i + 1; otherwise i and i + R / 2.
       rope_layout: "interleaved" or "halves", the order of the rotated columns in q and in the cache.
       implementation: "cute", "xla", "reference", several of these in order, or None for the best; see `explain`.
