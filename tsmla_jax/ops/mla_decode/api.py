@@ -104,8 +104,8 @@ def mla_decode(
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; without causal iff j < seq_len.
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule (causal stays True): a token with
         the entry n sees the first min(n, seq_len) keys of its request, and none if n is negative. Made for keys that
-        are dealt out to several devices (vLLM's and SGLang's decode context parallelism): there the causal rule does not
-        say how many of a device's keys a token sees.
+        are dealt out to several devices (vLLM's and SGLang's decode context parallelism): there the causal rule does
+        not say how many of a device's keys a token sees.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always the call's own, never kept from an earlier call. Scales are from 2^-126 to 2^126,
         so that float32 holds their reciprocals too; numbers are checked, and an array with another value gives rows
