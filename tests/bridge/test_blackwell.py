@@ -16,6 +16,7 @@ from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
 from tests.oracles.sparse_inputs import Call
 from tsmla_kernels import launch, object_cache
+from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.topk import chunks
 
 P, Z, M, T, K, HEADS = 40, 64, 9, 72, 70, 8
@@ -101,11 +102,32 @@ def test_topk_by_chunks(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ragged: bool,
 def test_what_the_indexers_kernel_does_not_take(gpu: Gpu) -> None:
     given = problem(False)
     plain = given | {"q": given["q"].bfloat16(), "k_cache": torch.zeros(P, Z, 128).bfloat16()}
-    for function, more in ((tsmla_bridge.indexer_logits, {}), (tsmla_bridge.indexer_topk, {"k": K})):
-        function(**plain, **more)
-        with pytest.raises(NotImplementedError, match="FlashInfer's kernel takes float8_e4m3fn"):
-            function(**plain, **more, implementation="cute")
+    tsmla_bridge.indexer_logits(**plain)
+    with pytest.raises(NotImplementedError, match="FlashInfer's kernel takes float8_e4m3fn"):
+        tsmla_bridge.indexer_logits(**plain, implementation="cute")
     assert not gpu.launches
+
+
+@pytest.mark.parametrize("fault", ["plain keys", "no package", "sm_107a"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_topk_of_logits_that_the_indexers_kernel_does_not_take(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ragged: bool, fault: str
+) -> None:
+    """Torch operations compute them, chunk by chunk, as jax's do."""
+    monkeypatch.setattr(chunks, "WORKSPACE_BYTES", 33 * 4 * M * Z)
+    given = problem(ragged)
+    if fault == "plain keys":
+        keys = torch.randn(P, Z, 128, generator=torch.Generator().manual_seed(4))
+        given |= {"q": given["q"].bfloat16(), "k_cache": keys.bfloat16()}
+    elif fault == "sm_107a":
+        gpu.capability = (10, 7)
+    else:
+        monkeypatch.setattr(launch, "why_not_made", lambda kernel, *_: ["absent"] * (kernel is not SELECT_TOPK))
+    want = tsmla_bridge.indexer_topk(**given, k=K, return_slots=True, return_scores=True)
+    got = tsmla_bridge.indexer_topk(**given, k=K, return_slots=True, return_scores=True, implementation="cute")
+    assert ["schedule" in names for names in launched(gpu)] == [False] * 3
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
 
 
 # ---- attention over selected rows

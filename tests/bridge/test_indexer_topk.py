@@ -89,6 +89,20 @@ def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("returned", ["return_slots", "return_scores", "return_bits"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_topk_kernel_takes_logits_of_torch_operations(gpu: Gpu, ragged: bool, returned: str) -> None:
+    """The kernel of the logits takes no keys of bf16."""
+    given, options = tensors_of(problem(ragged, jnp.bfloat16)), {returned: True}
+    want = tsmla_bridge.indexer_topk(**given, k=K, **options, implementation="reference")
+    assert not gpu.launches
+    got = tsmla_bridge.indexer_topk(**given, k=K, **options)
+    assert len(gpu.launches) == 3  # of three chunks
+    for one, other in zip(got, want, strict=True) if isinstance(got, tuple) else ((got, want),):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_bits_go_to_given_memory(gpu: Gpu) -> None:
     given = tensors_of(problem(True, jnp.float8_e4m3fn))
     want = tsmla_bridge.indexer_topk(**given, k=K, return_bits=True, implementation="reference")

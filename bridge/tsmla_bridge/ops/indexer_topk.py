@@ -1,8 +1,9 @@
 """indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
 
 On a Hopper GPU, and on Blackwell if "cute" is named, the kernels of indexer_logits and select_topk run the call, in
-turn on chunks of query tokens. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is
-named, where the kernels can't serve the call or the scores' derivative is asked for. No call reads a value on the host,
+turn on chunks of query tokens; torch operations compute logits that no kernel takes (topk.chunks says which). They run
+all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel of select_topk can't serve the
+call or the scores' derivative is asked for. No call reads a value on the host,
 except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
@@ -17,21 +18,12 @@ from tsmla_bridge import operators, reference, sparse_reference
 from tsmla_bridge.ops import blackwell
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.workspace import Workspace, check_workspace
-from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100, SELECT_TOPK
+from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.sm100 import logits_config
-from tsmla_kernels.topk.chunks import (
-    LOGIT_BYTES,
-    ROW_BYTES,
-    Chunks,
-    chunk_rows,
-    chunks_of,
-    indexer_topk_reasons,
-    logits_of_rows,
-    selection_reasons,
-)
+from tsmla_kernels.sm90.logits.config import LogitsConfig
+from tsmla_kernels.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, logits_of_rows, selection_reasons
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Counts that a call does not return mean
@@ -122,8 +114,8 @@ def indexer_topk(
       workspace: memory for a chunk's logits and, with cu_seqlens_q, 8 bytes a token, or None;
         indexer_topk_workspace_size says how much. With it and with memory for all its results a call of Hopper's
         kernels allocates nothing but 4 bytes a token for counts, if it does not return them.
-      implementation: "cute" (the kernels), "reference" (torch operations), or None: on Hopper the kernels if they can
-        run, else torch operations.
+      implementation: "cute" (the kernels; torch operations compute logits that no kernel takes), "reference" (torch
+        operations), or None: on Hopper as "cute" if the kernel of the top-k can run, else torch operations.
 
     Returns:
       int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 after the
@@ -193,17 +185,13 @@ def _select(call: Call, memory: Memory) -> Results:
     spec = tensors.describe_call(indexer_topk_spec, **given, **options)
     device = call.q.device
 
-    on_blackwell = loaded_kernels.kernel_for(device, INDEXER_LOGITS, INDEXER_LOGITS_SM100) is INDEXER_LOGITS_SM100
-
     def why_not() -> list[str]:
-        found = _blackwell_reasons(spec, device) if on_blackwell else indexer_topk_reasons(spec)
-        found += loaded_kernels.layout_reasons(given)
+        found = selection_reasons(spec) + loaded_kernels.layout_reasons(given)
         if call.return_scores and operators.asks_for_derivative(*given.values()):
             found.append("a derivative is asked for; the kernels have none")
         return found
 
-    kernel = INDEXER_LOGITS_SM100 if on_blackwell else INDEXER_LOGITS
-    by_kernels = loaded_kernels.is_chosen(kernel, call.implementation, device, why_not, op="indexer_topk")
+    by_kernels = loaded_kernels.is_chosen(SELECT_TOPK, call.implementation, device, why_not, op="indexer_topk")
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
     shapes = ((tokens, spec.topk.width), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)
@@ -218,36 +206,31 @@ def _select(call: Call, memory: Memory) -> Results:
         return tuple(x if to is None else to.copy_(x) for x, to in zip(found, memory[:3], strict=True))  # type: ignore[return-value]
     results = _results(call, memory)
     tensors.mark_written(*places.values())
-    if on_blackwell:
-        _launch_on_blackwell(spec, call, results)
+    index = devices.index_of(device)
+    plan = chunks_of(spec, devices.num_sms(index), arch=devices.arch(index))
+    if isinstance(plan.logits, LogitsConfig):
+        _launch(spec, plan, call, results, memory.workspace)
     else:
-        _launch(spec, call, results, memory.workspace)
+        _launch_topk(spec, plan, call, results)
     return results
 
 
-def _blackwell_reasons(spec: IndexerTopkSpec, device: torch.device) -> list[str]:
-    """Why the kernels for Blackwell cannot run this call; empty if they can."""
-    if found := selection_reasons(spec):
-        return found
-    rows = logits_of_rows(spec, chunk_rows(spec.logits.num_tokens, max(spec.num_columns, 1)))
-    config = logits_config.logits_config(rows)
-    return INDEXER_LOGITS_SM100.reasons(rows) or loaded_kernels.why_not_made(INDEXER_LOGITS_SM100, config, device)
-
-
-def _launch_on_blackwell(spec: IndexerTopkSpec, call: Call, results: Results) -> None:
-    """Compute each chunk's logits, in new memory, and their top-k."""
-    device, given, num_tokens = call.q.device, call.tensors, spec.logits.num_tokens
-    index = devices.index_of(device)
-    plan = chunks_of(spec, devices.num_sms(index), arch=devices.arch(index))
+@torch.no_grad()
+def _launch_topk(spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results) -> None:
+    """Compute each chunk's logits, in new memory, by FlashInfer's kernel or by torch operations, and their top-k."""
+    device, num_tokens = call.q.device, spec.logits.num_tokens
     seen, request = call.seq_lens, None
     if call.cu_seqlens_q is not None:
         request, seen = reference.seen_keys(seen, call.cu_seqlens_q, num_tokens)
     for first in plan.starts(num_tokens):
         chunk = slice(first, first + plan.rows)
         tables = call.block_tables[chunk if request is None else request[chunk]]
-        of_rows = {name: given[name][chunk] for name in ("q", "weights")}
-        of_rows |= {"k_cache": call.k_cache, "block_tables": tables, "seq_lens": seen[chunk]}
-        logits = blackwell.indexer_logits(logits_of_rows(spec, plan.rows), of_rows)
+        q, weights, of_rows = call.q[chunk], call.weights[chunk], logits_of_rows(spec, plan.rows)
+        if plan.logits is None:
+            logits = reference.indexer_logits(of_rows, q, weights, call.k_cache, tables, seen[chunk], None)
+        else:
+            arrays = {"q": q, "weights": weights, "k_cache": call.k_cache}
+            logits = blackwell.indexer_logits(of_rows, arrays | {"block_tables": tables, "seq_lens": seen[chunk]})
         requests = {} if request is None else {"row_requests": request[chunk]}
         of_call = {"block_tables": tables if request is None else call.block_tables} | requests
         of_topk = {"logits": logits, "seq_lens": seen[chunk]} | (of_call if spec.return_slots else {})
@@ -288,9 +271,9 @@ def _scratch(
     return Scratch(logits, *(buffer[size:].view(torch.int32).chunk(2) if of_rows else ()))
 
 
-def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Workspace | None) -> None:
+def _launch(spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results, workspace: Workspace | None) -> None:
     index = devices.index_of(call.q.device)
-    plan, stream = chunks_of(spec, devices.num_sms(index)), devices.current_stream(index)
+    stream = devices.current_stream(index)
     scratch = _scratch(spec, plan, call.q.device, stream, workspace)
     with devices.made_current(index):
         for of_logits, of_topk in _chunks(spec, plan, call, scratch, results):

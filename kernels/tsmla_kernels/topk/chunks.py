@@ -1,6 +1,9 @@
 """indexer_topk: the kernels of indexer_logits and select_topk, launched in turn on chunks of query rows. Imports no
 cutlass.
 
+The top-k's kernel selects from any float32 logits. So where the GPU has no kernel of the logits, or it doesn't take the
+call, the front end's own operations compute a chunk's logits for it.
+
 The logits of a chunk are in a workspace whose size does not grow with the query tokens. DESIGN.md of the logits' kernel
 says why the chunks are as large as they are.
 """
@@ -10,7 +13,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
+from tsmla_kernels import launch
+from tsmla_kernels.kernel import written_for
 from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_config, logits_reasons
+from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
+from tsmla_kernels.sm100 import logits_config as sm100
+from tsmla_kernels.sm100.record import INDEXER_LOGITS_SM100
 from tsmla_kernels.topk.config import TopkConfig, topk_config, topk_reasons
 
 if TYPE_CHECKING:
@@ -31,11 +39,10 @@ both int32."""
 
 class Chunks(NamedTuple):
     """How a call is launched: the number of query rows of a chunk, and each kernel's configuration for all chunks. The
-    last chunk ends at the last row. logits is None if the GPU is no Hopper, or Hopper's kernel of the logits does not
-    take the call."""
+    last chunk ends at the last row. logits is None where `no_logits_kernel` has reasons."""
 
     rows: int
-    logits: LogitsConfig | None
+    logits: LogitsConfig | sm100.LogitsConfig | None
     topk: TopkConfig
 
     def starts(self, num_tokens: int) -> list[int]:
@@ -67,6 +74,16 @@ def indexer_topk_reasons(spec: IndexerTopkSpec) -> list[str]:
     return logits_reasons(spec.logits) + selection_reasons(spec)
 
 
+def no_logits_kernel(spec: IndexerTopkSpec, arch: str) -> list[str]:
+    """Why a GPU of `arch` has no kernel for the logits of this call, which the top-k kernel can run; empty if it has
+    one."""
+    kernel = written_for(arch, INDEXER_LOGITS, INDEXER_LOGITS_SM100)
+    if kernel is INDEXER_LOGITS:
+        return kernel.arch_reasons(arch) or kernel.reasons(spec.logits)
+    rows = logits_of_rows(spec, chunk_rows(spec.logits.num_tokens, max(spec.num_columns, 1)))
+    return kernel.reasons(rows) or launch.why_not_made(kernel, sm100.logits_config(rows), arch)
+
+
 def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     """Why the top-k kernel cannot select from chunks of this call's logits; empty if it can."""
     reasons = topk_reasons(spec.topk)
@@ -82,8 +99,10 @@ def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None =
     page_size = spec.logits.cache.page_size if spec.return_slots else 0
     topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows, page_size=page_size))
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
-    if arch != HOPPER or logits_reasons(spec.logits):
+    if no_logits_kernel(spec, arch):
         return Chunks(rows, None, topk)
+    if arch in sm100.ARCHS:
+        return Chunks(rows, sm100.logits_config(logits_of_rows(spec, rows), num_sms), topk)
     # logits_config gets the spec of the whole call, because it groups query tokens by the mean number of tokens per
     # request there. In one chunk most requests may have no tokens.
     topk = dataclasses.replace(topk, follows=True)

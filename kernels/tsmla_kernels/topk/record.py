@@ -4,9 +4,8 @@ behind the indexer's logits."""
 from __future__ import annotations
 
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
-from tsmla_kernels.kernel import V32_MODEL, Chain, Kernel, Operand
+from tsmla_kernels.kernel import V32_MODEL, Chain, Config, Kernel, Operand
 from tsmla_kernels.options import indexer_topk_spec, topk_spec
-from tsmla_kernels.sm90.logits.config import LogitsConfig
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.topk.chunks import chunks_of, indexer_topk_reasons
 from tsmla_kernels.topk.config import ARCHS, TopkConfig, topk_config, topk_reasons
@@ -49,8 +48,9 @@ SELECT_TOPK = Kernel(
 )
 
 
-def _configs_of_chunks(spec: IndexerTopkSpec) -> tuple[LogitsConfig | None, TopkConfig]:
+def _configs_of_chunks(spec: IndexerTopkSpec) -> tuple[Config, Config]:
     plan = chunks_of(spec)
+    assert plan.logits is not None  # indexer_topk_reasons says where it is
     return plan.logits, plan.topk
 
 

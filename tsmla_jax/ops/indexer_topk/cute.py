@@ -1,5 +1,5 @@
 """indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows.
-Logits that no kernel computes (of keys that are not e4m3) are computed as in xla.py, a chunk at a time.
+Logits that no kernel computes (topk.chunks says which) are computed as in xla.py, a chunk at a time.
 
 If each token has its own row of the block table, tokens are partitioned, and vmap's axis is folded into them.
 """
@@ -23,8 +23,9 @@ from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.selected.blocks import over_token_blocks
-from tsmla_kernels.catalog import INDEXER_LOGITS, INDEXER_LOGITS_SM100, SELECT_TOPK
+from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
+from tsmla_kernels.sm90.logits.config import LogitsConfig
 from tsmla_kernels.topk import chunks
 
 
@@ -42,7 +43,8 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     count, size = len(plan.starts(tokens)), chunks.workspace_bytes(plan.rows, spec.num_columns) / 2**20
     times = f"; {count} times, by chunks of rows" if count > 1 else ""
     found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
-    if reasons := logits_cute.why_not(spec.logits):
+    arch = device.target_arch() or chunks.HOPPER
+    if reasons := chunks.no_logits_kernel(spec, arch):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
     return [*found, *logits_cute.notes(spec.logits)]
 
@@ -123,14 +125,8 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
     where: tuple[jax.Array, ...] = block_tables, seq_lens
     if cu_seqlens_q is not None:
         where = (jnp.arange(tokens, dtype=jnp.int32),) if several else ()
-        where += rows_of(spec, seq_lens, cu_seqlens_q)[::-1] if plan.logits is None else ()
+        where += () if isinstance(plan.logits, LogitsConfig) else rows_of(spec, seq_lens, cu_seqlens_q)[::-1]
     whole = jax.eval_shape(lambda: nothing_selected(spec))
-
-    def logits_elsewhere(*operands: Any) -> jax.Array:
-        """The logits of a chunk, if Hopper's kernel doesn't compute them."""
-        if arch not in INDEXER_LOGITS_SM100.archs or INDEXER_LOGITS_SM100.reasons(of_rows):
-            return logits_xla.indexer_logits(*operands, spec=of_rows)
-        return logits_blackwell.on_one_device(*operands, spec=of_rows, arch=arch, num_sms=num_sms)
 
     def chunk(q: jax.Array, weights: jax.Array, *where: jax.Array) -> Any:
         tables = block_tables
@@ -144,7 +140,9 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
             requests = of_chunk(seq_lens, cu_seqlens_q, row[0], plan.rows)
         operands = (q, weights, given["k_cache"], tables, *requests)
         if plan.logits is None:
-            logits = logits_elsewhere(*operands)
+            logits = logits_xla.indexer_logits(*operands, spec=of_rows)
+        elif not isinstance(plan.logits, LogitsConfig):
+            logits = logits_blackwell.on_one_device(*operands, spec=of_rows, arch=arch, num_sms=num_sms)
         else:
             by_products = ((plan.rows,), (plan.rows,)) if plan.logits.writes_rows else ()
             shapes = ((plan.rows, spec.num_columns), *by_products)
