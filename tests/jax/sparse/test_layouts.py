@@ -245,6 +245,10 @@ def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> N
             r"kv_scale: got an array of shape \[512\]",
         ),
         (lambda: write_v4(jnp.zeros((1, 4, 656), jnp.uint8)), "kv: got shape|656 bytes"),
+        (
+            lambda: sparse.write_v4_cache(jnp.zeros((1, 4, 8)), jnp.zeros((1, 1, 8)), ints([0])),
+            r"^kv: got shape \[1, 1, 8\] of rank 3; legal: \[T, D\]",
+        ),
         (lambda: write_v4(jnp.zeros((1, 4, 512), jnp.int8)), "kv_cache: got dtype int8"),
         (lambda: write_v4(jnp.zeros((0, 4, 512), jnp.bfloat16)), "kv_cache: got shape.*at least 1"),
         (

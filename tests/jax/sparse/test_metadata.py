@@ -39,8 +39,8 @@ def test_ragged_equals_a_loop(requests: list[tuple[int, int]], padding: int) -> 
     assert got.block_tables.tolist() == [table for _, table in want]
 
 
-@pytest.mark.parametrize("each", [1, 3])
-def test_uniform_clamps_and_equals_ragged(each: int) -> None:
+@pytest.mark.parametrize("each", [1, 3, np.int64(2)])
+def test_uniform_clamps_and_equals_ragged(each: int | np.integer) -> None:
     seq_lens, tables = [0, 1, 2, 7], [[r, r + 1] for r in range(4)]
     got = sparse.expand_decode_metadata(ints(seq_lens), ints(tables), each, total_tokens=4 * each + 2)
     want = oracle.metadata(seq_lens, tables, [each] * 4, 4 * each + 2)

@@ -137,6 +137,7 @@ def write_v4_cache(
     """
     spec = cache_spec("kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span)
     described = _describe_wide("kv", kv, spec.head_dim)
+    rules.check_rank("kv", described, "T D")
     if spec.layout == "v32":
         raise ValueError("kv_cache: got V3.2 rows of 656 bytes; write them with write_packed_kv_cache")
     if kv_scale is not None and spec.dtype != "float8_e4m3fn":
@@ -179,8 +180,7 @@ def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> 
     """Slots, with the skipped ones moved past the end, where a scatter with mode "drop" ignores them (-1 would wrap
     round).
     """
-    rules.check_rank("rows to write", rows, "T D")
-    describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
+    describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, kv's rows"))
     slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec)
     return kept_slots(slots, spec)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe, describe_ints
@@ -71,7 +72,7 @@ def expand_decode_metadata(
     num_requests, num_pages = describe_ints("block_tables", block_tables, "B M", requests).shape
     total_tokens = contract.static_int("total_tokens", total_tokens)
     seq_lens, block_tables = jnp.asarray(seq_lens), jnp.asarray(block_tables)
-    if isinstance(decode_lens, int):
+    if isinstance(decode_lens, int | np.integer):
         each = contract.static_int("decode_lens", decode_lens)
         if each * num_requests > total_tokens:
             raise ValueError(
