@@ -49,7 +49,7 @@ def compress_write_kv_cache(
 
     Args:
       cache: of compressed entries: uint8 [P, page_bytes] (V4 pages, C 512), uint8 [P, Z, C + 4] (the indexer's packed
-        keys), or plain [P, Z, C] of float16, bfloat16, float32 or float8_e4m3fn.
+        keys), or plain [P, Z, C] of floats or float8_e4m3fn.
       kv_score, ape, state, state_slots, seq_lens, cu_seqlens_q, ratio, overlap: as in compress_kv.
       norm_weight: [C] floats.
       cos_sin: [N, R] float32 of rope_table; the last R channels are rotated, pairs 2i and 2i + 1.
