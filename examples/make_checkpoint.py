@@ -6,7 +6,7 @@
 It has config.json, sharded safetensors with their index, a byte-level tokenizer.json, tokenizer_config.json,
 generation_config.json; and prompts.txt, something to say to it. The attention has DeepSeek's own head dimensions (128 +
 64 and 128 over a latent of 512, or V4's 512), its indexers and compressors, and the experts their model's routing; the
-rest is small enough for a laptop. It needs numpy and ml_dtypes alone, which jax brings.
+rest is small enough for a laptop. It needs only numpy and ml_dtypes, which jax brings.
 
 The model knows nothing. In its output projection all rows but those of whole words are 0 (with --tied: small), so that
 its output can at least be read. --fp8 isn't for v4.
@@ -257,8 +257,8 @@ def weights(config: dict, words: list[int], seed: int) -> Tensors:
 
 
 def v3_weights(config: dict, words: list[int], source: Source) -> Tensors:
-    """V3's, under the names Hugging Face has for them. V2-Lite's queries have no low rank, and its router has no bias;
-    V3.2 adds an indexer to every layer."""
+    """The tensors of V2-Lite, V3 and V3.2, under the names Hugging Face has for them. V2-Lite's queries have no low
+    rank, and its router has no bias; V3.2 has an indexer in every layer."""
     linear, norm = source.linear, source.norm
 
     def mlp(prefix: str, width: int) -> Tensors:
@@ -308,7 +308,7 @@ def v3_weights(config: dict, words: list[int], source: Source) -> Tensors:
 
 
 def v4_weights(config: dict, words: list[int], source: Source) -> Tensors:
-    """V4's, under the names DeepSeek's own checkpoints have for them."""
+    """The tensors of V4, under the names DeepSeek's own checkpoints have for them."""
     linear, norm, small = source.linear, source.norm, source.small
     hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     q_lora, groups, o_lora = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
@@ -381,8 +381,8 @@ def quantize_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stored(tensors: Tensors, dtype: str, fp8: bool) -> Tensors:
-    """The tensors in the dtypes a checkpoint stores: tables as they are, routers' biases and what V4 computes in f32 in
-    f32, projections in e4m3 if wanted."""
+    """The tensors in the dtypes that a checkpoint stores: tables as they are, f32 for routers' biases and for what V4
+    computes with in f32, e4m3 for projections if `fp8`, and `dtype` for all others."""
     f32 = ("e_score_correction_bias", "gate.bias", "attn_sink", ".ape", "_fn", "_base", "_scale")
     for name, value in tensors:
         if name.endswith(f32) or value.dtype == np.int64:
@@ -453,7 +453,7 @@ def make_checkpoint(
       dtype: "bfloat16" or "float32".
       fp8: store the projections as e4m3 with one scale per 128 x 128 block; not for v4.
       tied: no lm_head; the embedding is the output projection.
-      seed: of all random weights.
+      seed: the seed of all random weights.
     """
     if fp8 and model == "v4":
         raise ValueError("fp8 = True; legal for v4: False (its checkpoints have formats of their own)")

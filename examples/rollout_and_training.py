@@ -10,7 +10,7 @@ A rollout decodes texts token by token over a paged latent cache, in the absorbe
 ways are compared:
 
   whole      all tokens at once in the expanded form, as trainers do; for V3.2 with an indexer in the weights' dtype
-  replayed   V3.2 alone: the same, with the keys that the rollout chose
+  replayed   only V3.2: the same, with the keys that the rollout chose
   repeated   by rows: the rollout's own steps again, each text in its row
   exact      by rows: the rollout's own step, on as many rows at a time as it had, in another order (text after text)
   at once    with --batch_invariant: the rollout's own step, on all rows at once
@@ -217,9 +217,14 @@ def new_caches(model: Model, texts: Texts, dtype: Any) -> list[Any]:
 
 
 class Rollout(NamedTuple):
-    """The results of a rollout: the tokens [B, P + N]; of the new ones but the last the log-probability of the token
-    that follows [B, N - 1], and the inputs of each layer [layers, B, N - 1, E]; the caches; each layer's choice of
-    V3.2."""
+    """The results of a rollout.
+
+    tokens: [B, P + N].
+    log_probs: [B, N - 1], for each new token except the last the log-probability of the token that follows it.
+    inputs: [layers, B, N - 1, E], the inputs of each layer at the same tokens.
+    caches: each layer's.
+    selected: the keys that each layer of V3.2 chose, None for other models.
+    """
 
     tokens: jax.Array
     log_probs: jax.Array
@@ -363,8 +368,8 @@ def recompute_whole(model: Model, texts: Texts, params: Params, tokens: jax.Arra
 
 
 def in_place(texts: Texts) -> np.ndarray:
-    """The rollout's own batches [N - 1, B]: row b of each is a token of text b. The numbers count the new tokens but
-    each text's last, text after text."""
+    """The rollout's own batches [N - 1, B]: row b of each is a token of text b. The numbers count the new tokens, text
+    after text, without each text's last one."""
     return np.arange(texts.count * (texts.new - 1)).reshape(texts.count, -1).T
 
 

@@ -116,7 +116,7 @@ class Engine:
         self.x.copy_(next_input(self.layer.output(attended[ends - 1])))
 
     def step(self) -> None:
-        """One token of every request: reads and writes the engine's own tensors alone."""
+        """One token of every request. It reads and writes only the engine's own tensors."""
         positions = self.seq_lens.long()
         self.write(self.x, torch.arange(len(positions), device=positions.device), positions)
         self.seq_lens += 1
@@ -134,7 +134,8 @@ class Engine:
 
 
 def captured(engine: Engine) -> torch.cuda.CUDAGraph:
-    """A graph of one step. A step runs before, for what must not happen in a capture, and is undone."""
+    """A graph of one step. A step runs before the capture, in which nothing may be compiled, and what it changed is
+    restored."""
     state = [tensor.clone() for tensor in (engine.x, engine.seq_lens, engine.kv_cache)]
     engine.step()
     graph = torch.cuda.CUDAGraph()

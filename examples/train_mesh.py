@@ -3,7 +3,7 @@
     JAX_NUM_CPU_DEVICES=4 python examples/train_mesh.py --fsdp 2 --context 2
 
 The mesh has two axes. Devices along "fsdp" have texts of their own. Devices along "context" share the texts: each has a
-part of the tokens, and MLA exchanges the latents alone, 576 numbers a token for all heads of DeepSeek, from which each
+part of the tokens, and MLA exchanges only the latents, 576 numbers a token for all heads of DeepSeek, from which each
 device expands its keys and values. Each device of the mesh holds a part of every parameter and of the optimizer's
 state, where an axis can be split evenly. It gathers a parameter where it is used, and the gradient is summed and split
 again by the same collective, transposed.
@@ -80,7 +80,8 @@ def make_mesh(fsdp: int, context: int) -> Mesh:
 
 
 def split_axis(shape: tuple[int, ...], parts: int) -> int | None:
-    """The first axis that `parts` devices can split, None if there is none: such a parameter is whole on each."""
+    """The first axis that `parts` devices can split evenly; None if there is none: each device then has the whole
+    parameter."""
     return next((axis for axis, size in enumerate(shape) if size % parts == 0), None)
 
 

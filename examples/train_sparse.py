@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens [T] of packed texts, and where each text starts [B + 1]. Rows after the last text belong to none."""
+    """Tokens [T] of packed texts, and where each text starts [B + 1]. Tokens after the last text belong to none."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         lens = rng.integers(PATTERN + 1, TOKENS // TEXTS, TEXTS)

@@ -71,7 +71,7 @@ class Transformer(nnx.Module):
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens [T] of packed requests, and where each request starts [B + 1]. Rows after the last request belong to
+    """Tokens [T] of packed requests, and where each request starts [B + 1]. Tokens after the last request belong to
     none."""
     rng = np.random.default_rng(0)
     for _ in range(steps):

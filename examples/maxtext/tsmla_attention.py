@@ -50,8 +50,8 @@ def attend(
             indexer_mask it isn't used.
         mesh, spec: how [batch, length, heads, columns] is split over devices: rows and heads may be.
         rope_dim: static, how many of key's last columns all heads share, as MaxText's MLA makes them. These are then
-            read once, and key's other columns beside value, as MLA's wkv_b writes them: XLA sees through MLA's split
-            and concatenation and mine, and leaves out both.
+            read once, and key's other columns beside value, as MLA's wkv_b writes them: XLA sees that MLA's split and
+            concatenation and those of this function cancel, and leaves out both.
         sinks: [heads], of `tsmla_jax.mla_prefill`.
         indexer_mask: [batch, length, length], 0 for the keys that V3.2's indexer chose for a token, negative for the
             others. It becomes bits, and takes the place of the ragged offsets.
@@ -122,8 +122,8 @@ def attend_in(
 ) -> jax.Array:
     """`attend` with what MaxText's AttentionOp `op` knows: its mesh, its rules of sharding and its config.
 
-    sinks, indexer_mask: of `attend`. record_max_logits: keep the greatest logits in op.max_logits, as QK-clip reads
-    them. others: the further arguments of `AttentionOp.apply_attention`.
+    sinks, indexer_mask: as in `attend`. record_max_logits: whether to keep the greatest logits in op.max_logits, where
+    QK-clip reads them. others: the further arguments of `AttentionOp.apply_attention`.
 
     Raises:
         ValueError: the config or an argument asks for something else than causal attention of whole sequences.

@@ -1,7 +1,7 @@
 """Weights that are drawn on the GPU, in place of a checkpoint's, the same ones for every backend of an engine.
 
 Matrices have the variance of 1 / (their inputs), norms are 1 and biases 0, as in random_checkpoint.py; e4m3 weights get
-the scales for that. A parameter's numbers follow from its name.
+scales that give them this variance. A parameter's numbers follow from its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def draw_all(model: torch.nn.Module) -> None:
 
 
 def draw(name: str, parameter: Tensor, model: torch.nn.Module) -> None:
-    """Fill a parameter. The scales of caches, which vLLM fills by itself, keep what they have."""
+    """Fill a parameter. The scales of caches, which vLLM fills by itself, keep their values."""
     owner, _, own = name.rpartition(".")
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
     if "weight_scale" in own:

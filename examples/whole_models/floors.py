@@ -21,10 +21,10 @@ def _bytes(tree: Any) -> int:
 
 
 def decode_bytes(config: ModelConfig, narrow: bool, batch: int, context: int, mesh: MeshShape) -> float:
-    """Bytes that a device must read in a decode step of `batch` texts of `context` tokens: weights once, of its experts
-    those that the texts can be expected to choose if all are alike, and the caches.
+    """Bytes that a device must read in a decode step of `batch` texts of `context` tokens: the caches, and once each
+    weight; among its experts only as many as the texts can be expected to choose if all experts are equally likely.
 
-    narrow: of `random_model.shapes`."""
+    narrow: as in `random_model.shapes`."""
     moe = config.moe
     assert moe is not None
     params = shapes(config, narrow)
@@ -42,8 +42,8 @@ def decode_bytes(config: ModelConfig, narrow: bool, batch: int, context: int, me
 
 
 def _cache_bytes_read(attention: LayerAttention, context: int) -> float:
-    """Bytes of a layer's caches for a text of `context` tokens: all latents, in 16 bits; or, packed as they are by
-    default, the indexer's keys, if there are any, and the rows that a token attends to."""
+    """Bytes of a layer's caches that a step reads for a text of `context` tokens: all latents, in 16 bits; in models
+    whose caches are packed by default, the indexer's keys, if there are any, and the rows that a token attends to."""
     if isinstance(attention, MLAConfig):
         return context * attention.cache_dim * 2
     if isinstance(attention, V32Config):
@@ -57,8 +57,8 @@ def _cache_bytes_read(attention: LayerAttention, context: int) -> float:
 
 
 def _products_with_keys(attention: LayerAttention, length: int) -> float:
-    """Terms of the products of a token with keys in a layer, on average over a prompt of `length` tokens; those of the
-    indexer, in fp8, count half."""
+    """How many terms a layer's products of a token with keys have, on average over a prompt of `length` tokens. The
+    indexer's terms, which are in fp8, count half."""
     seen = length / 2
     if isinstance(attention, MLAConfig):
         return attention.num_attention_heads * (attention.qk_head_dim + attention.v_head_dim) * seen

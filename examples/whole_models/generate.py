@@ -10,10 +10,10 @@ weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in the matrices 
 batch size, "prefill", or "prompt" and a number of tokens (v2-lite,bf16,prompt131072). Weights are made on the device;
 texts are random ids, so that tokens choose their experts nearly evenly. A decode row is the median step of 64, of B
 texts of --context tokens over caches of noise; a prefill row is prompts of --context tokens, a chunk at a time; a
-prompt row is the whole prefill of one text. floor_us is the time of the bytes that a step must read (weights once, of
-the experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a
-prefill. compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with
---compilation_cache, whose folder a run with --compile_only fills.
+prompt row is the whole prefill of one text. floor_us is the time of the bytes that a decode step must read (the caches,
+and once each weight, of the experts only as many as B tokens can be expected to choose if all are equally likely), or
+of the products of a prefill. compile_s is how long it takes to compile the decode step, tracing included; warm_s is the
+same with --compilation_cache, whose folder a run with --compile_only fills.
 
 With --checkpoints weights are those of a checkpoint in that folder, which is written there from a seed unless it is
 there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are prefilled, so that their tokens mean
@@ -22,11 +22,11 @@ which reads the same checkpoints and has the same prompts.
 
 --fp8_products quantized --fp8_products exact measures both products with fp8 weights, in turn and of the same weights.
 
---layers makes a slice that fits one GPU's memory, where a mesh is to be compared with one. On a mesh a batch is that
-of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one device: the bytes that it must
-read, or its share of the products; collectives have none. Rows on one device beside those of a mesh are what a second
-run without the three flags records: of as many texts for split experts or keys, of a copy's texts for several copies.
-With XLA's flag for collectives in CUDA graphs set (docs/guides/several-gpus.md), rows of a mesh say so.
+--layers makes a slice that fits one GPU's memory, where a mesh is to be compared with one GPU. On a mesh a batch is
+that of all replicas, a prefill step has a chunk for each of them, and floor_us is the floor of one device: the bytes
+that it must read, or its share of the products, without collectives. A second run without the three flags makes the
+rows of one device to compare with: with as many texts for split experts or keys, with one copy's texts for several
+copies. If XLA's flag for collectives in CUDA graphs is set (docs/guides/several-gpus.md), rows of a mesh say so.
 """
 
 from __future__ import annotations
@@ -155,19 +155,19 @@ def prefill_floor(config: ModelConfig, tokens: int, length: int) -> float:
 
 
 def prompts_of_prefill() -> int:
-    """The prompts of the first prefill, for all replicas: 32 each of up to 512 tokens, fewer of longer ones. The
-    prefill that is timed has twice as many."""
+    """How many prompts the first prefill has, on all replicas: 32 for each if prompts have up to 512 tokens, fewer if
+    they are longer. The prefill that is timed has twice as many."""
     return min(32, max(4, 16384 // CONTEXT.value)) * mesh_shape().replicas
 
 
 def admit_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
-    """Texts of --context tokens, to be prefilled."""
+    """Admit texts of --context tokens, to be prefilled."""
     for text, prompt in enumerate(prompts(config.vocab_size, batch, CONTEXT.value)):
         assert engine.admit(text, prompt, limit)
 
 
 def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
-    """Texts as if their prompts of --context tokens had been prefilled, over caches of noise."""
+    """Admit texts as if their prompts of --context tokens had been prefilled, over caches of noise."""
     admit_texts(engine, config, batch, limit)
     session = engine._opened()
     for replica in session.replicas:

@@ -131,10 +131,10 @@ def mixed_requests(vocab_size: int, count: int) -> tuple[list[list[int]], list[i
 def serving_row(
     model: tuple[str, str], count: int, seconds: Callable[[list[list[int]], list[int]], float]
 ) -> dict[str, Any]:
-    """The row of `count` mixed requests, of which the first FIRST_SERVED are not timed.
+    """The row of `count` mixed requests; the first FIRST_SERVED are not timed.
 
     Args:
-      seconds: what an engine takes for prompts and as many tokens for each as it says.
+      seconds: the seconds that an engine takes, from the prompts and the number of tokens to generate for each.
     """
     given, counts = mixed_requests(MODELS[model]["vocab_size"], count)
     seconds(given[:FIRST_SERVED], counts[:FIRST_SERVED])
@@ -165,7 +165,7 @@ def prompt_rate(
     large to measure them.
 
     Args:
-      seconds: what an engine takes for prompts and so many tokens of each.
+      seconds: the seconds that an engine takes, from the prompts and the number of tokens to generate for all of them.
     """
     batch, context = point
     if batch * context > MOST_RATED_TOKENS:
@@ -183,7 +183,8 @@ def prefill_rows(model: tuple[str, str], rates: Mapping[int, float]) -> Iterator
 
 
 def equal_share(row: dict[str, Any]) -> float | None:
-    """The share of a row's tokens that are those of --compare's row of the same step and texts; None without one."""
+    """The share of a row's tokens that are equal in --compare's row of the same step and texts; None without such a
+    row."""
     if not COMPARE.value:
         return None
     for other in json.loads(Path(COMPARE.value).read_text()):

@@ -58,7 +58,7 @@ def tensor_shapes(fields: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def write_checkpoint(directory: Path, fields: dict[str, Any]) -> None:
-    """Writes config.json and shards of random tensors: of SEED, drawn on jax's device, the same on every one.
+    """Writes config.json and shards of random tensors, drawn from SEED on jax's device; every device draws the same.
 
     Matrices have the variance of 1 / (their inputs), norms are 1 and biases 0. With a quantization_config projections
     are e4m3, with scales for blocks of 128 x 128 that give them the same variance.
@@ -81,7 +81,7 @@ def _is_projection(name: str) -> bool:
 
 
 def _draw(index: int, name: str, shape: Shape, narrow: bool) -> dict[str, Any]:
-    """A tensor and, of e4m3, its scales, by their names."""
+    """A tensor and, if it is in e4m3, its scales, by their names."""
     if len(shape) == 1:
         is_bias = name.endswith("_bias")
         return {name: np.full(shape, 0 if is_bias else 1, np.float32 if is_bias else jnp.bfloat16)}

@@ -25,7 +25,7 @@ from tsmla_jax.nn.v4 import V4Config
 def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]:
     """The parameters' shapes and dtypes, as `load_model` would return them on a mesh of `shards` shards of experts.
 
-    narrow: matrices are in e4m3 where `load_model` leaves those of an fp8 checkpoint so.
+    narrow: whether those matrices are in e4m3 that `load_model` leaves so in an fp8 checkpoint.
     """
     moe, hidden, streams = config.moe, config.hidden_size, config.streams
     assert moe is not None
@@ -49,7 +49,7 @@ def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]
                 mlp["correction_bias"] = _wide(moe.num_experts, dtype=jnp.float32)
         else:
             width = config.intermediate_size
-            # Where a block of scales would have rows of gate and of up, `load_model` widens them.
+            # `load_model` widens gate and up if a block of scales would have rows of both.
             keep = narrow and width % BLOCK == 0
             mlp = {"gate_up": _matrix(keep, 2 * width, hidden), "down": _matrix(keep, hidden, width)}
         attention = _attention_shapes(config.layer(index).attention, narrow)
@@ -100,8 +100,8 @@ def _stack(narrow: bool, shards: int, *shape: int) -> Any:
 
 
 def random_params(config: ModelConfig, params: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    """Parameters of these shapes: norms and scales are 1, other vectors 0, a table's experts all in turn, and block
-    scales bring e4m3 to the variance of the other matrices."""
+    """Parameters of these shapes: norms and scales are 1 and other vectors 0, a table of experts names all experts in
+    turn, and block scales give e4m3 weights the variance of the other matrices."""
     seeds: Iterator[int] = iter(range(1, 1 << 20))
 
     def make(path: Any, leaf: Any, spec: Any) -> Any:

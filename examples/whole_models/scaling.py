@@ -21,7 +21,8 @@ class Link:
     """The cost of an exchange between GPUs: a time for each exchange, and one for each byte that a GPU receives.
 
     Attributes:
-      latency: microseconds. rate: bytes a microsecond.
+      latency: microseconds of an exchange of no bytes.
+      rate: bytes a microsecond.
     """
 
     latency: float
@@ -56,8 +57,8 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Attention(NamedTuple):
-    """A row of `context_parallel.json`: texts, heads, keys of a text, columns that the heads' values are projected to,
-    0 for none, and the GPUs that share the keys."""
+    """A row of `context_parallel.json`: texts, heads, keys of a text, columns that the heads' results are projected to
+    (0 for no projection), and the GPUs that share the keys."""
 
     texts: int
     heads: int
@@ -94,7 +95,8 @@ def per_floor(times: Times, heads: int, values: int) -> float:
 
 
 def of_part(times: Times, at: Attention) -> float:
-    """The attention to the keys of one of `at.gpus` GPUs: one GPU's time, less that of the others' keys."""
+    """Microseconds of the attention to the keys of one of `at.gpus` GPUs: the time on a single GPU, less that of the
+    other GPUs' keys."""
     us, floor = times[at._replace(gpus=1)]
     return us - per_floor(times, at.heads, at.values) * floor * (1 - 1 / at.gpus)
 
@@ -107,7 +109,7 @@ def attention_link(times: Times) -> Link:
 
 
 def attention(times: Times, link: Link, at: Attention) -> float:
-    """The attention of keys that `at.gpus` GPUs share."""
+    """Microseconds of the attention to keys that `at.gpus` GPUs share."""
     return of_part(times, at) + link.exchange((at.gpus - 1) * at.partial_bytes)
 
 
@@ -118,8 +120,11 @@ class Step(NamedTuple):
     """A decode step of split experts.
 
     Attributes:
-      floor: microseconds that the bytes take which a GPU must read. texts: of a GPU. width: of the activations.
-      layers: with experts. gpus: that share them.
+      floor: microseconds that a GPU takes for the bytes that it must read.
+      texts: the texts of a GPU.
+      width: columns of the activations.
+      layers: how many layers have experts.
+      gpus: how many GPUs share the experts.
     """
 
     floor: float
@@ -129,8 +134,8 @@ class Step(NamedTuple):
     gpus: int
 
     def exchanges(self, wires: Wires) -> float:
-        """The activations of all texts come to each GPU, and the sums of the experts back: two exchanges a layer, of 16
-        bits; one for the output projection, and two of few bytes."""
+        """Microseconds of a step's exchanges. In each layer the activations of all texts go to each GPU, and the sums
+        of the experts back: two exchanges of 16 bits. One more is for the output projection, and two have few bytes."""
         if self.gpus == 1:
             return 0.0
         large = wires.exchange(self.gpus, self.texts * self.width * 2)
@@ -182,8 +187,8 @@ class Prompt:
 def prompt_exchanges(
     link: Link, gpus: int, *, steps: int, layers: int, tokens: int, heads: int, values: int, width: int
 ) -> float:
-    """The exchanges of a prompt in steps of `tokens` tokens: in each layer the partial results of the attention, to the
-    GPU that merges a token's, its projected rows to all, and the same for the experts' sums."""
+    """Microseconds of the exchanges of a prompt in steps of `tokens` tokens. In each layer the partial results of the
+    attention go to the GPU that merges a token's, and its projected rows to all; so do the experts' sums."""
     rows = tokens * (gpus - 1) / gpus
     received = rows * (heads * (2 * values + 4) + 3 * 2 * width)
     return steps * layers * (4 * link.latency + received / link.rate) if gpus > 1 else 0.0

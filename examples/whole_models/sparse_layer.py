@@ -7,9 +7,9 @@ and sparse_mla; both sides begin with the same numbers in buffers of the same la
 Times are the GPU's clock over a chain of steps, of 20 less 8 of them, so that what a chain costs as a whole is not in
 it: ours one jitted function that updates the donated caches, the peers' one CUDA graph of the fastest top-k and
 attention that load, each step on inputs of its own. The GPU is kept busy until a chain has been launched. L2 is not
-flushed. Row "step by the host's clock" is what a step takes a host that waits for each chain: the arguments of a chain,
-7 arrays a step, are in it for jax. `same` is the part of the peers' slots that ours has too: their fp8 logits are
-summed in another order.
+flushed. Row "step by the host's clock" is the time of a step for a host that waits for each chain; for jax it includes
+the passing of a chain's arguments, 7 arrays a step. `same` is the part of the peers' slots that ours has too: their fp8
+logits are summed in another order.
 """
 
 from __future__ import annotations

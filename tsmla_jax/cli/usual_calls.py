@@ -11,7 +11,7 @@ from tsmla_kernels.kernel import is_untested
 @dataclasses.dataclass(frozen=True)
 class UsualCall:
     """A usual call and its explanation: the implementation that runs, None if none can; and for every implementation
-    the reasons why it can't run or isn't chosen by default, none if it may be chosen."""
+    the reasons why it can't run or isn't chosen by default, an empty tuple if it may be chosen."""
 
     op: str
     call: str
@@ -91,11 +91,11 @@ def usual_calls() -> tuple[UsualCall, ...]:
 
 
 def lines_of(call: UsualCall) -> list[str]:
-    """Lines of text: first the usual call and the implementation that runs it, then one for each implementation that
-    can't run it or isn't chosen by default: why.
+    """Lines of text: first the usual call and the implementation that runs it, then a line with the reasons for each
+    implementation that can't run it or isn't chosen by default.
     """
     refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
-    # Nothing else is against these kernels.
+    # Kernels whose only reason is that no such GPU was tested: they run if they are named.
     unproven = [name for name, reasons in call.reasons.items() if reasons and all(map(is_untested, reasons))]
     named = f"; {' or '.join(unproven)} if it is named (untested on such a GPU)" if unproven else ""
     return [f"{call.op}, {call.call}: {call.chosen or 'nothing can run it'}{named}", *refused]

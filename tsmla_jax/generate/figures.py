@@ -22,8 +22,8 @@ class Figures:
       accepted_tokens: drafted tokens that were accepted, without one that ended its text.
       weight_bytes: bytes of all parameters; on a mesh an array counts once, however many devices hold it.
       cache_bytes_per_token: bytes of a token in the caches of all layers.
-      cache_bytes_per_text: what a text takes in all layers whatever its length (V4's window and compressor states), on
-        each of the devices that share the text.
+      cache_bytes_per_text: bytes that a text takes in all layers whatever its length (V4's window and compressor
+        states), on each of the devices that share the text.
       cache_bytes: bytes of the caches on all devices together.
       cache_pages: pages of the caches on all devices together.
       peak_pages: the most pages in use at once on a device, added up over the devices.

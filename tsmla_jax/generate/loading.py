@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
 Tensors are read one at a time, so that the host holds about one layer beside the memory map, or on a mesh one device's
-experts of a layer. Matrices in e4m3 with scales for blocks of 128 x 128 and experts in MXFP4 may stay so.
+experts of a layer. Block-scaled matrices in e4m3 and experts in MXFP4 may stay so.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ class _Reader:
         return MXFP4(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def check_tied(self) -> None:
-        """Raises CheckpointError if the checkpoint has an output projection that differs from the embedding. For models
-        whose config.json ties the two."""
+        """Raises CheckpointError if an output projection that config.json ties to the embedding differs from it."""
         names = [self._stored.get(name, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
         if names[1] not in self._checkpoint:
             return
@@ -207,8 +206,7 @@ class _Reader:
 
 
 def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
-    """The names of a checkpoint's tensors, by the names that loading asks for (saving's `_model_tensors`). An int4
-    weight, which is stored as three tensors, has one name."""
+    """The stored name of each tensor, by the name in saving's `_model_tensors`; one for the three of an int4 weight."""
     if isinstance(config.attention, tuple):
         return stored_names(checkpoint)
     names = set(checkpoint.names())
@@ -259,13 +257,12 @@ def load_model(
         computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128; experts in MXFP4
-        stay so (`MXFP4`), if kernels take their sizes. Experts that share one tensor and all other matrices, such as
-        indexers' and those of V4's attention, are widened. False widens all. None keeps them unless jax's default
-        backend is cpu.
+        stay so (`MXFP4`), if kernels take their sizes. Experts that share one tensor are widened, and all other
+        matrices, such as V4's attention's. False widens all. None keeps them unless jax's default backend is cpu.
       fp8_products: how to multiply by block-scaled matrices. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
-        block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel can run, and
-        elsewhere widens the weights in each product (`BlockScaled`).
+        block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel is chosen, and
+        elsewhere leaves it to other kernels or to XLA to widen the weights.
       mesh: the devices that the parameters go to (`EngineOptions.mesh`). Experts and, if its rows divide, an output
         projection that is not the embedding are split over the devices of each copy of the model; every device has all
         other parameters. A process reads only its part of the experts.

@@ -154,8 +154,8 @@ _LONGCAT_SIZES = {
 
 
 def default_of(model_type: str, name: str, otherwise: Any = None) -> dict[str, Any]:
-    """The keyword `default` for `hf_field`: what an absent field means, from the model type's defaults, or else
-    `otherwise`. The dict is empty if the field has no default.
+    """The keyword argument `default` of `hf_field`, as a dict: the model type's value for an absent field, or else
+    `otherwise`. The dict is empty if that value is None: the field is then required.
     """
     default = DEFAULTS[model_type].get(name, otherwise)
     return {} if default is None else {"default": default}

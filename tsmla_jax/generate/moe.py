@@ -206,8 +206,7 @@ def mix_experts(
     Args:
       x: [T, C].
       experts, weights: [T, K], as `choose_experts` returns them; the index one past the last expert adds nothing.
-      gate_up, down: [E, 2 I, C] and [E, C, I], maybe block-scaled or in MXFP4, maybe with unused weights after the last
-        expert's.
+      gate_up, down: [E, 2 I, C] and [E, C, I], maybe block-scaled or in MXFP4, maybe with unused weights at the end.
       limit: as in `gated_mlp`.
       load: how many of the T K choices are expected to name an expert that is here; None is all.
       rows: x as `scaled_rows` makes it, if the caller has it already.
@@ -356,9 +355,8 @@ def _copies_rows(x: jax.Array, gate_up: Weight, load: int, num_experts: int) -> 
 
 
 def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
-    """Results of each token's experts by XLA's ragged product, if no kernel can run. Some versions of XLA multiply
-    every row with every expert in it.
-    """
+    """Results of each token's experts by XLA's ragged product, if no kernel can run. In some versions of XLA that
+    product multiplies every row with every expert."""
     num_tokens, top_k = experts.shape
     count = min(gate_up.shape[0], down.shape[0])
     order = jnp.argsort(experts.reshape(-1), stable=True)
