@@ -4,9 +4,9 @@
     python -m benchmarks.run --list
 
 A case bears the name of its record, and its file says what it measures. Unless the file says otherwise, ours is the
-public operation on torch tensors, and all functions of a point are timed interleaved, as CUDA-graph replays with the L2
-cache flushed before each, medians. A peer may end its process with an illegal access: so the points run in a process of
-their own, and if that ends, another one runs the points left, without that peer at that point.
+public operation on torch tensors, and times are medians of CUDA-graph replays, interleaved over all functions of a
+point, with the L2 cache flushed before each. A peer may end its process with an illegal access: so the points run in a
+process of their own, and if that ends, another one runs the points left, without that peer at that point.
 """
 
 from __future__ import annotations

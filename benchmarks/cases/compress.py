@@ -1,8 +1,12 @@
-"""compress_write_kv_cache. A point is a kind of compressor (V4's: v4_4 pools 8 tokens of 512 channels into packed
-pages, v4_128 pools 128, indexer_4 pools 8 of 128 channels into packed keys), a number of requests, and which of them
-complete an entry in a decode step of one token: none, all, or some, the first of every `ratio` requests. Mode "prefill"
-is one request of that number of tokens from position 0 on. `bytes` counts what is read of windows and new tokens, and
-what is written.
+"""compress_write_kv_cache. A point is a kind of V4's compressors, a number, and a mode. The kinds:
+
+  v4_4        pools 8 tokens of 512 channels into an entry of packed pages
+  v4_128      pools 128 tokens of 512 channels into an entry of packed pages
+  indexer_4   pools 8 tokens of 128 channels into a packed key
+
+In modes "none", "some" and "all" the number is that of the requests in a decode step of one new token each, and none
+of them, the first of every `ratio` requests, or all complete an entry. Mode "prefill" is one request of that number of
+tokens from position 0 on. `bytes` counts what is read of windows and new tokens, and what is written.
 """
 
 from __future__ import annotations

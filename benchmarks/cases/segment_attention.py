@@ -5,9 +5,9 @@ padding. Head dims are 192 and 128, masks causal, inputs random normal bf16.
 "tsmla" is `nn.segment_attention`, "tsmla_kv" `nn.segment_attention_kv` (which also saves making k, and gets no credit
 for that here), "cudnn" jax's private operation with the same segments as its packed layout. cuDNN finds the segments of
 v by the head dim of q, so its v is padded to 192 beforehand, and its result is cut. Making offsets of the ids is timed
-with ours; cuDNN's lengths and starts are made beforehand. Times are the shortest of several turns of ten jitted calls
-by the host's clock. Errors are relative (Frobenius), of tokens that are no padding, against the reference in float32,
-at 16 heads and 512 tokens.
+with ours; cuDNN's lengths and starts are made beforehand. A time is the mean of ten jitted calls by the host's clock,
+in the shortest of ten turns. Errors are relative (Frobenius), of tokens that are no padding, against the reference in
+float32, at 16 heads and 512 tokens.
 """
 
 from __future__ import annotations

@@ -75,12 +75,12 @@ def fa4(q: Any, cache: Any, table: Any, lens: Any, scale: float) -> Run:
 
 
 def fa3_prefill(q: Any, k: Any, v: Any, cu: tuple[Any, Any], longest: tuple[int, int], scale: float) -> Run:
-    """FlashAttention-3."""
+    """FlashAttention-3's attention of prompts; out and lse."""
     return _fa3(q, k, v, scale, longest=longest, cu_q=cu[0], cu_k=cu[1])
 
 
 def fa4_prefill(q: Any, k: Any, v: Any, cu: tuple[Any, Any], longest: tuple[int, int], scale: float) -> Run:
-    """FlashAttention-4 for Hopper."""
+    """FlashAttention-4's attention of prompts, for Hopper; out and lse."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     options = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
@@ -88,7 +88,7 @@ def fa4_prefill(q: Any, k: Any, v: Any, cu: tuple[Any, Any], longest: tuple[int,
 
 
 def cudnn_prefill(q: Any, k: Any, v: Any, batch: int, scale: float) -> Run:
-    """cuDNN through torch, for requests of one length."""
+    """cuDNN's attention of prompts through torch, for requests of one length; out, and None for lse."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads_first = [x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
@@ -115,7 +115,7 @@ def cudnn_gradient(q: Any, k: Any, v: Any, d_out: Any, scale: float) -> Run:
 
 
 def fa4_gradient(inputs: tuple[Any, ...], saved: tuple[Any, Any, Any], cu: Any, longest: int, scale: float) -> Run:
-    """FlashAttention-4's backward pass of q, k and v on (out, lse [T, H], d_out) of ours."""
+    """FlashAttention-4's gradients of q, k and v, from out and lse [T, H] of our forward pass, and d_out."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     out, lse, d_out = saved

@@ -133,7 +133,7 @@ def deep_gemm_prefill(q: Any, keys: tuple[Any, Any], weights: Any, ends: Any) ->
 def cudnn_logits(q: Any, keys: tuple[Any, Any], weights: Any, first: int) -> Run:
     """cudnn-frontend's logits of q e4m3 [B, S, H, 128], weights [B * S, H], over keys [B, N, 128] and their scales
     [B, N], each request's in one piece; a request's token s sees its keys up to and with first + s. A first call
-    compiles. The function takes scales of q too: here 1, as the weights hold them."""
+    compiles. The function also takes scales of q: here they are 1, because the weights include them."""
     from cudnn.deepseek_sparse_attention.indexer_forward.api import indexer_forward_wrapper
 
     values, scales = (x.unsqueeze(2) for x in keys)
@@ -172,7 +172,8 @@ class Memory(NamedTuple):
 
 
 def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None) -> Run:
-    """The positions of the k largest of each row, int32 [T, k], in any order; "cudnn_ordered" gives them ascending.
+    """The positions of the k largest of each row by the kernel `name` of TOPK: int32 [T, k], in any order; the kernel
+    "cudnn_ordered" gives them ascending.
 
     Raises:
       ValueError: the kernel takes fewer rows.

@@ -136,7 +136,7 @@ def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
 
     Args:
       config: the model.
-      dtype: the dtype of the parameters, a numpy name.
+      dtype: the name of the parameters' dtype.
     """
     return PACKED if dtype in ("bfloat16", "float16") and not packed_reasons(config) else dtype
 

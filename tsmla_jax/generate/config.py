@@ -61,8 +61,8 @@ class MoEConfig:
       routed_scaling_factor: multiplies the chosen weights, after the division.
       scoring: the function that makes scores of logits: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's
         own, sigmoid for noaux_tc and softmax for the others.
-      swiglu_limit: the experts' gate is clipped to at most this, and their other factor to this on both sides; None
-        clips nothing.
+      swiglu_limit: the experts' gate is clipped to at most this, and their other factor to at most this in magnitude;
+        None clips nothing.
       num_zero: experts without weights, after the routed ones: each returns its input (LongCat-Flash).
     """
 

@@ -27,8 +27,8 @@ def reach_of(cached: int, chunk: int) -> int:
 
 
 def bound_of_context(config: ModelConfig, plan: Plan, *, chunk: int, cached: int) -> int | None:
-    """The bound on `cached` (`reach_of`) if V3.2's layers take the mask form for a chunk after so many tokens; None if
-    they take another form, and for other models."""
+    """The bound on `cached` (`reach_of`) if V3.2's layers take the mask form for a chunk after that many cached tokens;
+    None if they take another form, and for other models."""
     attention = config.attention
     if not isinstance(attention, V32Config):
         return None

@@ -1,5 +1,5 @@
-"""Which implementation runs attention, the choice of keys and V4's compression in a step, by `tsmla_jax.explain` on its
-shapes; which one runs the experts' products, by their weights; and why no better one."""
+"""The implementations that a step runs, and the reasons. `tsmla_jax.explain` on the step's shapes gives those of
+attention, the choice of keys and V4's compression; the experts' weights give that of the experts' products."""
 
 from __future__ import annotations
 

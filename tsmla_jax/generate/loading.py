@@ -62,7 +62,7 @@ ATTENTION_WEIGHTS: dict[type, LayerWeights[Any]] = {
 
 
 class ProgressBar:
-    """One line on stderr that fills up: tqdm's where it is installed, a plain one elsewhere; silent off a terminal."""
+    """One line on stderr that fills up: tqdm's if it is installed, else a plain one. None if stderr is no terminal."""
 
     def __init__(self, total: int, label: str, *, enabled: bool = True) -> None:
         """

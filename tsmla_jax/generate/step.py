@@ -161,8 +161,8 @@ def run_prefill(
       config: static.
 
     Returns:
-      the state, the caches, and [r] i32: the token chosen after each prompt, or NO_TOKEN if more of the prompt follows
-      or the row is padding.
+      the state, the caches, and [r] i32: the token chosen after each prompt, as `select_tokens` returns it, or NO_TOKEN
+      if more of the prompt follows or the row is padding.
     """
     batch = _pack_prompts(prompts, config)
     x, caches = _run_layers(params, caches, batch, constants, config)
