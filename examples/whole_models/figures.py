@@ -283,10 +283,14 @@ def equal_tokens(loaded: tb.Loaded, name: tb.Column) -> list[str]:
     return ["## Equal tokens", sentence, tb.table(points, [name, *columns])]
 
 
-def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row], str]) -> tb.Record:
+def slices(
+    record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row], str],
+    through: Callable[[tb.Row], str] = lambda _: "",
+) -> tb.Record:
     """An engine's steps of models of drawn weights: each step, and what attention's kernels take of it.
 
-    key: where a row has the engine's version; ours: the name of this project's backend; peer: a row's backend."""
+    key: where a row has the engine's version; ours: the name of this project's backend; peer: a row's backend;
+    through: the engine's own backend that runs a row's kernels, if any, ours or its own ones."""
 
     def others(point: tb.Point) -> list[str]:
         """The other backends, except for those of another run than ours: another commit says so."""
@@ -320,8 +324,12 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
     def gpus(point: tb.Point) -> str:
         return f", {point['gpus']} GPUs" if point["gpus"] > 1 else ""
 
+    def kind_of(point: tb.Point) -> str:
+        called = f" through {point['through']}" if point["through"] else ""
+        return f"{point['mode']}{called}, {cache(point)}"
+
     def name(point: tb.Point) -> str:
-        return f"{point['mode']}, {cache(point)}, {point['context']}, {point['b']}{gpus(point)}"
+        return f"{kind_of(point)}, {point['context']}, {point['b']}{gpus(point)}"
 
     def columns(loaded: tb.Loaded) -> Sequence[tb.Column]:
         has_graphs, has_attention = (any(x in row for row in loaded.rows) for x in ("graph_us", "attention_us"))
@@ -345,7 +353,7 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
         found: dict[str, list[tuple[float | None, ...]]] = {}
         for point in loaded.points:
             ratios = ratio(point, step), ratio(point, graph), ratio(point, attention)
-            found.setdefault(f"{point['mode']}, {cache(point)}{gpus(point)}", []).append(ratios)
+            found.setdefault(f"{kind_of(point)}{gpus(point)}", []).append(ratios)
         said = []
         for what, each in found.items():
             means = (tb.mean_and_worst(kind) for kind in zip(*each, strict=True))
@@ -370,10 +378,10 @@ def slices(record: str, engine: str, key: str, ours: str, peer: Callable[[tb.Row
 
     def steps(rows: list[tb.Row]) -> list[tb.Row]:
         steps = (row for row in rows if not row["mode"].endswith(("serving", "checks")))
-        return [{**row, "gpus": row.get("tensor_parallel", 1)} for row in steps]
+        return [{**row, "gpus": row.get("tensor_parallel", 1), "through": through(row)} for row in steps]
 
     return tb.Record(
-        record, "", ("mode", "kv", "gpus", "context", "b"), caption,
+        record, "", ("mode", "kv", "through", "gpus", "context", "b"), caption,
         short=lambda loaded: [tb.table([point for point in loaded.points if ours in point.rows], columns(loaded))],
         peer=peer, rows_of=steps, order=lambda point: (point["mode"].endswith("prefill"), *point.key),
     )  # fmt: skip
@@ -390,12 +398,17 @@ def vllm_slices_two() -> tb.Record:
 
 def sglang_slices() -> tb.Record:
     """SGLang's: with its backend `tsmla`, or with its own backends of FlashMLA on these kernels."""
-    return slices("sglang_slices", "SGLang", "sglang", "tsmla", _sglang_backend)
+    return slices("sglang_slices", "SGLang", "sglang", "tsmla", _sglang_backend, _sglang_part)
+
+
+def _sglang_part(row: tb.Row) -> str:
+    """What a row's --decode, or in a row of prompts its --prefill, names; empty without it."""
+    return str(row.get(row["mode"].rpartition(" ")[2], ""))
 
 
 def _sglang_backend(row: tb.Row) -> str:
-    """The backend of a row's decode steps: ours also if it is FlashMLA's on these kernels."""
-    return str(row.get("flash_mla", row.get("decode", row["backend"])))
+    """The backend of a row's steps: ours also if it is FlashMLA's on these kernels."""
+    return str(row.get("flash_mla") or _sglang_part(row) or row["backend"])
 
 
 def vllm_prompts() -> tb.Record:

@@ -557,16 +557,22 @@ def test_sglangs_slices_name_whose_flash_mla_ran(tmp_path: Path) -> None:
     rows = [
         {**fixed, "mode": f"{model} decode", "kv": kv, "backend": backend, "us": us, "attention_us": attention, **more}
         for model, kv, backend, us, attention, more in (
-            ("v3.2-slice fp8", "fp8_e4m3", "dsa", 2000.0, 200.0, {}),
-            ("v3.2-slice fp8", "fp8_e4m3", "dsa", 1900.0, 100.0, {"flash_mla": "tsmla"}),
+            ("v3.2-slice fp8", "fp8_e4m3", "dsa", 2000.0, 200.0, {"decode": "flashmla_kv"}),
+            ("v3.2-slice fp8", "fp8_e4m3", "dsa", 1900.0, 100.0, {"decode": "flashmla_kv", "flash_mla": "tsmla"}),
             ("v2-lite", "auto", "tsmla", 900.0, 50.0, {"layers": 27}),
             ("v2-lite", "auto", "fa3", 1000.0, 100.0, {"layers": 27}),
             ("v2-lite", "auto", "flashmla", 1100.0, 80.0, {"layers": 27}),
+            ("v2-lite", "auto", "fa3", 1050.0, 90.0, {"layers": 27, "decode": "flashmla", "flash_mla": "tsmla"}),
+            ("v2-lite", "auto", "fa3", 1500.0, 120.0, {"layers": 27, "decode": "flashmla"}),
         )
     ]  # fmt: skip
     put(tmp_path, "sglang_slices", rows)
     assert written(with_markers(tmp_path, "sglang_slices")) == 0
     readme = page_of(tmp_path)
     assert "a step of SGLang 0.5.17" in readme and "(v3.2-slice fp8: 4 layers, v2-lite: 27 layers)" in readme
-    assert "| v3.2-slice fp8 decode, fp8_e4m3, 4096, 16 | dsa | 2.00 | **1.90** | 0.950 | 200 | 100 | 0.50 |" in readme
+    step = "v3.2-slice fp8 decode through flashmla_kv, fp8_e4m3, 4096, 16"
+    assert f"| {step} | flashmla_kv | 2.00 | **1.90** | 0.950 | 200 | 100 | 0.50 |" in readme
+    step = "v2-lite decode through flashmla, 16 bits, 4096, 16"
+    assert f"| {step} | flashmla | 1.50 | **1.05** | 0.700 | 120 | 90 | 0.75 |" in readme
+    assert "v2-lite decode through flashmla, 16 bits: 0.70 (1 point), attention 0.75 (1 point)" in readme
     assert "| v2-lite decode, 16 bits, 4096, 16 | fa3, flashmla | 1.00 | **0.90** | 0.900 | 80 | 50 | 0.62 |" in readme
