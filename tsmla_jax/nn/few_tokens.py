@@ -130,7 +130,7 @@ def matmul(
     limit: float | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """The RMS norm of x times the transpose of a weight, plus the residual.
+    """The RMS norm of x, or x if `norm` is None, times the transpose of a weight, plus the residual if there is one.
 
     Args:
       x: [T, K], or wider rows that begin with these columns.
@@ -179,7 +179,7 @@ def why_not_experts(x: Any, gate_up: Weight, down: Weight, choices: int, norm: N
 def experts_up(
     x: jax.Array, gate_up: Weight, experts: jax.Array, *, norm: Norm | None = None, limit: float | None = None
 ) -> jax.Array:
-    """The gated first products of each token's experts, of the RMS norm of x.
+    """The gated first products of each token's experts with the RMS norm of x, or with x if `norm` is None.
 
     Args:
       x: [T, C].

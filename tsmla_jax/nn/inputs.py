@@ -26,7 +26,7 @@ def check_params(params: object, names: Iterable[str]) -> None:
         raise TypeError(f"params: got {type(params).__name__}; legal: a dict of the weights of param_shapes(config)")
     for name in names:
         if name not in params and "in_proj" not in params:
-            raise ValueError(f"params: got no {name!r}; legal: the weights of param_shapes(config)")
+            raise ValueError(f"params: got no {name!r}; legal: the weights of param_shapes(config), or fold of them")
 
 
 def check_tokens(x: Any, hidden_size: int, *legends: str) -> None:

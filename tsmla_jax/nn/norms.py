@@ -30,7 +30,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | BatchInvariant, eps: float) -> ja
 def rms_norm_fixed_order(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """V4's RMS norm, which multiplies by its weight in f32 before it rounds; result in x's dtype.
 
-    The order of summation does not depend on the shape, so a token gets the same bits whether it is prefilled in a
+    The order of summation depends only on the row's width, so a token gets the same bits whether it is prefilled in a
     chunk or decoded alone. V4 needs that: a cache must not depend on how a text was cut.
     """
     return numerics.rms_norm(x, weight, eps).astype(x.dtype)

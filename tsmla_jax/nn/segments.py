@@ -68,7 +68,7 @@ class Segments:
         Raises:
             TypeError, ValueError: ids are neither integers nor booleans, have another rank or a symbolic S, or are
                 integers of numpy that jax would cut to other values; max_segments is not an integer above 0. With
-                TSMLA_CHECK=1 also a row of too many segments, or an id that comes back after another one.
+                TSMLA_CHECK=1 also a row of too many segments, or an id with more than one run in a row.
         """
         return segments_of("ids", ids, max_segments)
 

@@ -338,7 +338,7 @@ WRONG = {
     "layers without end": (sized(num_hidden_layers=10**50), IDS,
                            "num_hidden_layers = 100000000000000000...0000000000000000000; legal: 1 to 10000"),
     "vocabulary without end": (sized(vocab_size=10**30), IDS, "vocab_size = 1000000"),
-    "nested config": (writes("config.json", NESTED), IDS, "config.json: not valid JSON: nested too deeply"),
+    "nested config": (writes("config.json", NESTED), IDS, "config.json: cannot be read as JSON: nested too deeply"),
     "nested ids": (writes("ids.json", NESTED), IDS, "--prompt-ids ids.json: not readable as JSON: nested too deeply"),
     "nested index": (writes("model.safetensors.index.json", NESTED), IDS, "index.json: not a readable JSON index"),
     "config is a pipe": (pipe("config.json"), IDS, "config.json: cannot read the config: not a regular file"),

@@ -89,7 +89,7 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     except OSError as error:
         raise ValueError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
     return hf_fields(fields, str(path)) if path.name == MISTRAL_NAME else fields, str(path)

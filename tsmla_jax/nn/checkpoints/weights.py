@@ -66,7 +66,7 @@ class LayerWeights(Generic[_Config]):
             dtype: the dtype of the parameters.
 
         Raises:
-            TypeError: key is no key of jax.random, or config no config.
+            TypeError: key is no array, or config is not a config of this model.
         """
         if not hasattr(key, "dtype"):
             raise TypeError(f"key: got {type(key).__name__}; legal: a key of jax.random, jax.random.key(0)")

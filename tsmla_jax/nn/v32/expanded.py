@@ -121,7 +121,7 @@ def attend_by_mask(
         return tsmla_jax.merge_attention_states([state[0], part.astype(state[0].dtype)], [state[1], part_lse])
 
     def with_context(out: jax.Array, lse: jax.Array) -> jax.Array:
-        # Results are merged once a chunk, in float32, so that rounding does not grow with the context.
+        # Results are merged once a chunk, at least in float32, so that rounding does not grow with the context.
         where = (out, kv, step.block_tables, context_lens)
         wide = carry(out.astype(jnp.promote_types(out.dtype, jnp.float32)), *where), carry(lse, *where)
         return jax.lax.fori_loop(0, needed, add_chunk, wide)[0].astype(out.dtype)

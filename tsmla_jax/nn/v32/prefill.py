@@ -88,7 +88,7 @@ def prefill(
         head_axis: under shard_map with params split by `param_specs`, the mesh axis of the heads. y is then the partial
             sum of the local heads, for the caller to psum; selected and index_loss count all heads.
         form: "direct" (`sparse_mla` on the selected keys), "mask" (the expanded form with a bit for each pair of tokens
-            of a text, which counts a position given twice once), or None, which decides from sizes as `form_of` does:
+            of a text: a position that is given twice counts once), or None, which decides from sizes as `form_of` does:
             with 2,048 selected keys the mask pays off up to 10,000 to 37,000 tokens a text, depending on the heads'
             number and widths. Both forms attend to the same keys.
         deterministic, implementation: passed to `tsmla_jax.sparse_mla` or `tsmla_jax.mla_prefill_kv`; implementation

@@ -38,7 +38,8 @@ def _why_not_arrays(kernel: Kernel, *arrays: Any) -> list[str]:
 
 class Inputs(NamedTuple):
     """Results of `inputs_by_kernel`: low-rank queries and latents side by side, [T, rank + D]; the weights of the
-    indexer's heads [T, Hi], with Hi 0 if there is none; and the rows of each compressor, f32 [T, 2, W] by its name."""
+    indexer's heads [T, Hi], where Hi is 0 without an indexer; and the rows of each compressor, f32 [T, 2, W] by the
+    compressor's name."""
 
     projected: jax.Array
     index_weights: jax.Array
