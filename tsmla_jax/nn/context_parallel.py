@@ -241,7 +241,7 @@ def own_rows(x: jax.Array, context_axis: str) -> jax.Array:
 
 
 def gather_rows(own: jax.Array, num_rows: int, context_axis: str) -> jax.Array:
-    """All num_rows rows, of which each device has the part `own` (`own_rows`)."""
+    """All num_rows rows, from the part `own` that each device has (`own_rows`)."""
     return lax.all_gather(own, context_axis, tiled=True)[:num_rows]
 
 
@@ -414,9 +414,11 @@ def select_topk(
 
 
 def _last_of(candidates: jax.Array, k: int, implementation: Preference) -> jax.Array:
-    """The last of each token's k best candidates, from those of all devices [N, t, c, 2], where N c > k: [t, 2], its
-    score as an ordered integer, and its position in the text. It and the candidates before it are the k best. If a
-    token has fewer than k candidates, no candidate lies after what is returned."""
+    """The last of each token's k best candidates, [t, 2]: its score as an ordered integer, its position in the text. It
+    and the candidates before it are the k best. If a token has fewer than k candidates, no candidate comes after what
+    is returned.
+
+    candidates: [N, t, c, 2], those of all devices, with N c above k."""
     devices, tokens, each, _ = candidates.shape
     bits, whole = jnp.moveaxis(candidates, 0, 1).reshape(tokens, devices * each, 2).transpose(2, 0, 1)
     there = whole != _NOWHERE

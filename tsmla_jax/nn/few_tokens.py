@@ -95,7 +95,7 @@ def weight_dtype(weight: Weight) -> str:
 
 
 def run(kernel: Kernel, spec: Any, inputs: tuple[Any, ...], *shapes: tuple[int, ...]) -> list[jax.Array]:
-    """The results, of these shapes, of the kernel's call that `spec` describes."""
+    """Run the kernel as `spec` describes its call; the results have these shapes."""
     return kernel_call(kernel, kernel.config_for(spec), inputs, shapes, arch=device.arch_for(kernel))
 
 

@@ -89,8 +89,8 @@ class Segments:
     def offsets(self) -> Offsets:
         """The requests of `mla_prefill` that give each token of a segment its segment, and padding nothing.
 
-        Each segment and each run of padding makes two requests. The first has its queries, and the keys of a segment;
-        the second has no queries, and the keys of padding. In rows of too many segments every token sees keys.
+        Each segment and each run of padding makes two requests. The first has its queries and, for a segment, its keys;
+        the second has no queries and, for padding, its keys. In rows of too many segments every token sees keys.
         """
         ends = jnp.append(self.starts[:, 1:], jnp.full_like(self.starts[:, :1], self.row_len), axis=1)
         sees = jnp.take_along_axis(self.valid | self.overflow[:, None], self.starts, axis=1, mode="clip")

@@ -331,7 +331,7 @@ class Checkpoint:
         return self._raw(self.info(name))
 
     def scale_name(self, name: str) -> str | None:
-        """The name of the tensor that holds a tensor's scales, or None if it has none.
+        """The name of the tensor that holds an fp8 or fp4 tensor's scales, or None if there is no such tensor.
 
         Args:
             name: the tensor's name in the checkpoint.

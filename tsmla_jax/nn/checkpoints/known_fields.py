@@ -55,7 +55,7 @@ _CHOICE: Legal = {
     "indexer_rope_interleave": (False,),
 }
 _CHOICE_LAYERS: Legal = {"index_topk_pattern": _FULL, "indexer_types": _FULL}
-# The same in configs of GLM-5, where index_topk_freq may be any number. rope_interleave is here because transformers
+# The same in configs of GLM-5, where index_topk_freq may be above 1. rope_interleave is here because transformers
 # rotates interleaved pairs whatever it says.
 _SHARED_CHOICE: Legal = {
     "cli_factor": (1,),
@@ -206,9 +206,9 @@ def check_aliases(fields: Mapping[str, Any], where: str, names: Mapping[str, str
     """ValueError if an alias (a name in `names`) has another value than the field that it stands for. An alias
     may be absent."""
     for alias, name in names.items():
-        value = fields.get(alias)
-        if value is not None and value != fields.get(name):
-            raise ValueError(f"{where}: {alias}: got {value!r:.60}; legal: None, or that of {name!r}")
+        value, legal = fields.get(alias), fields.get(name)
+        if value is not None and value != legal:
+            raise ValueError(f"{where}: {alias}: got {value!r:.60}; legal: None, or {name!r}'s value, {legal!r:.60}")
 
 
 def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], known: Collection[str]) -> None:

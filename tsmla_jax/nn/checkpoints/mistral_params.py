@@ -54,7 +54,7 @@ _EXPERTS_PASSED_OVER = ("expert_model_parallel", "expert_parallel")
 
 
 def hf_fields(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a Hugging Face config.
+    """The fields of a Hugging Face config that say what Mistral's `params.json` says.
 
     Args:
         params: the parsed file.

@@ -74,7 +74,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{file}: tensor {name!r} has dtype {entry['dtype']}; legal are {', '.join(_DTYPES)}")
+            raise CheckpointError(f"{file}: tensor {name!r} has dtype {entry['dtype']}; legal: {', '.join(_DTYPES)}")
         start, stop = (8 + length + offset for offset in entry["data_offsets"])
         tensors[name] = TensorInfo(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, stop)
     return tensors

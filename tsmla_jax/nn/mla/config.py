@@ -91,8 +91,8 @@ class MLAConfig:
             sqrt(hidden_size / kv_lora_rank).
         rotates: whether the R rope columns are rotated. If they are not, all heads still share these columns of the
             keys, and positions have no effect.
-        output_gate: whether a sigmoid of g_proj multiplies each "head" or each "element" of a head before o_proj; None
-            means that there is no gate.
+        output_gate: whether a gate, the sigmoid of x times g_proj, multiplies each "head" or each "element" of a head
+            before o_proj; None means that there is no gate.
 
     Raises:
         ValueError: a value is not legal.

@@ -184,7 +184,7 @@ def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
 
 
 def project_values(params: Params, out: jax.Array) -> jax.Array:
-    """The heads' outputs [..., H, V] of attention over latents [..., H, L]: times W_UV."""
+    """The heads' outputs [..., H, V]: `out` [..., H, L], attention's results over latents, times W_UV."""
     weight = params["w_uv"]
     if isinstance(weight, BatchInvariant):
         values = batch_invariant.linear_by_heads(out.reshape(-1, *out.shape[-2:]), weight.values)

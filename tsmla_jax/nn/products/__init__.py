@@ -1,1 +1,1 @@
-"""Products with weights that may be narrow, and kernels in Pallas, of these products and of other operations."""
+"""Products with weights that may be narrow, and kernels in Pallas for these products and for other operations."""

@@ -78,8 +78,8 @@ def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> ja
 
 
 def _by_xla(rows: int, weight: BlockScaled) -> bool:
-    """Whether XLA widens the weight of a product of so many rows: many rows, or one row times a small matrix
-    whose `products` is None."""
+    """Whether a product of so many rows is left to XLA even where a kernel could run, unless it is quantised: with many
+    rows, or with one row times a small matrix whose `products` is None."""
     summed = rows == 1 and math.prod(weight.shape) <= _MOST_SUMMED and weight.products is None
     return summed or rows > MANY_WIDENED_ROWS
 

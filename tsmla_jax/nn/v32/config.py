@@ -104,8 +104,8 @@ def layers_with_indexer(fields: Mapping[str, Any], where: str) -> tuple[bool, ..
         where: how an error names the config.
 
     Raises:
-        ValueError: a field lacks an entry for some layer; a number of layers is out of its range; two fields disagree;
-            or the first layer has no indexer.
+        ValueError: a field is missing or lacks an entry for some layer; a number is out of its range; two fields
+            disagree; or the first layer has no indexer.
     """
     num_layers = hf_field(fields, "num_hidden_layers", int, where)
     if not 1 <= num_layers <= _MAX_LAYERS:

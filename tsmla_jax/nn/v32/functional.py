@@ -84,7 +84,7 @@ def init_cache(
     if packed_kv and (config.mla.kv_lora_rank, config.mla.qk_rope_head_dim) != (512, 64):
         raise ValueError(
             f"kv_dtype: got uint8 with kv_lora_rank={config.mla.kv_lora_rank}, "
-            f"qk_rope_head_dim={config.mla.qk_rope_head_dim}; the packed layout holds 512 and 64"
+            f"qk_rope_head_dim={config.mla.qk_rope_head_dim}; legal: 512 and 64, as the packed layout has them"
         )
     kv_width = 656 if packed_kv else config.mla.cache_dim
     key_width = config.index_head_dim + (4 if packed_keys else 0)

@@ -47,9 +47,9 @@ class V4Config:
         num_attention_heads: H.
         q_lora_rank: rank of the query's low-rank projection.
         head_dim: D.
-        rope_dim: R, the last columns of D.
+        rope_dim: R, how many of a head's last columns are rotated.
         sliding_window: how many tokens a query sees uncompressed, its own included.
-        o_groups: groups of the output projection; H is a multiple.
+        o_groups: groups of the output projection; they must divide H.
         o_lora_rank: rank of one group of the output projection.
         index_n_heads: Hi, heads of a csa layer's indexer.
         index_head_dim: Di, width of an indexer's head.
@@ -163,7 +163,7 @@ def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
     types, ratios = fields.get("layer_types"), fields.get("compress_ratios")
     if not isinstance(types, list) and not isinstance(ratios, list):
         got = f"{types!r:.60} and {ratios!r:.60}"
-        raise ValueError(f"{where}: layer_types, compress_ratios: got {got}; legal: a list, in one of them at least")
+        raise ValueError(f"{where}: layer_types, compress_ratios: got {got}; legal: a list in at least one of them")
     name = "layer_types" if isinstance(types, list) else "compress_ratios"
     entries: list[Any] = types if isinstance(types, list) else cast(list[Any], ratios)
     if not 0 <= layer < len(entries):

@@ -1,8 +1,8 @@
 """The parts of V4's attention in a step of few tokens, each as one kernel on Hopper.
 
-They compute what `tsmla_jax.nn.v4.functional` does, which takes each one where it can run: with folded parameters and
-activations in bf16, and for the window with a packed cache. Axes: T tokens, E hidden width, H heads, D head width, R
-rope width, G output groups.
+`tsmla_jax.nn.v4.functional` computes the same by other operations, and takes each kernel where it can run: with folded
+parameters and activations in bf16, and for the window with a packed cache. Axes: T tokens, E hidden width, H heads, D
+head width, R rope width, G output groups.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def write_window_by_kernel(
     rope: Rope,
     page_size: int,
 ) -> LowAndWindow:
-    """V4's new tokens in the packed cache of its window, and the norm of the low-rank queries beside them.
+    """Write V4's new tokens into the packed cache of the window, and norm the low-rank queries.
 
     Args:
       kv_cache: uint8 [P, bytes of a page].

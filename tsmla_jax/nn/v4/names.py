@@ -54,7 +54,8 @@ _OWNERS = {
 
 
 def module_name(stored: str) -> str:
-    """The name of the tensor `stored` of a checkpoint, spelled as in transformers' modules; others stay as they are."""
+    """The name in transformers' modules of the tensor that a checkpoint calls `stored`. A name outside the layers and
+    the model's first and last parts stays as it is."""
     name = stored.removeprefix("model.")
     if name in _WHOLE:
         return _WHOLE[name]
