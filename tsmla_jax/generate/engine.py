@@ -218,6 +218,7 @@ class Engine:
         row = text.replica * session.plan.rows + text.row
         with session.changes():
             session.state = session.programs.drop_row(session.state, np.int32(row))
+            session.found = [each for each in session.found if each.text_id != text_id]
             self._finish(session, text)
 
     def open(self) -> None:
@@ -246,13 +247,12 @@ class Engine:
           ValueError: another batch size. Other errors as `admit`.
         """
         self.open()
-        plan = self.plan
-        legal = [size for size in BATCH_SIZES if size <= plan.rows]
+        legal = [size for size in BATCH_SIZES if size <= self.plan.rows]
         for size in batch_sizes:
             if size not in legal:
                 raise ValueError(f"batch_sizes: got {size}; legal: {', '.join(map(str, legal))}")
         with self._opened().changes():
-            self._compile_all([*dict.fromkeys((*batch_sizes, plan.rows))], prefill)
+            self._compile_all([*dict.fromkeys((*batch_sizes, self.plan.rows))], prefill)
 
     def _compile_all(self, batch_sizes: Sequence[int], prefill: bool) -> None:
         plan = self.plan

@@ -232,6 +232,32 @@ def test_ctrl_c_while_tokens_are_waited_for_loses_none(
     assert [texts[0], texts[1]] == [alone[0], alone[2]]
 
 
+def test_tokens_of_a_dropped_text_are_not_returned_later(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while the second of two steps is read: the first one's tokens wait for the next call."""
+    config, params = tiny_model
+    engine = Engine(params, config, OPTIONS)
+    assert engine.admit(0, PROMPTS[0], NEW) and engine.admit(1, PROMPTS[1], NEW)
+    engine.step()
+    calls = iter([False, True, False])
+
+    class Interrupted:
+        """numpy, whose asarray is interrupted unless `calls` says that it is not."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "asarray" and not next(calls):
+                raise KeyboardInterrupt
+            return getattr(np, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "np", Interrupted())
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    engine.drop(0)
+    assert engine.admit(0, PROMPTS[2], 1)
+    assert {text_id for text_id, *_ in engine.step()} == {1}
+
+
 @pytest.mark.parametrize("speculative", [0, 3])
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray, tuple])
 def test_prompts_may_be_arrays(kind: Any, speculative: int, tiny_model: Model, alone: list[list[int]]) -> None:
