@@ -189,11 +189,16 @@ def shared_steps(
     All layers of a kind share it, so it is made once a step.
 
     ropes: the result of `rope_tables`.
+
+    Raises ValueError for V4 without state slots, or with window_rows that no window cache has.
     """
     if not isinstance(config.attention, tuple):
         return {}
     if batch.state_slots is None:
         raise ValueError("batch.state_slots = None; legal for DeepSeek-V4: an array [B]")
+    if options.window_rows <= 0 or options.window_rows % WINDOW_PAGE:
+        legal = f"the CacheLayout's, a positive multiple of {WINDOW_PAGE}"
+        raise ValueError(f"options.window_rows = {options.window_rows}; legal for DeepSeek-V4: {legal}")
     # The window is a ring: its block table repeats the pages of the state slot.
     ring_pages = options.window_rows // WINDOW_PAGE
     columns = pages_for(batch.step.block_tables.shape[1] * options.span, WINDOW_PAGE)

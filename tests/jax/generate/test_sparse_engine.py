@@ -139,6 +139,10 @@ def test_rows_of_indices_are_made_once_a_step() -> None:
     assert set(steps) == {"sliding", "csa", "hca"} and steps["csa"].rows is None
     # The window of 8 and all entries of three pages, made a multiple of 4 columns.
     assert steps["hca"].rows.indices.shape == (4, 12) and steps["sliding"].rows.indices.shape == (4, 8)
+    for rows in (0, 100, -64):  # 0, the default, would divide page numbers by 0
+        wrong = replace(options, window_rows=rows)
+        with pytest.raises(ValueError, match=rf"options.window_rows = {rows}; legal for DeepSeek-V4: .* multiple of 64"):
+            jax.eval_shape(lambda batch, wrong=wrong: shared_steps(config, batch, rope_tables(config, 8), wrong), batch)
 
 
 def test_the_command_runs_them(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
