@@ -233,7 +233,11 @@ def resolve_cache_dtype(layout: str, cache_dtype: str) -> str:
 
 
 def valid_slots(slots: Any, spec: CacheSpec) -> Any:
-    """Which slots of an array (of jax, numpy or torch) name a row of the cache: inside it, and not in the gap behind a
-    page strided wider than its rows."""
-    inside = (slots >= 0) & (slots < spec.num_slots)
-    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
+    """Which slots of an array (of jax, numpy or torch) name a row of the cache."""
+    return slots_of_rows(slots, spec.num_slots, spec.page_size, spec.span)
+
+
+def slots_of_rows(slots: Any, num_slots: int, page_size: int, page_span: int) -> Any:
+    """Which slots are inside a cache of num_slots, and not in the gap behind a page strided wider than its rows."""
+    inside = (slots >= 0) & (slots < num_slots)
+    return inside if page_span == page_size else inside & (slots % page_span < page_size)

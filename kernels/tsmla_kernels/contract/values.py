@@ -13,7 +13,7 @@ import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
 from tsmla_kernels.contract.compress import CompressSpec, CompressWriteSpec
-from tsmla_kernels.contract.layouts import valid_slots
+from tsmla_kernels.contract.layouts import slots_of_rows, valid_slots
 from tsmla_kernels.contract.products import ProductSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, SparseMLASpec
 
@@ -99,15 +99,17 @@ def cache_gather(spec: CacheGatherSpec, lens: np.ndarray, starts: np.ndarray, bl
 def slot_mapping(num_slots: int, slots: np.ndarray, *, page_size: int = 1, page_span: int = 1) -> None:
     """Check that every slot is -1 or that of a row of the cache, and that none is written twice. page_size of each
     page's page_span slots are rows."""
+    wrong = np.flatnonzero((slots != -1) & ~slots_of_rows(slots, num_slots, page_size, page_span))
+    if wrong.size:
+        token = int(wrong[0])
+        raise ValueError(
+            f"slot_mapping: token {token} goes to slot {slots[token]}; legal: -1, or 0 to {num_slots - 1}"
+            f"{_rows_only(page_size, page_span)}"
+        )
     writer: dict[int, int] = {}
     for token, slot in enumerate(slots.tolist()):
         if slot == -1:
             continue
-        if not 0 <= slot < num_slots or slot % page_span >= page_size:
-            raise ValueError(
-                f"slot_mapping: token {token} goes to slot {slot}; legal: -1, or 0 to {num_slots - 1}"
-                f"{_rows_only(page_size, page_span)}"
-            )
         if slot in writer:
             raise ValueError(
                 f"slot_mapping: tokens {writer[slot]} and {token} both go to slot {slot}; legal: slots that differ"
