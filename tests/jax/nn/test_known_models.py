@@ -161,6 +161,7 @@ MISTRAL: dict[str, Any] = {
     "model_type": "mistral4",
     "qk_nope_head_dim": 64,
     "kv_lora_rank": 256,
+    "max_position_embeddings": 1048576,
     "rope_parameters": {
         "type": "yarn",
         "rope_theta": 10000.0,
@@ -185,6 +186,7 @@ def test_the_query_scale_of_mistral() -> None:
         ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor: got 0\.25; legal: 1, 0\.5, None"),
         ({"llama_4_scaling_beta": "0.1"}, "field 'llama_4_scaling_beta' must be float"),
         ({"attn_factor": 2}, "attn_factor: got 2"),
+        ({"max_position_embeddings": 8192}, "'rope_parameters.max_position_embeddings' disagree: 1048576 and 8192"),
     ):
         with pytest.raises(ValueError, match=text):
             MLAConfig.from_hf({**MISTRAL, "rope_parameters": {**rope, **change}})

@@ -170,7 +170,8 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
     Args:
         fields: the config's fields.
         where: the config's name in an error.
-        known: keys that are legal beside yarn's own; their values are not checked here.
+        known: keys that are legal beside yarn's own; here is only checked that a max_position_embeddings among them is
+            the model's.
 
     Raises:
         ValueError: a field is missing, of another type or out of its range; two disagree; the rope type is neither
@@ -186,7 +187,8 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
             raise ValueError(f"{where}: fields {origin[key]!r} and {source!r} disagree: {merged[key]!r} and {value!r}")
         merged[key], origin[key] = value, source
 
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    repeated = ("max_position_embeddings",) if "max_position_embeddings" in known else ()
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *repeated):
         take(name, name, fields.get(name))
     for group in ("rope_scaling", "rope_parameters"):
         values = hf_field(fields, group, dict, where, default=None)
