@@ -101,7 +101,9 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         counts = ("max_batch", "chunk", "data_parallel", "expert_parallel", "context_parallel")
-        for name, least in (*((count, 1) for count in counts), ("speculative", 0), ("seed", 0)):
+        if not is_count(self.seed, 0) or self.seed >= 2**32:
+            raise ValueError(f"seed = {self.seed}; legal: an int, 0 to 2**32 - 1")
+        for name, least in (*((count, 1) for count in counts), ("speculative", 0)):
             if not is_count(value := getattr(self, name), least):
                 raise ValueError(f"{name} = {value}; legal: an int, at least {least}")
         if self.max_batch > BATCH_SIZES[-1]:
@@ -114,8 +116,6 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not is_count(value, 1):
                 raise ValueError(f"{name} = {value}; legal: an int, at least 1, or None")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed = {self.seed}; legal: an int, 0 to 2**32 - 1")
         for name in ("temperature", "top_p", "kv_scale", "q_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
