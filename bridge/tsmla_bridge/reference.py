@@ -297,7 +297,7 @@ def gather_kv_cache(
 
 def merge_attention_states(spec: MergeSpec, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Computed:
     """out and lse of merge_attention_states."""
-    dtype = accumulation_dtype(spec.out_dtype)
+    dtype = DTYPES[spec.sum_dtype]
     lse = torch.stack([part.to(dtype) for part in lses])
     lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # FlashAttention and FlashMLA write +inf where no key is seen
     maximum = lse.amax(0).detach()

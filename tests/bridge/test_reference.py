@@ -229,6 +229,17 @@ def test_an_lse_of_plus_infinity_is_a_part_without_keys(count: int) -> None:
     assert (results[0][1][8] == -torch.inf).all() and (results[0][0][8] == 0).all()
 
 
+def test_a_merge_of_float64_lses_is_one_in_float64() -> None:
+    outs = torch.tensor([[[1.0, -1.0]], [[2.0, 5.0]]])
+    lses = torch.tensor([[3e4], [3e4 + 1e-3]], dtype=torch.float64, requires_grad=True)
+    out, lse = tsmla_bridge.merge_attention_states(outs, lses)
+    weights = torch.tensor([1e-3, -1e-3], dtype=torch.float64).neg().sigmoid()
+    torch.testing.assert_close(out[0], (weights @ outs[:, 0].double()).float())
+    torch.testing.assert_close(lse[0], lses.detach().logsumexp(0)[0], rtol=1e-15, atol=0)
+    lse.sum().backward()
+    torch.testing.assert_close(lses.grad[:, 0], weights, rtol=1e-11, atol=0)
+
+
 def test_results_go_where_they_are_asked_to() -> None:
     case = inputs([20, 7], s=2)
     want = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)

@@ -44,7 +44,7 @@ def merge_attention_states(
 
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H] in lses' dtype; a row that no part saw is 0 with lse -inf.
-      Computed in float32 (float64 for outs of float64). An eager call is differentiable in outs and lses by torch
+      Computed in float32, or in float64 if outs or lses are. An eager call is differentiable in outs and lses by torch
       operations, which run if a derivative is asked for; under torch.compile the derivative raises NotImplementedError.
 
     Raises:

@@ -147,6 +147,11 @@ class MergeSpec:
     out_dtype: str
     lse_dtype: str
 
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype of the weights and sums."""
+        return "float64" if "float64" in (self.out_dtype, self.lse_dtype) else "float32"
+
 
 def decode_spec(
     *,

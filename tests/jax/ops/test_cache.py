@@ -251,6 +251,21 @@ def test_merge_of_extreme_lses(name: str) -> None:
         np.testing.assert_allclose(lse, [[want_lse]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_merge_of_float64_lses(name: str) -> None:
+    """float32 can't tell these apart."""
+    with jax.enable_x64(True):
+        outs, lses = np.float32([[[1, -1]], [[2, 5]]]), np.float64([[3e4], [3e4 + 1e-3]])
+        merge = functools.partial(tsmla_jax.merge_attention_states, implementation=name)
+        (out, lse), back = jax.vjp(merge, outs, lses)
+        weights = 1 / (1 + np.exp(np.float64([1e-3, -1e-3])))
+        np.testing.assert_allclose(out[0], weights @ outs[:, 0], rtol=2e-7)
+        np.testing.assert_allclose(lse, [3e4 + np.log1p(np.exp(1e-3))], rtol=1e-15)
+        assert (out.dtype, lse.dtype) == (np.float32, np.float64)
+        _, d_lses = back((jnp.zeros_like(out), jnp.ones_like(lse)))
+        np.testing.assert_allclose(d_lses[:, 0], weights, rtol=1e-11)
+
+
 def test_merge_gradients_equal_the_reference() -> None:
     outs, lses = parts(3)
 

@@ -36,7 +36,7 @@ def merge_attention_states(
 
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H] in lses'; a row that no part saw is 0 with lse -inf. Computed in
-      float32, also with lses of float64; in float64 if outs are. Differentiable in outs and lses.
+      float32, or in float64 if outs or lses are. Differentiable in outs and lses.
 
     Raises:
       TypeError, ValueError: an argument is not legal.

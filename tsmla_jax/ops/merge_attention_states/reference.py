@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_kernels.contract import MergeSpec
 
 
@@ -13,7 +12,7 @@ def merge_attention_states(
     outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], *, spec: MergeSpec
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse, as the public merge_attention_states documents them."""
-    dtype = accumulation_dtype(spec.out_dtype)
+    dtype = jnp.dtype(spec.sum_dtype)
     lse = jnp.stack(lses).astype(dtype)
     seen = ~jnp.isinf(lse)  # true for NaN, too, which must not look like a row without keys
     lse = jnp.where(seen, lse, -jnp.inf)  # FlashAttention and FlashMLA write +inf for a row that saw no key

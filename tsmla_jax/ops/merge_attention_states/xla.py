@@ -8,7 +8,6 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import MergeSpec
 
@@ -24,7 +23,7 @@ def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> Stat
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _merge(spec: MergeSpec, outs: Parts, lses: Parts) -> State:
-    dtype = accumulation_dtype(spec.out_dtype)
+    dtype = jnp.dtype(spec.sum_dtype)
     weights, lse = _weights(lses, dtype)
     merged = reduce(operator.add, (_weighted(out, weight, dtype) for out, weight in zip(outs, weights, strict=True)))
     return merged.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
@@ -56,7 +55,7 @@ def _forward(spec: MergeSpec, outs: Parts, lses: Parts) -> tuple[State, tuple[Pa
 def backward(spec: MergeSpec, saved: tuple[Parts, Parts, jax.Array], cotangents: State) -> tuple[Parts, Parts]:
     """The cotangents of outs and lses. saved: outs, lses and the merged out. cotangents: those of out and lse."""
     outs, lses, merged = saved
-    dtype = accumulation_dtype(spec.out_dtype)
+    dtype = jnp.dtype(spec.sum_dtype)
     d_out, d_lse = (x.astype(dtype) for x in cotangents)
     d_outs, d_lses = [], []
     for out, part, weight in zip(outs, lses, _weights(lses, dtype)[0], strict=True):
