@@ -268,6 +268,12 @@ def test_query_and_out_with_gaps() -> None:
             "local_visible_lens: got a tensor with window_left = 4, cp_world = 1 and causal_seqs None",
         ),
         ({"block_tables": torch.zeros(1, 3, dtype=torch.int32)}, "seq_lens: got shape"),  # uneven queries in an engine
+        (
+            {"block_tables": torch.zeros(1, 3, dtype=torch.int32), "window_left": 4},
+            r"block_tables: got shape \[1, 3\]; axis 0 must be 2 \(B from query\)",
+        ),
+        ({"seq_lens": torch.tensor([5.0, 33.0])}, "seq_lens: got dtype torch.float32; legal: torch.int32, torch.int64"),
+        ({"query": torch.zeros(1, 3, 2, 48)}, r"^query: got shape \[1, 3, 2, 48\]; its B = 1 must equal"),
         ({"out": torch.zeros(2, 3, 2, 32).bfloat16()}, "out: got bfloat16"),
         ({"out": torch.zeros(2, 3, 2, 32).half(), "window_left": 3}, "out: got float16; legal: float32"),
         ({"out": torch.zeros(2, 3, 2, 64).double()[..., :32]}, "out: got float64; legal: float32"),
@@ -375,6 +381,20 @@ def test_prefill_refuses_a_wrong_out(out: torch.Tensor, error: type[Exception]) 
     cu_q = torch.tensor([0, 2, 3, 5], dtype=torch.int32)
     with pytest.raises(error, match="out: got"):
         tokenspeed_mla_prefill(q, k, v, cu, cu, 5, 3, 0.2, cum_seq_lens_q=cu_q, max_seq_len_q=2, out=out)
+
+
+def test_prefills_errors_name_the_packages_arguments() -> None:
+    q, k, v, cu = packed(torch.float32)
+    legal: dict[str, Any] = {"query": q, "key": k, "value": v, "seq_lens": cu, "cum_seq_lens": cu}
+    for changed, message in (
+        ({"key": k[:, :1]}, r"^key: got shape \[9, 1, 24\]; its heads and head_dim must equal query's"),
+        ({"value": v.half()}, "^value: got dtype float16; query, key and value must have one dtype"),
+        ({"cum_seq_lens": cu[None]}, "^cum_seq_lens: got shape"),
+        ({"cum_seq_lens_q": cu[None], "max_seq_len_q": -1}, "^max_seq_len_q: got -1"),
+        ({"is_causal": 1}, "^is_causal: got int"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            tokenspeed_mla_prefill(**legal | {"max_seq_len": 5, "batch_size": 3, "softmax_scale": 0.2} | changed)
 
 
 def test_warming_up_costs_nothing_without_a_gpu() -> None:

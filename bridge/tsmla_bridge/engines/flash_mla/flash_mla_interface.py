@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tsmla_bridge.engines.flash_mla import naming, selected
+from tsmla_bridge.engines import naming
+from tsmla_bridge.engines.flash_mla import selected
 from tsmla_bridge.engines.flash_mla.selected import FAR, NEAR, Selection
 from tsmla_bridge.ops import mla_decode
 from tsmla_kernels.contract.rules import show
@@ -165,7 +166,7 @@ def flash_mla_with_kvcache(
         raise ValueError(f"is_fp8_kvcache: got {is_fp8_kvcache} for a cache of {k_cache.dtype}; they must agree")
     out, lse = naming.call(
         mla_decode.mla_decode,
-        naming.DECODE,
+        naming.FLASH_MLA_DECODE,
         q.contiguous(),
         k_cache.select(2, 0),
         _whole_rows(block_table),

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge.engines.flash_mla import joining, naming, warming
+from tsmla_bridge.engines import naming
+from tsmla_bridge.engines.flash_mla import joining, warming
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 from tsmla_kernels.contract.rules import show
@@ -123,7 +124,7 @@ def attend(
         options |= {"compressed_kv_cache": far.pages(), "window": window, "compressed_page_size": far.page_size}
     out, lse = naming.call(
         warming.sparse_mla,
-        naming.DECODE,
+        naming.FLASH_MLA_DECODE,
         q.reshape(tokens, heads, head_dim).contiguous(),
         near.pages(),
         indices,
@@ -159,7 +160,7 @@ def attend_rows(
     chosen = indices.select(1, 0)
     out, lse = naming.call(
         warming.sparse_mla,
-        naming.PREFILL,
+        naming.FLASH_MLA_PREFILL,
         q.contiguous(),
         kv,
         chosen.masked_fill(chosen >= kv.shape[0], -1),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tsmla_bridge import blackwell, operators
+from tsmla_bridge.engines import naming
 from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.ops import merge, mla_decode
 from tsmla_bridge.ops.decode_plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
@@ -56,7 +57,7 @@ def tokenspeed_mla_decode(
         size is too small. A buffer belongs to one stream.
       kv_lora_rank, qk_rope_head_dim: 512 and 64 in DeepSeek.
       block_tables: [B, M] int32, pages of each request in order.
-      seq_lens: [B], keys of each request; 0 is legal.
+      seq_lens: [B] int32 or int64, keys of each request; 0 is legal.
       max_seq_len: bound on seq_lens.
       softmax_scale, output_scale: the factor of the logits (the model's scale times the scales of query and cache) and
         the factor of out (the cache's scale).
@@ -105,6 +106,8 @@ def tokenspeed_mla_decode(
     if out is not None:
         _check_out(out, query, kv_lora_rank)
     if seq_lens.dtype != torch.int32:
+        if seq_lens.dtype != torch.int64:
+            raise ValueError(f"seq_lens: got dtype {seq_lens.dtype}; legal: torch.int32, torch.int64")
         seq_lens = seq_lens.to(torch.int32)
     if window_left >= max_seq_len - 1 and cp_world == 1:
         window_left = -1  # nothing lies before such a window
@@ -119,6 +122,7 @@ def tokenspeed_mla_decode(
             options=(kv_lora_rank, None, causal_mask, *_OTHER_OPTIONS),
         )  # fmt: skip
     else:
+        _check_batch(query, block_tables=block_tables, seq_lens=seq_lens, causal_seqs=causal_seqs)
         starts, stops = _visible(
             query.shape[1], seq_lens, causal_mask, window_left, causal_seqs, ranks, local_visible_lens
         )
@@ -172,9 +176,11 @@ def _attend(
     if plan is None:
         inputs, named = DecodeInputs(query, kv_cache, block_tables, seq_lens, None), DecodeOptions(*options)
         if compiling or operators.is_traced(query, kv_cache):
-            result: Any = mla_decode.call_operator(inputs, pair, named, return_lse, out, None, None)
+            result: Any = naming.call(
+                mla_decode.call_operator, naming.TOKENSPEED_DECODE, inputs, pair, named, return_lse, out, None, None
+            )
             return result if return_lse else (result, None)
-        plan = plan_for(inputs, named)
+        plan = naming.call(plan_for, naming.TOKENSPEED_DECODE, inputs, named)
     workspace = plan.address_in(workspace_buffer)
     return plan.run(
         query, kv_cache, block_tables, seq_lens, None,
@@ -297,6 +303,14 @@ def _check_sizes(
         raise ValueError(f"max_seq_len: got {max_seq_len}; legal: an int >= 1")
     if type(min_split_kv) is not int or not 1 <= min_split_kv <= 256:
         raise ValueError(f"min_split_kv: got {min_split_kv}; legal: an int from 1 to 256")
+
+
+def _check_batch(query: torch.Tensor, **given: torch.Tensor | None) -> None:
+    """ValueError unless these tensors, by argument, have an entry for each of query's requests."""
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape[:1] != query.shape[:1]:
+            got = show(tuple(tensor.shape))
+            raise ValueError(f"{name}: got shape {got}; axis 0 must be {query.shape[0]} (B from query)")
 
 
 def _check_mask(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tsmla_bridge import blackwell
+from tsmla_bridge.engines import naming
 from tsmla_bridge.ops import mla_prefill
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
@@ -76,7 +77,12 @@ def tokenspeed_mla_prefill(
     starts_kv = cum_seq_lens.to(query.device, torch.int32)
     starts_q = starts_kv if cum_seq_lens_q is None else cum_seq_lens_q.to(query.device, torch.int32)
     direct = query.dtype != torch.float16
-    found: Any = mla_prefill.mla_prefill(  # type: ignore[call-overload]  # mypy expands no bool
+    names = naming.TOKENSPEED_PREFILL
+    names = names | ({"cu_seqlens_q": "cum_seq_lens"} if cum_seq_lens_q is None else {})
+    names = names | ({"max_q_len": "max_seq_len"} if max_seq_len_q is None else {})
+    found: Any = naming.call(
+        mla_prefill.mla_prefill,
+        names,
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
