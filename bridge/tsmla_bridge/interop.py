@@ -71,7 +71,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         )
     array = jax.dlpack.from_dlpack(tensor.detach(), copy=False)
     if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
-        raise ValueError(f"tensor: got address {tensor.data_ptr():#x}, which jax would have to copy to align it")
+        raise ValueError(f"tensor: got memory at {tensor.data_ptr():#x}; legal: aligned memory (.clone() gives such)")
     return array
 
 
