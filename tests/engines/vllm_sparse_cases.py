@@ -249,7 +249,7 @@ def test_pages_apart_need_a_version_that_counts_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(sparse_utils, "flat_kv_row_view", raising=False)
     rows, step = sparse._rows(torch.zeros(3, 8, 8))
     assert (len(rows), step) == (24, 8)
-    with pytest.raises(ValueError, match="got pages 16 rows apart; this version of vLLM counts slots 8 apart"):
+    with pytest.raises(ValueError, match="got pages 16 rows apart; legal in this version of vLLM: 8, a page's rows"):
         sparse._rows(torch.zeros(3, 16, 8)[:, :8])
 
 

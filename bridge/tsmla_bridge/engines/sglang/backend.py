@@ -215,7 +215,7 @@ class TsmlaBackend(AttentionBackend):
     def _check_call(self, layer: Any, others: dict[str, Any]) -> None:
         """NotImplementedError for attention that no kernel here has, by a layer's properties or a call's arguments."""
         if others:
-            raise NotImplementedError(f"{', '.join(others)}: {NAME} takes none")
+            raise NotImplementedError(f"{', '.join(others)}: {NAME} takes no such argument")
         if (
             layer.sliding_window_size != -1
             or layer.logit_cap

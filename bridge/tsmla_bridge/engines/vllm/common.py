@@ -145,6 +145,6 @@ class HopperImpl:
         )  # type: ignore[call-arg]  # fmt: skip
         features = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
         if given := [name for name, value in features.items() if value]:
-            raise NotImplementedError(f"{', '.join(given)}: tsmla's {self.kind} backend has none")
+            raise NotImplementedError(f"{', '.join(given)}: got a value; legal with tsmla's {self.kind} backend: None")
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.dtype: torch.dtype = get_current_vllm_config().model_config.dtype

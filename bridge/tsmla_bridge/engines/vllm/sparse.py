@@ -344,6 +344,8 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
             f"kv_cache: got strides {cache.stride()}; legal: rows side by side, and pages whole rows of {width} apart"
         )
     if num_pages > 1 and step != page_size and not _counts_rows_between_pages():
-        raise ValueError(f"kv_cache: got pages {step} rows apart; this version of vLLM counts slots {page_size} apart")
+        raise ValueError(
+            f"kv_cache: got pages {step} rows apart; legal in this version of vLLM: {page_size}, a page's rows"
+        )
     count = (num_pages - 1) * step + page_size
     return cache.as_strided((count, 1, width), (width, width, 1)), step
