@@ -125,8 +125,8 @@ class Case:
         return time_all(functions, self.iterations)
 
     def rows(self, skipped: set[tuple[str, Any]], hear: Callable[[str], None]) -> list[dict[str, Any]]:
-        """The rows of the point. `hear` is told `OURS` before our functions are made and each peer's name before its
-        function is."""
+        """The rows of the point. `hear` is told `OURS` before our functions are made, and each peer's name before that
+        peer's function is made."""
         functions: dict[str, Run] = {}
         hear(OURS)
         for name, run in self.ours().items():

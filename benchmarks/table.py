@@ -113,7 +113,7 @@ class Record:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn errors over what a record lacks or has wrong into a ValueError that names its file."""
+    """Turn errors about missing or wrong parts of a record into a ValueError that names its file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:

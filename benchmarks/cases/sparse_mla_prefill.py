@@ -216,7 +216,7 @@ class SparsePrefill(packed.PackedCase):
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
         """The fields of a function's row. Attention over a selection has errors on a sample of tokens, ours with
-        lse_err, fp8 queries also with own_err; the copy in bf16 has the error of all of it."""
+        lse_err, fp8 queries also with own_err; the copy in bf16 has the error over all its rows."""
         mode, t, h = self.point
         case = {"mode": mode, "length": t, "h": h, "keys": self.indices.shape[1]}
         case |= {"form": FORMS.get(name, "direct")}

@@ -23,7 +23,8 @@ NAME: tb.Column = "B, S, keys", lambda p: f"{p['b']}, {p['s']}, {p['keys']}" + "
 
 
 def by_keys(ratio: Callable[[tb.Point], float | None], label: str) -> plots.Draw:
-    """A panel for each number of requests of a decode step, and one for prefill; a line a number of query tokens."""
+    """A plot with a panel for each number of requests of a decode step and one for prefill, and a line for each number
+    of query tokens."""
 
     def mark(p: tb.Point) -> Mark:
         return Mark(f"{p['mode']}, B = {p['b']}", f"S = {p['s']}", p["keys"], ratio(p))

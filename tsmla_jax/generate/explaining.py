@@ -239,7 +239,7 @@ def _explain_indexer(
 ) -> int:
     """Adds the choice for the indexer's selection. Returns how many keys a token chooses at most, on all devices.
 
-    returns: the argument that says in what form a step on one device takes the selection.
+    returns: the argument of `indexer_topk` that asks for the form in which a step on one device takes the selection.
     """
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32

@@ -252,7 +252,7 @@ def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
 
 def why_not_plain(dtype: Any, gate_up: Any, down: Any) -> list[str]:
     """Why the kernel of grouped_block_scaled_matmul can't run on jax's default device, or isn't chosen, for experts
-    with weights in the 16-bit dtype of their activations; empty if it can and is.
+    with weights in the 16-bit dtype of their activations; empty if it can run and is chosen.
 
     Args:
       dtype: the dtype of the activations.

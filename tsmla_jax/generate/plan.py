@@ -1,4 +1,4 @@
-"""The plan of a run, made from sizes and dtypes alone, so that it needs no weights. Making one checks that the options
+"""The plan of a run, made only from sizes and dtypes, so that it needs no weights. Making one checks that the options
 go together, that texts fit the model's length and the cache's pages, and that the implementation can run."""
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def programs_for(mesh: Mesh | None, at_once: bool) -> Programs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Elements:
-    """A pytree whose arrays without elements stay outside of `jax.shard_map`: XLA's partitioner in jaxlib 0.11 ends the
-    process over one that enters it, such as the drafts of a step that has none.
+    """A pytree whose arrays without elements, such as the drafts of a step without drafts, stay outside of
+    `jax.shard_map`: XLA's partitioner in jaxlib 0.11 ends the process if such an array enters it.
 
     Attributes:
       arrays: the arrays with elements, in order.
