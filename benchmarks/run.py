@@ -49,8 +49,8 @@ def show_list() -> None:
 
 
 def compared(kind: type[harness.Case], rows: list[dict[str, Any]]) -> tuple[str, float]:
-    """A point's times as text, and our time over that of `Case.best_peer`; NaN if either is missing. The first row of a
-    function counts."""
+    """A point's times as text, and our time over `Case.best_peer`; NaN if either is missing. If a function has several
+    rows, the first counts."""
     us: dict[str, float] = {}
     for row in rows:
         us.setdefault(row.get("peer", harness.OURS), row["us"])

@@ -1,4 +1,4 @@
-"""A jit decode loop on the functional ops alone: one MLA layer, a paged cache, three requests of different lengths.
+"""A jit decode loop with only the functional ops: one MLA layer, a paged cache, three requests of different lengths.
 
     python examples/decode_loop.py
 

@@ -4,9 +4,9 @@
   v4_128      pools 128 tokens of 512 channels into an entry of packed pages
   indexer_4   pools 8 tokens of 128 channels into a packed key
 
-In modes "none", "some" and "all" the number is that of the requests in a decode step of one new token each, and none
-of them, the first of every `ratio` requests, or all complete an entry. Mode "prefill" is one request of that number of
-tokens from position 0 on. `bytes` counts what is read of windows and new tokens, and what is written.
+In modes "none", "some" and "all" the number counts the requests of a decode step with one new token each, and no
+request, the first of every `ratio` requests, or all of them complete an entry. Mode "prefill" is one request of that
+number of tokens from position 0 on. `bytes` counts what is read of windows and new tokens, and what is written.
 """
 
 from __future__ import annotations

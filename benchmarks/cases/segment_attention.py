@@ -93,7 +93,7 @@ def cudnn(shape: Shape) -> Attend:
 
 
 class Function:
-    """A function of arrays, jitted once alone and once with its gradient for the cotangent d_out."""
+    """A function of arrays, jitted once by itself and once with its gradient for the cotangent d_out."""
 
     def __init__(self, attend: Attend, arrays: tuple[jax.Array, ...], d_out: jax.Array) -> None:
         def with_gradient(d_out: jax.Array, *arrays: jax.Array) -> Any:
@@ -161,7 +161,7 @@ class SegmentAttention(Case):
 
     def time(self, functions: dict[str, Any]) -> dict[str, float]:
         """Microseconds a call with the gradient: the least of TURNS means of CALLS calls in a row, of which the host
-        waits only for the last. `forward_us` gets the same of the forward alone."""
+        waits only for the last. `forward_us` gets the same of calls without the gradient."""
 
         def of(run: Run) -> float:
             return least_seconds(lambda: jax.block_until_ready([run() for _ in range(CALLS)][-1]), TURNS) / CALLS * 1e6

@@ -20,7 +20,7 @@ from examples.whole_models import growth
 CUSTOM = "CUSTOM"
 """Our backend in vLLM."""
 Backend = tuple[str, str, str]
-"""vLLM's backend of decode, that of prefill, and the dtype of its cache ("auto": that of the weights)."""
+"""vLLM's backend of decode, its backend of prefill, and the dtype of its cache ("auto": the weights' dtype)."""
 
 
 def milliseconds(us: float | None) -> str:
@@ -46,7 +46,7 @@ BEFORE = "bc479d4"
 
 
 def of_checkpoints(rows: list[tb.Row]) -> list[tb.Row]:
-    """vLLM's rows with the weights of a checkpoint: dummy weights compare backends with each other alone."""
+    """vLLM's rows with the weights of a checkpoint: rows with dummy weights only compare backends with each other."""
     return [row for row in rows if row["peer"] == "vllm"]
 
 
@@ -222,7 +222,7 @@ def vllm() -> tb.Record:
     )  # fmt: skip
 
 
-# The README shows these steps: mode, context, requests, and the cache's dtype ("auto": that of the weights).
+# The README shows these steps: mode, context, requests, and the cache's dtype ("auto": the weights' dtype).
 SHORT = (("decode", 512, 64, "auto"), ("decode", 16000, 1, "auto"), ("decode", 16000, 256, "fp8"),
          ("prefill", 16000, 1, "auto"))  # fmt: skip
 

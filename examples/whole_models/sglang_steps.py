@@ -4,7 +4,7 @@
         [--points 1,512/...] [--model v2-lite,bf16] [--layers N] [--compare OTHER.json] [--profile DIR] [--serve N]
 
 The model is one of generate.py's. Its weights are drawn on the GPU (drawn.py), the same for every backend, so rows
-compare backends with each other alone. Points are (requests, tokens of context). SGLang's scheduler runs in a process
+only compare backends with each other. Points are (requests, tokens of context). SGLang's scheduler runs in a process
 of its own, with its CUDA graphs of decode and its overlapped schedule. A step is what each further token of all
 requests takes: the time of a run of --steps tokens less that of a run of 2 tokens, over the tokens between them; both
 runs find their prompts in the engine's prefix cache. The row has the median of --runs such pairs.

@@ -18,7 +18,7 @@ before, as the time of 4,096 tokens.
 With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. With --drawn
 they are drawn on the GPU (drawn.py), the same for every backend, and their peer is "vllm, drawn weights".
 Without either they are vLLM's dummy weights, which send nearly all tokens to the same experts. Steps of the last two
-compare backends with each other alone. Each decode row has the first greedy tokens of each request, the same prompts
+only compare backends with each other. Each decode row has the first greedy tokens of each request, the same prompts
 for every backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the same
 step, batch and context.
 
@@ -88,7 +88,7 @@ PROFILED_STEPS = 16
 ATTENTION = re.compile(
     r"tsmla|flash|sm90::(decode|fwd)|smxx::|mla_combine|sched_meta|prepare_varlen|convert_req_index|concat_?mla", re.I
 )
-"""Kernels of decode attention by their names: of all backends, and what runs for them alone."""
+"""Matches the names of the kernels of decode attention, of all backends, and of kernels that run only for them."""
 GRAPH_REPLAYS = 20  # in a row
 BEFORE_REPLAYS = 4  # full steps of a run before a step's graph is replayed
 

@@ -1,5 +1,5 @@
-"""The implementations that a step runs, and the reasons. `tsmla_jax.explain` on the step's shapes gives those of
-attention, the choice of keys and V4's compression; the experts' weights give that of the experts' products."""
+"""The implementations that a step runs, and the reasons. `tsmla_jax.explain` on the step's shapes says how attention,
+the choice of keys and V4's compression run; the experts' weights decide how their products run."""
 
 from __future__ import annotations
 
