@@ -100,13 +100,13 @@ class EngineOptions:
     context_parallel: int = 1
 
     def __post_init__(self) -> None:
-        counts = ("max_batch", "chunk", "data_parallel", "expert_parallel", "context_parallel")
+        counts = ("chunk", "data_parallel", "expert_parallel", "context_parallel")
         if not is_count(self.seed, 0) or self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; legal: an int, 0 to 2**32 - 1")
         for name, least in (*((count, 1) for count in counts), ("speculative", 0)):
             if not is_count(value := getattr(self, name), least):
                 raise ValueError(f"{name} = {value}; legal: an int, at least {least}")
-        if self.max_batch > BATCH_SIZES[-1]:
+        if not is_count(self.max_batch, 1) or self.max_batch > BATCH_SIZES[-1]:
             raise ValueError(f"max_batch = {self.max_batch}; legal: an int, 1 to {BATCH_SIZES[-1]}")
         if self.program not in ("step", "layer", None):
             raise ValueError(f"program = {self.program!r}; legal: 'step', 'layer', None")
