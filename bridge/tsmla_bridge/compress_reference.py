@@ -56,7 +56,8 @@ def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, tor
     lens = arrays.seq_lens.long()
     begun = (lens - offsets.diff()) // compress.ratio
     entry = begun[request] + places - first[request]
-    return request, entry, entry < (lens // compress.ratio)[request]
+    # Rows before the first request's have places, too, but complete nothing.
+    return request, entry, (entry < (lens // compress.ratio)[request]) & (places >= first[0])
 
 
 def _pooled(spec: CompressWriteSpec, arrays: Arrays, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:

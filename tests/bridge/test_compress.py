@@ -152,7 +152,7 @@ def test_rows_before_the_first_requests_leave_nothing_behind() -> None:
         torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in ((9, 2, 128), (4, 128), (64, 32))
     )
     found = []
-    for before in (0, 2):
+    for before in (0, 2, 6):  # 6: more than an entry's
         state, positions = torch.zeros(2, 8, 2, 128), torch.full((2, 8), -1, dtype=torch.int32)
         cache, tables = torch.zeros(4, 8, 64), torch.tensor([[0, 1], [2, 1]], dtype=torch.int32)
         tsmla_bridge.compress_write_kv_cache(
@@ -161,4 +161,5 @@ def test_rows_before_the_first_requests_leave_nothing_behind() -> None:
             cu_seqlens_q=torch.tensor([0, 5, 9], dtype=torch.int32) + before, ratio=4, overlap=True, eps=1e-6,
         )  # fmt: skip
         found.append((cache, state, positions))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    for same, *others in zip(*found, strict=True):
+        assert all(torch.equal(same, other) for other in others)
