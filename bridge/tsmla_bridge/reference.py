@@ -225,8 +225,8 @@ def write_kv_cache(
 
 
 def put_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write rows [T, D] into the slots of cache [P, Z, D], of one dtype and any strides; slots outside of the cache are
-    skipped."""
+    """Write rows [T, D] into the slots of cache [P, Z, D], which has their dtype and any strides. Slots outside of the
+    cache are skipped. Needs at least one row and one page."""
     num_pages, page_size, _ = cache.shape
     target, source, any_legal = targets(slot_mapping, num_pages * page_size)
     page, offset = target.div(page_size, rounding_mode="floor"), target % page_size

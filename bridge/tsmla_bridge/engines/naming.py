@@ -13,7 +13,7 @@ from tsmla_bridge.runtime.tensors import TENSOR
 from tsmla_kernels import contract
 
 Names = Mapping[str, str]
-"""From the names of an operation's arguments to a package's."""
+"""A package's names of arguments, by this project's names of the same arguments."""
 
 FLASH_MLA_DECODE = {
     "latent_dim": "head_dim_v",
@@ -73,6 +73,6 @@ def call(operation: Callable[..., Any], names: Names, *arguments: Any, **options
 
 @functools.cache
 def _arguments(names: tuple[str, ...]) -> re.Pattern[str]:
-    """What finds these arguments in an error's text."""
+    """The pattern of these arguments in an error's text."""
     words, others = ("|".join(name for name in names if (name in _WORDS) is plain) for plain in (True, False))
     return re.compile(rf"^({words})(?=:)|\b({others})\b")

@@ -1,10 +1,10 @@
 """indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
 
 On a Hopper GPU, and on Blackwell if "cute" is named, the kernels of indexer_logits and select_topk run the call, in
-turn on chunks of query tokens; torch operations compute logits that no kernel takes (topk.chunks says which). They run
-all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel of select_topk can't serve the
-call or the scores' derivative is asked for. No call reads a value on the host,
-except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
+turn on chunks of query tokens; torch operations compute logits that no kernel takes (topk.chunks says which). Torch
+operations also run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel of
+select_topk can't serve the call or the scores' derivative is asked for. No call reads a value on the host, except under
+TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations

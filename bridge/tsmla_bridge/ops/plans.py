@@ -73,7 +73,7 @@ def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key:
             else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride())
             for tensor in inputs
         ]
-        # The options' types are in the key because True equals 1 and 8.0 equals 8, but is not legal in its place.
+        # The options' types are in the key because True equals 1 and 8.0 equals 8, but only one of the two is legal.
         key = (options, *map(type, options), *properties)
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor, or an option without a hash

@@ -28,7 +28,7 @@ class SparseInputs(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """How the kernel reads a cache: as an array of this shape, of which every `step`-th page is the cache's."""
+    """How the kernel reads a cache: as an array of this shape, in which every `step`-th page is the cache's."""
 
     shape: tuple[int, ...]
     step: int

@@ -17,7 +17,7 @@ from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested, written_for
 IMPLEMENTATIONS = ("cute", "reference")
 
 ROW_ALIGN = 16
-"""Alignment in bytes of tensors that kernels read, but for indices, and of their rows where these may lie apart."""
+"""Alignment in bytes of the tensors that kernels read, except indices, and of rows that may lie apart."""
 
 _lock = threading.Lock()
 
@@ -92,11 +92,11 @@ def is_chosen(
     why_not: Callable[[], list[str]],
     op: str | None = None,
 ) -> bool:
-    """Whether `kernel` runs a call of `op`, the operation of its name by default, on `device`; torch operations run it
-    otherwise.
+    """Whether `kernel` runs a call of the operation `op` on `device`, and not torch operations. None for op is the
+    operation of the kernel's name.
 
-    `why_not` gives the reasons against this call, beside those against the device. If the kernel was named all of them
-    are raised as NotImplementedError."""
+    `why_not` gives the reasons against this call, beside those against the device. If "cute" was named, all of them are
+    raised as NotImplementedError."""
     check_implementation(implementation)
     if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
         return False

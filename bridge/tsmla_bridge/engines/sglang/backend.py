@@ -99,11 +99,13 @@ class Pages(NamedTuple):
 
 
 def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_size: int) -> Pages:
-    """The rows of requests, one after the other, in pages of their own. Slots past a request's end repeat its last row.
+    """Pages for rows of requests: each request's rows lie in pages of its own. Slots past a request's end repeat its
+    last row.
 
     Args:
-      starts: [B + 1] int32, where each request begins in `rows`, and the end; lens: the requests' lengths, on the host.
-      rows: [N] int32.
+      starts: [B + 1] int32, where each request begins in `rows`, and the end.
+      rows: [N] int32, the rows of all requests, one request after the other.
+      lens: the requests' lengths, on the host.
     """
     counts = [-(-n // page_size) for n in lens]
     lengths = starts.diff()

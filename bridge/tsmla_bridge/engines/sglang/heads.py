@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 Create = Callable[[Any], Any]
-"""What makes the backend of a model runner."""
+"""A function that makes the backend of a model runner."""
 
 logger = logging.getLogger(__name__)
 

@@ -307,7 +307,8 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
         layer quantised it. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
         decode, fp8 = attn_metadata.decode, torch.float8_e4m3fn
         parts: tuple[torch.Tensor, ...] = q if isinstance(q, tuple) else (q,)
-        if (parts[0].dtype == fp8) != self.supports_quant_query_input:  # the layers' factors are made for that
+        # A layer's factors (LayerScales) contain q's scale only if its queries are quantised.
+        if (parts[0].dtype == fp8) != self.supports_quant_query_input:
             legal = fp8 if self.supports_quant_query_input else self.dtype
             raise ValueError(f"q: got {parts[0].dtype}; legal: {legal}")
         if len(parts) == 2 and parts[1].shape[-1] == 0:

@@ -44,7 +44,7 @@ from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
-SEVERAL = 2  # tokens_per_request of calls with several tokens a request: more choose the same kernel
+SEVERAL = 2  # tokens_per_request of calls with several tokens a request: larger numbers choose the same kernel
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -226,8 +226,8 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         metadata: TsmlaMLASparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata.scales = self.scales
         if self.batch_invariant:
-            # vLLM expands a batch's prompts if none of them is long: one request would choose for another. So none is
-            # expanded here.
+            # vLLM expands a batch's prompts if all of them are short, so one request would choose for another. Here
+            # prompts are never expanded.
             metadata.prefill, metadata.prefill_max_seq_len = None, metadata.topk_tokens + 1
         return metadata
 
