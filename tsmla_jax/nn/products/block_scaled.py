@@ -44,11 +44,11 @@ class BlockScaled:
 
     Attributes:
       values, scales: those arrays; K is the axis that a product sums over.
-      products: "quantized" for products with activations in e4m3 that have scales for 128 terms, "exact" for
-        activations as they are, both by block_scaled_matmul or, for a stack, grouped_block_scaled_matmul. Exact
-        products of many rows are left to XLA by `linear`, and those of few may be kernels of `nn.few_tokens`. None is
-        "exact" where the kernel of block_scaled_matmul is chosen (one row times a small matrix is left to XLA), and the
-        products of `grouped_matmul` or of XLA elsewhere (`products_of`).
+      products: how products with the weight are computed. "quantized": by block_scaled_matmul (a stack's by
+        grouped_block_scaled_matmul), with activations quantised to e4m3 with a scale for 128 terms. "exact": by the
+        same operations, with activations as they are; `linear` leaves many rows to XLA, and those of few tokens may be
+        kernels of `nn.few_tokens`. None: as "exact" where the kernel of block_scaled_matmul is chosen (`products_of`),
+        but one row times a small matrix is left to XLA; elsewhere by `grouped_matmul` or XLA.
     """
 
     values: jax.Array

@@ -61,10 +61,9 @@ def choose(
       choice: how experts are chosen and weighed.
 
     Returns:
-      experts [T, K + S] i32 and their weights [T, K + S] f32: the routed ones, the greatest choice first, ties by the
-      expert's index; a choice of NaN comes before all others, and one of -inf after them, as in
-      `jax.lax.top_k`: K different experts, however many choices are finite. Then the shared ones, E to E + S - 1, with
-      weight 1. All experts of padding are E + S.
+      experts [T, K + S] i32 and their weights [T, K + S] f32. First the K routed experts, which all differ: by score
+      plus bias, the greatest first, ties by the expert's index, NaN before all numbers and -inf after them, as in
+      `jax.lax.top_k`. Then the shared ones, E to E + S - 1, with weight 1. All experts of padding are E + S.
     """
     operands = [logits]
     if correction_bias is not None:

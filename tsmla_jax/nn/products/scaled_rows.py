@@ -2,8 +2,8 @@
 multiply.
 
 f16 has eleven bits of a value, three more than bf16, but only between 2^-14 and 2^16. Divided by the scale, the
-greatest value of a row is below 2, be it 1e-30 or 1e30 (below 4, if it is 2^127 or more). Written in Pallas for GPUs
-(Triton).
+greatest value of a group is at most 2, be it 1e-30 or 1e30 (at most 4, if it is 2^127 or more). Written in Pallas for
+GPUs (Triton).
 """
 
 from __future__ import annotations
