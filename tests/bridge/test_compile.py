@@ -226,3 +226,7 @@ def test_every_operator_comes_with_the_package(child_environment: dict[str, str]
         [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+def test_the_report_is_importable_first(child_environment: dict[str, str]) -> None:
+    subprocess.run([sys.executable, "-c", "import tsmla_bridge.report"], env=child_environment, check=True)
