@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from tsmla_kernels import launch
 from tsmla_kernels.kernel import written_for
 from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_config, logits_reasons
 from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
@@ -77,6 +76,8 @@ def indexer_topk_reasons(spec: IndexerTopkSpec) -> list[str]:
 def no_logits_kernel(spec: IndexerTopkSpec, arch: str) -> list[str]:
     """Why a GPU of `arch` has no kernel for the logits of this call, which the top-k kernel can run; empty if it has
     one."""
+    from tsmla_kernels import launch  # which imports the catalog, and so this module
+
     kernel = written_for(arch, INDEXER_LOGITS, INDEXER_LOGITS_SM100)
     if kernel is INDEXER_LOGITS:
         return kernel.arch_reasons(arch) or kernel.reasons(spec.logits)
