@@ -155,6 +155,23 @@ def test_autograd_sees_what_kernels_write(gpu: Gpu) -> None:
     assert len(gpu.launches) == 7 and out._version == lse._version == 1
 
 
+def test_memory_that_a_kernel_cannot_write_is_named_as_the_caller_named_it(gpu: Gpu) -> None:
+    gpu.runs = False
+    ints, lens = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    q, keys = torch.zeros(2, 64, 128).to(torch.float8_e4m3fn), torch.zeros(1, 64, 132, dtype=torch.uint8)
+    indexer = (q, torch.zeros(2, 64), keys, ints[:, :1].contiguous(), lens)
+    for call, dtype, columns in (
+        (lambda out: tsmla_bridge.selection_bits(ints, 100, out=out), torch.int32, 4),
+        (lambda out: tsmla_bridge.select_topk(torch.zeros(2, 16), lens, 4, return_bits=True, out=out), torch.int32, 4),
+        (lambda out: tsmla_bridge.indexer_logits(*indexer, out=out), torch.float32, 64),
+        (lambda out: tsmla_bridge.indexer_topk(*indexer, 4, return_bits=True, out=out), torch.int32, 4),
+    ):
+        out = torch.zeros(2 * columns + 1, dtype=dtype)[1:].view(2, columns)
+        with pytest.raises(ValueError, match=r"^out: got address 0x.*; legal for the kernel: a multiple of 16"):
+            call(out)
+    assert not gpu.launches
+
+
 def test_memory_that_overlaps_is_refused() -> None:
     case = inputs([5, 33], s=2)
     out, lse = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)

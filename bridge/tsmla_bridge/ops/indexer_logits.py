@@ -113,6 +113,7 @@ def _score(
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device=q.device)
     else:
+        loaded_kernels.check_aligned("out", out)
         tensors.mark_written(out)
     _launch(spec, given, out)
     return out

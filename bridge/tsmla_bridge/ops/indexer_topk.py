@@ -204,6 +204,8 @@ def _select(call: Call, memory: Memory) -> Results:
     if not by_kernels or 0 in (tokens, spec.logits.num_requests, spec.logits.cache.num_pages, spec.num_columns):
         found = sparse_reference.indexer_topk(spec, *call[:6])
         return tuple(x if to is None else to.copy_(x) for x, to in zip(found, memory[:3], strict=True))  # type: ignore[return-value]
+    if call.return_bits and memory.out is not None:
+        loaded_kernels.check_aligned("out", memory.out)
     results = _results(call, memory)
     tensors.mark_written(*places.values())
     index = devices.index_of(device)

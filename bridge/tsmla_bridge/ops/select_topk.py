@@ -129,6 +129,8 @@ def _select(
         return tuple(x if to is None else to.copy_(x) for x, to in zip(found, wanted, strict=True))  # type: ignore[return-value]
     new = _new(logits, seq_lens, spec.width) if out is None or counts is None else (out, counts)
     results = (new[0] if out is None else out, new[1] if counts is None else counts)
+    if spec.bits and out is not None:
+        loaded_kernels.check_aligned("out", out)
     tensors.mark_written(*(to for to in (out, counts) if to is not None))
     _launch(spec, given, results)
     return results

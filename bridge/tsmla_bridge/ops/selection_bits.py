@@ -83,6 +83,7 @@ def _mark(
         return words if out is None else out.copy_(words)
     words = _new(positions, num_keys) if out is None else out
     if out is not None:
+        loaded_kernels.check_aligned("out", out)
         tensors.mark_written(out)
     arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
     arrays["selection"] = loaded_kernels.view(words)

@@ -130,6 +130,12 @@ def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()
     return found
 
 
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the tensor, which a kernel is to write, begins at a multiple of 16 bytes."""
+    if tensor.data_ptr() % ROW_ALIGN:
+        raise ValueError(f"{name}: got address {tensor.data_ptr():#x}; legal for the kernel: a multiple of {ROW_ALIGN}")
+
+
 def launcher(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
     """The kernel for `config` on device `index`: from this process, from the cache on disk, or compiled.
 
