@@ -139,11 +139,12 @@ def mla_decode(
     NaN in new tokens' keys and unsound lengths, pages and offsets do what tsmla_jax.mla_decode says; rows that have no
     meaning there may differ from jax's.
 
-    The kernels run on torch's current stream and, but for TSMLA_CHECK=1, nothing waits for the device. In a capture
-    no data is checked, so CUDA graphs can capture calls once a call of the same static sizes has loaded its kernel.
-    Calls from several threads and on several streams are independent. torch.compile takes them as one operator. The
-    kernels have no derivative; the reference has. TSMLA_CHECK=1 checks what only the data shows: lengths, pages,
-    offsets and visible_lens. Calls of the kernels keep the variable's value from the first call of the same shapes.
+    Hopper's kernels take q, kv_cache and out at multiples of 16 bytes, where torch allocates tensors. The kernels run
+    on torch's current stream and, except under TSMLA_CHECK=1, nothing waits for the device. In a capture no data is
+    checked, so CUDA graphs can capture calls once a call of the same static sizes has loaded its kernel. Calls from
+    several threads and on several streams are independent. torch.compile takes them as one operator. The kernels have
+    no derivative; the reference has. TSMLA_CHECK=1 checks what only the data shows: lengths, pages, offsets and
+    visible_lens. Calls of the kernels keep the variable's value from the first call of the same shapes.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -201,7 +201,8 @@ def mla_prefill(
     lse= raise NotImplementedError, and on a GPU forward mode does; implementation="reference" on plain tensors is
     ordinary torch operations and has them all.
 
-    Streams, threads, CUDA graphs and torch.compile are as mla_decode says.
+    Addresses (those of k, v and selection, too), streams, threads, CUDA graphs and torch.compile are as mla_decode
+    says.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.

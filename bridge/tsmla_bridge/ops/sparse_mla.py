@@ -232,8 +232,8 @@ def sparse_mla(
     out=, lse= or workspace=, and forward mode. A graph of torch.compile can't hold such gradients on any device. An
     eager call on a CPU, or with implementation="reference", is ordinary torch operations and has them all.
 
-    Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are as
-    mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
+    Addresses, streams, threads, CUDA graphs (whose replays see new lengths, indices and scales) and torch.compile are
+    as mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
 
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
