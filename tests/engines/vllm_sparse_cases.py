@@ -3,7 +3,6 @@ version."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -34,8 +33,6 @@ ERROR = 2**-7  # bf16: the kernels' results and the layer's products are rounded
 FP8_ERROR = 0.06  # e4m3 has 3 bits of fraction
 HOPPER = SimpleNamespace(major=9, minor=0)
 VERSION = tuple(int(number) for number in vllm.__version__.split(".")[:2])
-COMPACTS = "COMPACT_TO_FRONT: keep input column" not in inspect.getsource(sparse_utils)
-"""Whether vLLM's kernel moves the slots of each row to its front."""
 
 
 # ---- in place of vLLM's Triton kernels, streams and compiled operations: with their checks, dtypes and orders of slots
@@ -48,18 +45,10 @@ def _compacted(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return slots.flip(1).gather(1, order).to(torch.int32), valid.sum(1, dtype=torch.int32)
 
 
-def _in_place(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots where their positions are, and the number of those that are not -1. To vLLM 0.27 its kernel moves none
-    without context parallelism: its own backends, too, take it that the indexer's -1 lie behind the others."""
-    counts = (slots >= 0).sum(1, dtype=torch.int32)
-    assert ((slots >= 0) == (torch.arange(slots.shape[1]) < counts[:, None])).all()
-    return slots.to(torch.int32), counts
-
-
 def _convert(
     req_id: torch.Tensor, block_table: torch.Tensor, token_indices: torch.Tensor, *, BLOCK_SIZE: int,
     NUM_TOPK_TOKENS: int, return_valid_counts: bool, BLOCK_STRIDE_ROWS: int | None = None, out: Any = None,
-    valid_counts_out: Any = None, idx_mapping: None = None, compacts: bool = COMPACTS,
+    valid_counts_out: Any = None, idx_mapping: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     assert {req_id.dtype, block_table.dtype, token_indices.dtype} == {torch.int32}
     assert token_indices.shape == (len(req_id), NUM_TOPK_TOKENS) and not NUM_TOPK_TOKENS % 128
@@ -68,7 +57,7 @@ def _convert(
     pages = block_table[req_id.long()].gather(1, page.clamp(max=block_table.shape[1] - 1).long())
     slots = pages * (BLOCK_STRIDE_ROWS or BLOCK_SIZE) + token_indices % BLOCK_SIZE
     slots = torch.where((token_indices < 0) | (page >= block_table.shape[1]), -1, slots)
-    slots, counts = _compacted(slots) if compacts else _in_place(slots)
+    slots, counts = _compacted(slots)
     if out is not None:
         slots, counts = out.copy_(slots), valid_counts_out.copy_(counts)
     return slots, counts
@@ -82,7 +71,7 @@ def _convert_of_rank(
     local = held_keys(token_indices, dcp_size, dcp_rank, cp_kv_cache_interleave_size)
     local = torch.where((token_indices >= 0) & (turn % dcp_size == dcp_rank), local, -1)
     assert not others["BLOCK_SIZE"] % cp_kv_cache_interleave_size
-    return _convert(req_id, block_table, local.to(torch.int32), compacts=True, **others)
+    return _convert(req_id, block_table, local.to(torch.int32), **others)
 
 
 def _unpack(
@@ -99,7 +88,6 @@ def _unpack(
             at += 1
 
 
-sparse_utils.triton_convert_req_index_to_global_index = _convert
 sparse_utils.triton_filter_and_convert_dcp_index = _convert_of_rank
 custom_ops.cp_gather_and_upconvert_fp8_kv_cache = _unpack
 if VERSION >= (0, 31):

@@ -1,5 +1,5 @@
 """Calls as the engines' plug-ins make them, on a GPU: the bits of a request under batch invariance, scales that are
-loaded anew under a captured graph, and prompts under the bound of a whole context."""
+loaded anew under a captured graph, prompts under the bound of a whole context, and slots of selected positions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import tsmla_bridge
+from tests.engines import positions
 from tests.gpu.small_grid import NARROW_BOUNDS
 from tests.gpu.stress import assert_same_bits
+from tsmla_bridge.engines.vllm import slots
 from tsmla_bridge.engines.vllm.step import LayerScales, OncePerStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
@@ -143,3 +145,49 @@ def test_prompts_under_the_bound_of_a_context(heads: int, new: list[int]) -> Non
     for of_token, right in zip(got[0].float(), want[0].float(), strict=True):
         assert (of_token - right).norm() <= NARROW_BOUNDS[BF16] * right.norm()
     torch.testing.assert_close(got[1], want[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [None, 16, 20, 128], ids=str)
+@pytest.mark.parametrize("columns", [2048, 130])
+def test_positions_become_slots(columns: int, heads: int | None) -> None:
+    *given, q = positions.selected(columns, heads, "cuda")
+    want = [torch.empty_like(each) for each in slots.selected(*given, q)]
+    slots._make_by_torch(*given, q, slots.Selected(*want))
+    got = slots.selected(*given, q)
+    assert torch.equal(got.slots, want[0]) and torch.equal(got.counts, want[1])
+    assert torch.equal(got.q, want[2]) if isinstance(q, tuple) else got.q is q
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 600])
+def test_a_graph_replays_with_other_positions(tokens: int) -> None:
+    """The kernel that attends may start before its slots and its query are there."""
+    cache, requests = made(2 * PAGES * 64, 1, 576), torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    pages = slots.Pages(torch.randperm(2 * PAGES, device="cuda").to(torch.int32).view(2, PAGES), 64, 64)
+    chosen = torch.empty(tokens, 2048, dtype=torch.int32, device="cuda")
+    latent, rope = made(128, tokens, 512).transpose(0, 1), made(tokens, 128, 192)[..., 128:]
+
+    def attend() -> torch.Tensor:
+        found = slots.selected(chosen, requests, pages, (latent, rope))
+        out: torch.Tensor = tsmla_bridge.sparse_mla(found.q, cache, found.slots, found.counts, softmax_scale=SCALE)
+        return out
+
+    def draw() -> None:
+        chosen.copy_(torch.randint(0, PAGES * 64, chosen.shape, device="cuda"))
+        chosen[:, 1500:] = -1
+        requests.copy_(torch.randint(0, 2, (tokens,), device="cuda"))
+        latent.normal_()
+
+    draw()
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for _ in range(3):
+        draw()
+        graph.replay()
+        torch.cuda.synchronize()
+        of_token = pages.table[requests.long()].gather(1, chosen.clamp(min=0).div(64, rounding_mode="floor").long())
+        rows = torch.where(chosen >= 0, of_token * 64 + chosen % 64, -1)
+        want = tsmla_bridge.sparse_mla(torch.cat((latent, rope), -1), cache, rows, softmax_scale=SCALE)
+        torch.testing.assert_close(captured, want, atol=2**-7, rtol=2**-7)

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
+from tsmla_bridge.engines.vllm import slots
 from tsmla_bridge.engines.vllm.common import (
     DIMENSIONS,
     FP8_CACHES,
@@ -255,21 +256,20 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
 
         q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which is concatenated: the kernel gathers keys and has
         one tensor of queries. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
-        if isinstance(q, tuple):
-            q = _joined(q, self.kv_lora_rank) if q[1].shape[-1] else q[0]
+        if isinstance(q, tuple) and not q[1].shape[-1]:
+            q = q[0]
         rows, step = _rows(kv_c_and_k_pe_cache)
-        selected = self.topk_indices_buffer[: len(q)]
-        slots, counts = self._slots(selected, attn_metadata, step)
+        selected = self._selected(q, attn_metadata, step)
         is_fp8, return_lse = rows.dtype == torch.float8_e4m3fn, self.need_to_return_lse_for_decode
         softmax_scale: Any = self.scale
         if is_fp8:
             assert attn_metadata.scales is not None
             softmax_scale = attn_metadata.scales.of(layer.layer_name, attn_metadata.step)
         results: Any = op.sparse_mla(
-            q.contiguous(),
+            selected.q.contiguous(),
             rows,
-            slots,
-            counts,
+            selected.slots,
+            selected.counts,
             softmax_scale=softmax_scale,
             latent_dim=self.kv_lora_rank,
             kv_scale=layer._k_scale if is_fp8 else None,
@@ -280,42 +280,34 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         )
         return results if return_lse else (results, None)
 
-    def _slots(
-        self, selected: torch.Tensor, metadata: TsmlaMLASparseMetadata, step: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the cache that the selected positions [T, K] lie in, [T, K], and how many of its columns count
-        for each token, [T], by vLLM's own kernel. `step` is the number of rows from one page to the next."""
-        strided = {"BLOCK_STRIDE_ROWS": step} if _counts_rows_between_pages() else {}
+    def _selected(self, q: torch.Tensor | slots.Pair, metadata: TsmlaMLASparseMetadata, step: int) -> slots.Selected:
+        """The rows of the cache that the tokens' selected positions lie in, how many of their columns count, and q in
+        one tensor. `step` is the number of rows from one page to the next."""
+        positions = self.topk_indices_buffer[: len(q[0] if isinstance(q, tuple) else q)]
+        requests = metadata.req_id_per_token[: len(positions)]
         group = getattr(self, "index_group", None)
         if self.dcp_world_size > 1:
-            slots, counts = sparse_utils.triton_filter_and_convert_dcp_index(
-                metadata.req_id_per_token[: len(selected)],
+            strided = {"BLOCK_STRIDE_ROWS": step} if _counts_rows_between_pages() else {}
+            rows, counts = sparse_utils.triton_filter_and_convert_dcp_index(
+                requests,
                 metadata.block_table,
-                selected,
+                positions,
                 dcp_size=self.dcp_world_size,
                 dcp_rank=self.dcp_rank,
                 cp_kv_cache_interleave_size=metadata.cp_kv_cache_interleave_size,
                 BLOCK_SIZE=metadata.block_size,
-                NUM_TOPK_TOKENS=selected.shape[1],
+                NUM_TOPK_TOKENS=positions.shape[1],
                 return_valid_counts=True,
                 **strided,
             )
-        elif group is not None and group.num_layers > 1 and metadata.num_decode_tokens >= len(selected):
+        elif group is not None and group.num_layers > 1 and metadata.num_decode_tokens >= len(positions):
             # Layers that share an indexer's result convert it once.
-            slots, counts = self._convert_logical_to_physical_topk(
-                selected, metadata, block_stride_rows=step, return_valid_counts=True
+            rows, counts = self._convert_logical_to_physical_topk(
+                positions, metadata, block_stride_rows=step, return_valid_counts=True
             )
         else:
-            slots, counts = sparse_utils.triton_convert_req_index_to_global_index(
-                metadata.req_id_per_token[: len(selected)],
-                metadata.block_table,
-                selected,
-                BLOCK_SIZE=metadata.block_size,
-                NUM_TOPK_TOKENS=selected.shape[1],
-                return_valid_counts=True,
-                **strided,
-            )
-        return slots, counts
+            return slots.selected(positions, requests, slots.Pages(metadata.block_table, metadata.block_size, step), q)
+        return slots.Selected(rows, counts, _joined(q, self.kv_lora_rank) if isinstance(q, tuple) else q)
 
 
 def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tensor:

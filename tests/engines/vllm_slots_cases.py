@@ -1,0 +1,26 @@
+"""The Triton kernel of the sparse backend's slots, interpreted. Run by test_slots.py in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import pytest
+import torch
+
+from tests.engines import positions
+from tsmla_bridge.engines.vllm import slots
+
+
+@pytest.mark.parametrize("heads", [None, 1, 16, 20], ids=str)
+@pytest.mark.parametrize("columns", [2048, 130, 1])
+def test_the_kernel_writes_what_torch_writes(columns: int, heads: int | None) -> None:
+    *given, q = positions.selected(columns, heads)
+    want = slots.selected(*given, q)
+    out = slots.Selected(*(torch.full_like(each, 7) for each in want))
+    kernel = slots._kernel()
+    assert kernel is not None
+    kernel(*given, q, out)
+    assert torch.equal(out.slots, want.slots) and torch.equal(out.counts, want.counts)
+    assert torch.equal(out.q, want.q if isinstance(q, tuple) else torch.full_like(want.q, 7))
