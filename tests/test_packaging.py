@@ -131,6 +131,22 @@ def test_importing_the_contract_brings_neither_jax_nor_torch() -> None:
     assert imported("tsmla_kernels.contract") & {"jax", "jaxlib", "torch", "cutlass"} == set()
 
 
+def test_any_module_may_be_imported_first() -> None:
+    """The catalog imports all records, and what looks for compiled objects imports the catalog."""
+    names = ("catalog", "kernel", "launch", "object_cache", "options", "sm100.record", "topk.chunks", "topk.record")
+    modules = ["tsmla_bridge.ops", "tsmla_jax.ops.indexer_topk.cute", *(f"tsmla_kernels.{name}" for name in names)]
+    code = f"""
+import importlib, sys
+before = set(sys.modules)
+for name in {modules}:
+    importlib.import_module(name)
+    for made in set(sys.modules) - before:
+        if made.startswith("tsmla_"):
+            del sys.modules[made]
+"""
+    python(code)
+
+
 def test_the_folders_of_packages_are_no_packages() -> None:
     for folder in ("kernels", "bridge"):
         assert not (ROOT / folder / "__init__.py").exists()
