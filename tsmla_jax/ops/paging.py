@@ -44,10 +44,11 @@ def slots(
     """Cache slots of token positions, as `write_kv_cache` takes them: table[position // Z] * Z + position % Z.
 
     Args:
-      block_tables: [B, M] int32, the pages of each request in order.
-      positions: [B] or [B, S] int32, positions of each request's tokens, from 0; or [T] with `requests`.
+      block_tables: [B, M] int32 or int64, the pages of each request in order.
+      positions: [B] or [B, S] int32 or int64, positions of each request's tokens, from 0; or [T] with `requests`.
       page_size: Z, static.
-      requests: [T] int32, the request of each token; -1 for padding. None: row b of `positions` is request b's.
+      requests: [T] int32 or int64, the request of each token; -1 for padding. None: row b of `positions` is request
+        b's.
 
     Returns:
       int32 like positions; -1, which writers skip, if there is no such request, a position is negative or past the

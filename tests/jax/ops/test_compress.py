@@ -276,10 +276,12 @@ def call(**change: object) -> object:
             {"state": sparse.CompressorState(jnp.zeros((0, 8, 2, 16)), jnp.zeros((0, 8), jnp.int32))},
             r"state.kv_score: got shape \[0, 8, 2, 16\]; legal: a state for each request under way",
         ),
+        ({"state": None}, "^state: got NoneType; legal: a CompressorState"),
+        ({"state": (jnp.zeros((2, 8, 2, 16)), jnp.zeros((2, 8), jnp.int32))}, "^state: got tuple; legal: a Compressor"),
     ],
 )
 def test_refuses(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(**change)
 
 

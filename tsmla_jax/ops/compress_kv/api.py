@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tsmla_jax.ops.inputs import describe, describe_call
+from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
 from tsmla_jax.ops.selected import checks
-from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState
+from tsmla_jax.ops.selected.compressor import CompressedEntries, CompressorState, describe_state
 from tsmla_kernels.contract import compress as compress_contract
 
 if TYPE_CHECKING:
@@ -76,12 +76,7 @@ def compress_kv(
 
 
 def _spec(*, state: CompressorState, **arguments: Any) -> compress_contract.CompressSpec:
-    return describe_call(
-        compress_contract.compress_spec,
-        state=describe("state.kv_score", state.kv_score),
-        state_positions=describe("state.positions", state.positions),
-        **arguments,
-    )
+    return describe_call(compress_contract.compress_spec, **describe_state(state), **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:

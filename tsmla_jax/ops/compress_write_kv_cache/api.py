@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.checks import behind
-from tsmla_jax.ops.inputs import Scale, describe, describe_call
+from tsmla_jax.ops.inputs import Scale, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, Preference, same_spec
-from tsmla_jax.ops.selected.compressor import CompressorState
+from tsmla_jax.ops.selected.compressor import CompressorState, describe_state
 from tsmla_kernels.contract import compress, values
 
 if TYPE_CHECKING:
@@ -84,12 +84,7 @@ def compress_write_kv_cache(
 
 
 def _spec(*, state: CompressorState, **arguments: Any) -> compress.CompressWriteSpec:
-    return describe_call(
-        compress.compress_write_spec,
-        state=describe("state.kv_score", state.kv_score),
-        state_positions=describe("state.positions", state.positions),
-        **arguments,
-    )
+    return describe_call(compress.compress_write_spec, **describe_state(state), **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.exporting import exportable
+from tsmla_jax.ops.inputs import describe
 from tsmla_kernels import contract
 
 
@@ -42,6 +43,16 @@ class CompressedEntries(NamedTuple):
     kv: jax.Array
     requests: jax.Array
     positions: jax.Array
+
+
+def describe_state(state: Any) -> dict[str, contract.Array]:
+    """The descriptions of a state's arrays, by their names in the specs. TypeError unless it is a CompressorState."""
+    if not isinstance(state, CompressorState):
+        raise contract.not_an_array("state", state, "a CompressorState")
+    return {
+        "state": describe("state.kv_score", state.kv_score),
+        "state_positions": describe("state.positions", state.positions),
+    }
 
 
 def init_compressor_state(
