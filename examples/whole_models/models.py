@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -20,6 +21,13 @@ CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "folder of checkpoints of
 COMPARE = flags.DEFINE_string("compare", None, "rows of another run, to compare tokens with")
 
 KEPT_TOKENS = 8  # of each text
+ATTENTION = re.compile(
+    r"tsmla|flash(?!infer::norm)|sm90::(decode|fwd)|smxx::|mla_combine|mla_metadata|sched_meta|prepare_varlen"
+    r"|convert_req_index|concat_?mla",
+    re.I,
+)
+"""Matches the names of an engine's kernels of decode attention, of all backends, and of kernels that run only for
+them."""
 
 _YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _COMMON = {

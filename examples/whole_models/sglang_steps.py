@@ -47,6 +47,7 @@ from absl import app, flags
 
 from benchmarks.harness import POINTS, Record
 from examples.whole_models.models import (
+    ATTENTION,
     KEPT_TOKENS,
     MODELS,
     config_folder,
@@ -76,8 +77,6 @@ SERVE = flags.DEFINE_integer("serve", 0, "requests of mixed lengths to run at th
 ALL_POINTS = ((1, 4096), (16, 4096), (64, 4096), (1, 16000))
 FEWEST_TOKENS = 2  # of the run whose time is taken off
 PROFILED_STEPS = 16
-ATTENTION = ("tsmla", "flash", "mla_combine", "mla_metadata", "prepare_varlen", "concat_mla")
-"""Kernels of decode attention have one of these in their names."""
 CACHES = ("TSMLA_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables that name a cache of compiled kernels: this project's and Triton's."""
 WEIGHTS = "tsmla_drawn"
@@ -192,7 +191,7 @@ def profiled(engine: Engine, row: dict[str, Any], given: list[list[int]]) -> dic
     kernels = {name: us for name, us in sorted(kernels.items(), key=lambda item: -item[1]) if us > 0.01}
     name = f"{BACKEND.value}-{KV.value}-{row['b']}-{row['context']}.json"
     Path(PROFILE.value, name).write_text(json.dumps(kernels, indent=1))
-    attention = sum(us for kernel, us in kernels.items() if any(part in kernel.lower() for part in ATTENTION))
+    attention = sum(us for kernel, us in kernels.items() if ATTENTION.search(kernel))
     return {"attention_us": round(attention, 1), "kernels_us": round(sum(kernels.values()), 1)}
 
 

@@ -36,7 +36,6 @@ import json
 import logging
 import math
 import os
-import re
 import statistics
 import time
 from pathlib import Path
@@ -53,6 +52,7 @@ from absl import app, flags
 
 from benchmarks.harness import POINTS, Record
 from examples.whole_models.models import (
+    ATTENTION,
     CHECKPOINTS,
     KEPT_TOKENS,
     MODELS,
@@ -85,10 +85,6 @@ COMPILE = flags.DEFINE_bool("compile", False, "torch.compile and piecewise graph
 
 ALL_POINTS = tuple((batch, context) for context in (512, 4096, 16000) for batch in (1, 16, 64, 256))
 PROFILED_STEPS = 16
-ATTENTION = re.compile(
-    r"tsmla|flash|sm90::(decode|fwd)|smxx::|mla_combine|sched_meta|prepare_varlen|convert_req_index|concat_?mla", re.I
-)
-"""Matches the names of the kernels of decode attention, of all backends, and of kernels that run only for them."""
 GRAPH_REPLAYS = 20  # in a row
 BEFORE_REPLAYS = 4  # full steps of a run before a step's graph is replayed
 

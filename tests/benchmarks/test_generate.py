@@ -249,7 +249,8 @@ class Engine:
     def stop_profile(self):
         event = {"cat": "kernel", "name": "flash_fwd", "dur": 3.0}
         other = {"cat": "kernel", "name": "gemm", "dur": 10.0}
-        trace = {"traceEvents": [event, other, {"cat": "cpu_op", "name": "x"}] * self.counts[0]}
+        norm = {"cat": "kernel", "name": "void flashinfer::norm::RMSNormKernel<8u>(", "dur": 5.0}
+        trace = {"traceEvents": [event, other, norm, {"cat": "cpu_op", "name": "x"}] * self.counts[0]}
         path = pathlib.Path(self.folder, "a.trace.json.gz")
         path.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
@@ -286,7 +287,7 @@ def test_sglangs_rows(tmp_path: Path) -> None:
     decode, prompts = json.loads((tmp_path / "out.json").read_text())
     assert (decode["peer"], decode["mode"], decode["b"]) == ("sglang, drawn weights", "v2-lite decode", 2)
     assert "us" in decode and decode["tokens"] == [[7, 8, 9, 10, 11, 12, 13, 14]] * 2
-    assert (decode["attention_us"], decode["kernels_us"], decode["layers"]) == (3.0, 13.0, 3)
+    assert (decode["attention_us"], decode["kernels_us"], decode["layers"]) == (3.0, 18.0, 3)
     assert (prompts["mode"], prompts["b"]) == ("v2-lite prefill", 256) and prompts["us"] > 0
 
 
