@@ -133,7 +133,17 @@ def test_importing_the_contract_brings_neither_jax_nor_torch() -> None:
 
 def test_any_module_may_be_imported_first() -> None:
     """The catalog imports all records, and what looks for compiled objects imports the catalog."""
-    names = ("catalog", "kernel", "launch", "object_cache", "options", "sm100.record", "topk.chunks", "topk.record")
+    names = (
+        "catalog",
+        "kernel",
+        "launch",
+        "object_cache",
+        "options",
+        "sm100.record",
+        "topk.chunks",
+        "topk.logits_kernel",
+        "topk.record",
+    )
     modules = ["tsmla_bridge.ops", "tsmla_jax.ops.indexer_topk.cute", *(f"tsmla_kernels.{name}" for name in names)]
     code = f"""
 import importlib, sys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tsmla_kernels import launch  # noqa: F401  (first: it imports the catalog, which imports it)
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.kernel import PROVEN
 from tsmla_kernels.sm100 import config as sm100

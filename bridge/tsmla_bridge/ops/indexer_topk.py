@@ -1,11 +1,10 @@
 """indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
 
 On a Hopper GPU, and on Blackwell if "cute" is named, the kernels of indexer_logits and select_topk run the call, in
-turn on chunks of query tokens; torch operations compute logits that no kernel takes (topk.chunks says which). Torch
-operations also run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel of
+turn on chunks of query tokens; torch operations compute logits that no kernel takes (topk.logits_kernel says which).
+Torch operations also run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel of
 select_topk can't serve the call or the scores' derivative is asked for. No call reads a value on the host, except under
-TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
-"""
+TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them."""
 
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ from tsmla_kernels.contract.selection import selection_words
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm90.logits.config import LogitsConfig
 from tsmla_kernels.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, logits_of_rows, selection_reasons
+from tsmla_kernels.topk.logits_kernel import no_logits_kernel
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions or slots [T, k] or words [T, W], counts [T] and scores [T, k]. Counts that a call does not return mean
@@ -209,7 +209,8 @@ def _select(call: Call, memory: Memory) -> Results:
     results = _results(call, memory)
     tensors.mark_written(*places.values())
     index = devices.index_of(device)
-    plan = chunks_of(spec, devices.num_sms(index), arch=devices.arch(index))
+    arch = devices.arch(index)
+    plan = chunks_of(spec, devices.num_sms(index), arch=arch, logits_kernel=not no_logits_kernel(spec, arch))
     if isinstance(plan.logits, LogitsConfig):
         _launch(spec, plan, call, results, memory.workspace)
     else:

@@ -11,7 +11,7 @@ import torch
 
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
-from tsmla_kernels import contract, launch  # noqa: F401  (launch first: it imports the catalog, which imports it)
+from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode

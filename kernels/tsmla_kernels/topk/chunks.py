@@ -13,11 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from tsmla_kernels.kernel import written_for
 from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_config, logits_reasons
-from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm100 import logits_config as sm100
-from tsmla_kernels.sm100.record import INDEXER_LOGITS_SM100
 from tsmla_kernels.topk.config import TopkConfig, topk_config, topk_reasons
 
 if TYPE_CHECKING:
@@ -38,7 +35,7 @@ both int32."""
 
 class Chunks(NamedTuple):
     """How a call is launched: the number of query rows of a chunk, and each kernel's configuration for all chunks. The
-    last chunk ends at the last row. logits is None where `no_logits_kernel` has reasons."""
+    last chunk ends at the last row. logits is None where no kernel computes the logits."""
 
     rows: int
     logits: LogitsConfig | sm100.LogitsConfig | None
@@ -73,18 +70,6 @@ def indexer_topk_reasons(spec: IndexerTopkSpec) -> list[str]:
     return logits_reasons(spec.logits) + selection_reasons(spec)
 
 
-def no_logits_kernel(spec: IndexerTopkSpec, arch: str) -> list[str]:
-    """Why a GPU of `arch` has no kernel for the logits of this call, which the top-k kernel can run; empty if it has
-    one."""
-    from tsmla_kernels import launch  # which imports the catalog, and so this module
-
-    kernel = written_for(arch, INDEXER_LOGITS, INDEXER_LOGITS_SM100)
-    if kernel is INDEXER_LOGITS:
-        return kernel.arch_reasons(arch) or kernel.reasons(spec.logits)
-    rows = logits_of_rows(spec, chunk_rows(spec.logits.num_tokens, max(spec.num_columns, 1)))
-    return kernel.reasons(rows) or launch.why_not_made(kernel, sm100.logits_config(rows), arch)
-
-
 def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     """Why the top-k kernel cannot select from chunks of this call's logits; empty if it can."""
     reasons = topk_reasons(spec.topk)
@@ -93,14 +78,22 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     return reasons
 
 
-def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None, *, arch: str = HOPPER) -> Chunks:
+def chunks_of(
+    spec: IndexerTopkSpec,
+    num_sms: int = 132,
+    workspace: int | None = None,
+    *,
+    arch: str = HOPPER,
+    logits_kernel: bool = True,
+) -> Chunks:
     """The launches that serve `spec`, a call with at least one query token and one column, on a GPU of `arch` with
-    `num_sms` multiprocessors. workspace: as in chunk_rows."""
+    `num_sms` multiprocessors. workspace: as in chunk_rows. logits_kernel: whether a kernel computes the logits, as
+    it does where `no_logits_kernel` has no reasons."""
     ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns, workspace)
     page_size = spec.logits.cache.page_size if spec.return_slots else 0
     topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows, page_size=page_size))
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
-    if no_logits_kernel(spec, arch):
+    if not logits_kernel:
         return Chunks(rows, None, topk)
     if arch in sm100.ARCHS:
         return Chunks(rows, sm100.logits_config(logits_of_rows(spec, rows), num_sms), topk)

@@ -50,7 +50,7 @@ SELECT_TOPK = Kernel(
 
 def _configs_of_chunks(spec: IndexerTopkSpec) -> tuple[Config, Config]:
     plan = chunks_of(spec)
-    assert plan.logits is not None  # indexer_topk_reasons says where it is
+    assert plan.logits is not None  # the kernel's, by default
     return plan.logits, plan.topk
 
 

@@ -1,5 +1,5 @@
 """indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows.
-Logits that no kernel computes (topk.chunks says which) are computed as in xla.py, a chunk at a time.
+Logits that no kernel computes (topk.logits_kernel says which) are computed as in xla.py, a chunk at a time.
 
 If each token has its own row of the block table, tokens are partitioned, and vmap's axis is folded into them.
 """
@@ -27,6 +27,7 @@ from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm90.logits.config import LogitsConfig
 from tsmla_kernels.topk import chunks
+from tsmla_kernels.topk.logits_kernel import no_logits_kernel
 
 
 def why_not(spec: IndexerTopkSpec) -> list[str]:
@@ -44,7 +45,7 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     times = f"; {count} times, by chunks of rows" if count > 1 else ""
     found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
     arch = device.target_arch() or chunks.HOPPER
-    if reasons := chunks.no_logits_kernel(spec, arch):
+    if reasons := no_logits_kernel(spec, arch):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
     return [*found, *logits_cute.notes(spec.logits)]
 
@@ -112,7 +113,7 @@ def _transformable(options: Options, ragged: bool, arch: str, num_sms: int) -> C
 
 def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, num_sms: int) -> Results:
     """The results of all query rows of a device, chunk by chunk. given: the operands by name."""
-    plan = chunks.chunks_of(spec, num_sms, arch=arch)
+    plan = chunks.chunks_of(spec, num_sms, arch=arch, logits_kernel=not no_logits_kernel(spec, arch))
     tokens = spec.logits.num_tokens
     block_tables, seq_lens = given["block_tables"], given["seq_lens"]
     cu_seqlens_q = given.get("cu_seqlens_q")
