@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tsmla_bridge
-from tests.bridge.inputs import Inputs, assert_close, inputs
+from tests.bridge.inputs import BF16, Inputs, assert_close, inputs
 from tests.emulator.launcher import Gpu
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
@@ -214,6 +214,17 @@ def test_decode(gpu: Gpu, dtype: str, page_size: int) -> None:
             assert_close(result, right, tolerance)
     assert len(gpu.launches) == 3 and gpu.operands["workspace"].shape[0] == 1
     assert ["scales" in operands for _, operands in gpu.launches] == [False, True, False]
+
+
+def test_decode_of_tokens_that_see_some_of_the_keys(gpu: Gpu) -> None:
+    case = dense([130, 0, 257], s=3, page_size=64)
+    visible = torch.tensor([[7, -1, 130], [4, 0, 1], [300, 256, 64]], dtype=torch.int32)
+    given = case.options | {"visible_lens": visible, "return_lse": True}
+    want = tsmla_bridge.mla_decode(*case.arrays, **given, implementation="reference")
+    got = tsmla_bridge.mla_decode(*case.arrays, **given, implementation="cute")
+    assert gpu.launches
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other.double().numpy(), BF16)
 
 
 def test_ragged_decode_over_a_layer_of_a_pool(gpu: Gpu) -> None:
