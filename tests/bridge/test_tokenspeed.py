@@ -289,7 +289,9 @@ def test_what_is_refused(changed: dict[str, Any], message: str) -> None:
         "qk_rope_head_dim": 16, "block_tables": case.block_tables, "seq_lens": case.seq_lens, "max_seq_len": 33,
         "softmax_scale": 0.1,
     }  # fmt: skip
-    tokenspeed_mla_decode(**legal)
+    out = tokenspeed_mla_decode(**legal)
+    with pytest.raises(ValueError, match="out: got memory of query; legal: memory"):
+        tokenspeed_mla_decode(**legal, out=case.q.view(-1)[: out.numel()].view(out.shape))
     with pytest.raises(ValueError, match=message):
         tokenspeed_mla_decode(**(legal | changed))
 

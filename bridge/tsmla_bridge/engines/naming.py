@@ -49,7 +49,8 @@ TOKENSPEED_PREFILL = {
 _WORDS = ("lengths", "sinks", "causal")
 """Arguments whose names are also plain words: in an error's text they count only at its start."""
 
-_ERRORS = (TypeError, ValueError, NotImplementedError)
+ERRORS = (TypeError, ValueError, NotImplementedError)
+"""The classes of errors that name arguments."""
 
 
 def given_tensors(required: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -65,10 +66,14 @@ def call(operation: Callable[..., Any], names: Names, *arguments: Any, **options
     """The result of operation(*arguments, **options), whose errors name the arguments as the package does."""
     try:
         return operation(*arguments, **options)
-    except _ERRORS as error:
-        said = _arguments(tuple(names)).sub(lambda name: names[name[0]], str(error))
-        kind = next(kind for kind in _ERRORS if isinstance(error, kind))
-        raise kind(said) from None
+    except ERRORS as error:
+        raise renamed(error, names) from None
+
+
+def renamed(error: Exception, names: Names) -> Exception:
+    """An error of an operation with the package's names of the arguments."""
+    said = _arguments(tuple(names)).sub(lambda name: names[name[0]], str(error))
+    return next(kind for kind in ERRORS if isinstance(error, kind))(said)
 
 
 @functools.cache

@@ -173,19 +173,20 @@ def _attend(
         query = query.contiguous()
     compiling = torch.compiler.is_compiling()
     plan = None if compiling else plan_of_latest(query, kv_cache, block_tables, seq_lens, None, options)
-    if plan is None:
-        inputs, named = DecodeInputs(query, kv_cache, block_tables, seq_lens, None), DecodeOptions(*options)
-        if compiling or operators.is_traced(query, kv_cache):
-            result: Any = naming.call(
-                mla_decode.call_operator, naming.TOKENSPEED_DECODE, inputs, pair, named, return_lse, out, None, None
-            )
-            return result if return_lse else (result, None)
-        plan = naming.call(plan_for, naming.TOKENSPEED_DECODE, inputs, named)
-    workspace = plan.address_in(workspace_buffer)
-    return plan.run(
-        query, kv_cache, block_tables, seq_lens, None,
-        pair=pair, return_lse=return_lse, out=out, lse=None, workspace=workspace,
-    )  # fmt: skip
+    try:
+        if plan is None:
+            inputs, named = DecodeInputs(query, kv_cache, block_tables, seq_lens, None), DecodeOptions(*options)
+            if compiling or operators.is_traced(query, kv_cache):
+                result: Any = mla_decode.call_operator(inputs, pair, named, return_lse, out, None, None)
+                return result if return_lse else (result, None)
+            plan = plan_for(inputs, named)
+        workspace = plan.address_in(workspace_buffer)
+        return plan.run(
+            query, kv_cache, block_tables, seq_lens, None,
+            pair=pair, return_lse=return_lse, out=out, lse=None, workspace=workspace,
+        )  # fmt: skip
+    except naming.ERRORS as error:
+        raise naming.renamed(error, naming.TOKENSPEED_DECODE) from None
 
 
 def _attend_masked(
