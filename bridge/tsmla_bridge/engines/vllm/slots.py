@@ -1,6 +1,6 @@
-"""What `sparse_mla` takes in place of the positions that an indexer selected and of a query in two parts: the slots of
-the cache, how many of their columns count, and the query in one tensor. One Triton kernel makes them on a GPU; torch's
-operations do so on a CPU and without Triton."""
+"""Arguments of `sparse_mla` from what vLLM has: slots and counts from the positions that an indexer selected, and a
+query's two parts in one tensor. One Triton kernel makes them on a GPU; torch's operations do so on a CPU and without
+Triton."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Selected(NamedTuple):
 
 
 def selected(positions: torch.Tensor, requests: torch.Tensor, pages: Pages, q: torch.Tensor | Pair) -> Selected:
-    """The slots of positions [T, K] int32 in their tokens' requests [T] int32, and q, whose two parts, if it is a
-    pair, are joined.
+    """The slots and counts of positions [T, K] int32, and q in one tensor. `requests` [T] int32 says of which request
+    a token's positions are.
 
-    A negative position, and one past the table, gets the slot -1, which selects nothing. A token's count reaches to
-    its last column with another slot.
+    A negative position, and one past the table, gets the slot -1, which selects nothing. A token's count is the number
+    of its columns up to the last one with another slot.
     """
     if isinstance(q, tuple):
         latent, rope = q
