@@ -155,6 +155,8 @@ def test_missing_layer_and_negative_layer(tmp_path: Path) -> None:
     write_single(tmp_path, attention_tensors())
     with pytest.raises(CheckpointError, match=r"tensor 'model\.layers\.7\.self_attn\.q_a_proj\.weight' is missing"):
         load_hf_attention(tmp_path, 7)
+    with pytest.raises(TypeError, match="layer: got str; legal: a static int >= 0"):
+        load_hf_attention(tmp_path, "2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layer: got -1; legal: an int >= 0"):
         load_hf_attention(tmp_path, -1)
 

@@ -314,6 +314,10 @@ def test_glm_fields_that_are_refused(change: dict[str, Any], text: str) -> None:
         V32Config.from_hf({**GLM, **change})
     with pytest.raises(ValueError, match="layer: got 7; legal: 0 to 6"):
         V32Config.from_hf(GLM, 7)
+    with pytest.raises(ValueError, match="layer: got -1; legal: an int >= 0"):
+        V32Config.from_hf(GLM, -1)
+    with pytest.raises(TypeError, match="layer: got str; legal: a static int >= 0"):
+        V32Config.from_hf(GLM, "1")  # type: ignore[arg-type]
 
 
 READ = {

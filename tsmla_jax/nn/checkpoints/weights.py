@@ -21,6 +21,7 @@ from tsmla_jax.nn.checkpoints.checkpoint import Checkpoint
 from tsmla_jax.nn.checkpoints.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
 from tsmla_jax.nn.checkpoints.quantised import is_activation_scale, refuse_tensors
 from tsmla_jax.nn.products.block_scaled import BlockScaled
+from tsmla_kernels.contract.rules import static_int
 
 Params = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -201,10 +202,10 @@ class LayerWeights(Generic[_Config]):
                 isn't read; the layer has a tensor that its config has no use for (a bias, an indexer); an indexer's
                 tensor has NaN or infinite values; values don't fit float16; a file is truncated; or layer is
                 negative.
+            TypeError: layer is no int.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
-        if layer < 0:
-            raise ValueError(f"layer: got {layer}; legal: an int >= 0")
+        layer = static_int("layer", layer)
         checkpoint = open_checkpoint(checkpoint_dir)
         config = self.read_config(checkpoint.directory, layer) if config is None else config
         spelled, start = self._spelled(checkpoint), prefix.format(layer=layer)

@@ -12,6 +12,7 @@ import jax
 from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config
 from tsmla_jax.nn.checkpoints.known_fields import SHARING_TYPES, check_v32
 from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_kernels.contract.rules import static_int
 
 
 @jax.tree_util.register_static
@@ -76,17 +77,19 @@ class V32Config:
         Raises:
             ValueError: as `MLAConfig.from_hf`; or the indexer is not one of these models': layers of deepseek_v32 share
                 a choice (index_topk_freq, indexer_types), the indexer's rope is the other model's, or an index_ field
-                is unknown. With glm_moe_dsa also as `layers_with_indexer`, or there is no such layer.
-            TypeError: source is neither a mapping, a str nor a Path.
+                is unknown; or layer is negative. With glm_moe_dsa also as `layers_with_indexer`, or there is no such
+                layer.
+            TypeError: source is neither a mapping, a str nor a Path; or layer is no int.
         """
         fields, where = read_hf_config(source)
+        layer = static_int("layer", layer)
         check_v32(fields, where)
         sizes = {name: hf_field(fields, name, int, where) for name in ("index_n_heads", "index_head_dim", "index_topk")}
         mla = MLAConfig.from_hf(fields if isinstance(source, Mapping) else source)
         if fields.get("model_type") not in SHARING_TYPES:
             return cls(mla, **sizes)
         chooses = layers_with_indexer(fields, where)
-        if not 0 <= layer < len(chooses):
+        if layer >= len(chooses):
             raise ValueError(f"layer: got {layer}; legal: 0 to {len(chooses) - 1}, as {where} says")
         return cls(mla, **sizes, index_rope_interleave=True, has_indexer=chooses[layer])
 

@@ -13,6 +13,7 @@ import jax
 from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, rope_fields
 from tsmla_jax.nn.checkpoints.known_fields import check_v4
 from tsmla_jax.nn.yarn import YarnConfig
+from tsmla_kernels.contract.rules import static_int
 
 Kind = Literal["sliding", "csa", "hca"]
 _KINDS: dict[str, Kind] = {
@@ -123,9 +124,10 @@ class V4Config:
         Raises:
             ValueError: a field is missing, not legal, or describes another layer than V4's (the message names it and,
                 when `source` is a path, the file); or there is no such layer.
-            TypeError: source is neither a mapping, a str nor a Path.
+            TypeError: source is neither a mapping, a str nor a Path; or layer is no int.
         """
         fields, where = read_hf_config(source)
+        layer = static_int("layer", layer)
         check_v4(fields, where)
         sizes = {name: hf_field(fields, name, int, where) for name in _SIZES}
         kind = _layer_kind(fields, where, layer)
@@ -166,7 +168,7 @@ def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
         raise ValueError(f"{where}: layer_types, compress_ratios: got {got}; legal: a list in at least one of them")
     name = "layer_types" if isinstance(types, list) else "compress_ratios"
     entries: list[Any] = types if isinstance(types, list) else cast(list[Any], ratios)
-    if not 0 <= layer < len(entries):
+    if layer >= len(entries):
         raise ValueError(f"layer: got {layer}; legal: 0 to {len(entries) - 1}, the entries of {name!r} in {where}")
     known: dict[Any, Kind] = _KINDS if isinstance(types, list) else {ratio: kind for kind, ratio in _RATIOS.items()}
     if entries[layer] not in known:
