@@ -49,14 +49,19 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     Raises:
       TypeError: it is no torch tensor.
-      ValueError: it isn't contiguous, it has no memory ("meta"), it is a lazily negated or conjugated view, jax would
-        have to copy it, or jax has its dtype only under jax_enable_x64, which is off.
+      ValueError: it isn't contiguous, its values are in no memory of its own (a tensor on "meta", a fake tensor), it is
+        a lazily negated or conjugated view, jax would have to copy it, or jax has its dtype only under jax_enable_x64,
+        which is off.
       RuntimeError, BufferError: jax or DLPack has no such device or dtype.
       ImportError: jax isn't installed.
     """
     jax = _jax()
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: got {type(tensor).__name__}; legal: a torch.Tensor (jax.numpy.asarray takes others)")
+    kind = type(tensor)
+    # A fake tensor, say: DLPack would hand over memory that holds anything.
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(f"tensor: got a {kind.__name__}; legal: a tensor whose own memory holds its values")
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise ValueError(f"tensor: got dtype {dtype}; legal: one that jax has without jax_enable_x64 (.to() converts)")

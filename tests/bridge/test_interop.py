@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsmla_bridge
 import tsmla_jax
@@ -43,6 +44,8 @@ def test_what_would_be_a_copy_is_refused() -> None:
         tsmla_bridge.to_jax(torch._neg_view(torch.ones(64)))
     with pytest.raises(ValueError, match="tensor: got a view that negates or conjugates"):
         tsmla_bridge.to_jax(torch.ones(64, dtype=torch.complex64).conj())
+    with pytest.raises(ValueError, match="tensor: got a FakeTensor; legal: a tensor whose own memory"):
+        tsmla_bridge.to_jax(FakeTensorMode().from_tensor(torch.ones(64)))
     odd = torch.ones(65)[1:]
     with pytest.raises(ValueError, match=r"(?i)copy"):
         tsmla_bridge.to_jax(odd)
