@@ -99,8 +99,7 @@ class Pages(NamedTuple):
 
 
 def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_size: int) -> Pages:
-    """Pages for rows of requests: each request's rows lie in pages of its own. Slots past a request's end repeat its
-    last row.
+    """Put each request's rows into pages of its own. Slots past a request's end repeat its last row.
 
     Args:
       starts: [B + 1] int32, where each request begins in `rows`, and the end.
@@ -411,8 +410,7 @@ class TsmlaBackend(AttentionBackend):
                 f"--dcp-size: got {self.deal.world}; legal with {NAME}: 1 for a model whose queries are not gathered"
                 f" over the ranks: they have {heads} heads, not {self.num_heads * self.deal.world}"
             )
-        # No kv_scale, even over an fp8 cache: the pool converts the keys that it is given and does not divide them by
-        # the layer's scale of the checkpoint.
+        # No kv_scale, even over an fp8 cache: the pool converts keys without dividing by the checkpoint's scale.
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if metadata.q_len is None:
             # A capture before the first request may have more tokens than a context has.
