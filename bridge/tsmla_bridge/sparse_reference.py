@@ -298,7 +298,7 @@ def sparse_mla_backward(
         rows = slice(first, first + step)
         query, d_rows = q[rows].to(dtype), d_out[rows].to(dtype)
         dots = (out[rows].to(dtype) * d_rows).sum(-1)
-        seen = lse[rows].isfinite()
+        seen = lse[rows] != -torch.inf
         log, share = torch.where(seen, lse[rows].to(dtype), 0), torch.ones((), dtype=dtype, device=q.device)
         if sinks is not None and d_sinks is not None:
             share = torch.sigmoid(log - sinks.to(dtype))

@@ -89,6 +89,16 @@ def test_compiled_is_eager(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10)
 
 
+def test_rows_that_overflow_have_gradients_of_nan() -> None:
+    torch._dynamo.reset()
+    given, options = call(sinks=True)
+    given["q"][0] *= 1e308
+    want, got = gradients(given, options), gradients(given, options, compiled=True)
+    for name, x in want.items():
+        assert x.isnan().any()
+        torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel(gpu: Gpu, case: str, dtype: torch.dtype) -> None:

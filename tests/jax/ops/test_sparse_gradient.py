@@ -116,6 +116,16 @@ def test_no_tokens_or_no_columns(shape: tuple[int, int]) -> None:
     assert not any(x.any() for x in found)
 
 
+def test_rows_that_overflow_have_gradients_of_nan() -> None:
+    """Those of others are the reference's."""
+    given, options = arrays(sinks=True)
+    given["q"] = given["q"].at[0].multiply(1e38)
+    got, want = gradients("xla", given, options), gradients("reference", given, options)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.isnan(b).any()
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_memory_is_linear_in_tokens_and_slots() -> None:
     """The gradient of 2048 tokens that select 512 of 8192 slots: neither scores nor gathered keys of all tokens."""
     shape = jax.ShapeDtypeStruct

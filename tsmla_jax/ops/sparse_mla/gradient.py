@@ -107,7 +107,7 @@ def _add_block(
     dtype = accumulation_dtype(spec.q_dtype)
     query, d_out = rows.q.astype(dtype), rows.d_out.astype(dtype)
     sinks, logit_scale = saved.sinks.astype(dtype), saved.logit_scale.astype(dtype)
-    seen = jnp.isfinite(rows.lse)
+    seen = rows.lse != -jnp.inf
     lse = jnp.where(seen, rows.lse, 0).astype(dtype)
     dots = (rows.out.astype(dtype) * d_out).sum(-1)
     share = jax.nn.sigmoid(lse - sinks)
