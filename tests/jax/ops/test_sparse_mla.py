@@ -84,7 +84,7 @@ def many_selected() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
 
 
 @pytest.mark.parametrize(
-    ("spread", "error"), [(0.25, 0.012), (0.5, 0.02), (1.0, 0.035), (1.7, 0.042), (2.5, 0.053), (4.0, 0.063)]
+    ("spread", "error"), [(0.25, 0.012), (0.5, 0.02), (1.0, 0.038), (1.7, 0.043), (2.5, 0.053), (4.0, 0.064)]
 )
 def test_the_error_of_queries_rounded_to_e4m3(spread: float, error: float) -> None:
     """docs/guides/fp8.md has these numbers: relative errors of out, by the standard deviation of the logits."""
@@ -96,7 +96,7 @@ def test_the_error_of_queries_rounded_to_e4m3(spread: float, error: float) -> No
     out, _ = RUN["reference"](**(arrays | {"q": narrow}), softmax_scale=scale)
     assert out.dtype == jnp.bfloat16
     found = np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
-    assert 0.75 * error < found < 1.25 * error, found
+    assert 0.95 * error < found < 1.05 * error, found
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
