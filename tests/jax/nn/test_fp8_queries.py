@@ -80,11 +80,11 @@ def v4_layer() -> tuple[Attend, dict[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("layer", "dtype", "of_cache", "of_both"),
     [
-        pytest.param(dense_layer, "float8_e4m3fn", 0.044, 0.057, id="dense, fp8"),
-        pytest.param(v32_layer, "uint8", 0.038, 0.052, id="V3.2, packed"),
-        pytest.param(v32_layer, "float8_e4m3fn", 0.043, 0.055, id="V3.2, fp8"),
-        pytest.param(v4_layer, "uint8", 0.031, 0.040, id="V4, packed"),
-        pytest.param(v4_layer, "float8_e4m3fn", 0.034, 0.042, id="V4, fp8"),
+        pytest.param(dense_layer, "float8_e4m3fn", 0.043, 0.056, id="dense, fp8"),
+        pytest.param(v32_layer, "uint8", 0.038, 0.053, id="V3.2, packed"),
+        pytest.param(v32_layer, "float8_e4m3fn", 0.043, 0.057, id="V3.2, fp8"),
+        pytest.param(v4_layer, "uint8", 0.031, 0.039, id="V4, packed"),
+        pytest.param(v4_layer, "float8_e4m3fn", 0.033, 0.041, id="V4, fp8"),
     ],
 )
 def test_errors_of_layers(layer: Any, dtype: str, of_cache: float, of_both: float) -> None:
