@@ -258,7 +258,7 @@ def test_query_and_out_with_gaps() -> None:
         ({"cp_rank": 1}, "cp_rank: got 1; legal: 0 to cp_world - 1 = 0"),
         ({"cp_world": 2}, "causal_seqs: got None; with cp_world = 2"),
         ({"workspace_buffer": torch.empty(8)}, "workspace_buffer: got dtype torch.float32; legal: torch.int8"),
-        ({"kv_lora_rank": 16, "qk_rope_head_dim": 32}, "kv_lora_rank: got 16 with qk_rope_head_dim = 32"),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 32}, "kv_lora_rank: got 16; legal: at least qk_rope_head_dim = 32"),
         ({"kv_lora_rank": 40}, "query: got shape .* D = kv_lora_rank"),
         ({"kv_cache": torch.zeros(4, 16, 48).half()}, "kv_cache: got dtype torch.float16; it must be query's"),
         ({"query": torch.zeros(2, 2, 48)}, "query: got shape"),

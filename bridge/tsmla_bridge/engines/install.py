@@ -30,7 +30,7 @@ def install_as_tokenspeed_mla() -> ModuleType:
     Blackwell GPU and the real package is installed, that package is returned and nothing is changed: its kernels are
     written for Blackwell.
 
-    Raises RuntimeError elsewhere if the real package was imported already: what others took from it would stay as it
+    Otherwise raises RuntimeError if the real package was imported already: what others took from it would stay as it
     is.
     """
     name = blackwell.PACKAGE

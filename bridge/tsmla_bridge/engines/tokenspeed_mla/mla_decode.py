@@ -98,8 +98,8 @@ def tokenspeed_mla_decode(
     ranks = (cp_world, cp_rank, cp_interleave_size)
     if kv_lora_rank < qk_rope_head_dim:
         raise ValueError(
-            f"kv_lora_rank: got {kv_lora_rank} with qk_rope_head_dim = {qk_rope_head_dim}; legal: at least as many"
-            " latent columns as rope ones, which come after them"
+            f"kv_lora_rank: got {kv_lora_rank}; legal: at least qk_rope_head_dim = {qk_rope_head_dim}, as no model has"
+            " more rope columns than latent ones"
         )
     _check_sizes(query, kv_cache, workspace_buffer, kv_lora_rank + qk_rope_head_dim, max_seq_len, min_split_kv)
     _check_mask(query, window_left, causal_seqs, ranks, local_visible_lens)
