@@ -38,8 +38,8 @@ def block_scaled_matmul(
     implementation: str | None = None,
 ) -> Result:
     """The product of activations and the transpose of a weight, as tsmla_jax.block_scaled_matmul defines it. The weight
-    is e4m3 with a scale for every 128 x 128 block, or e2m1 with a scale for every 32 columns of a row (MXFP4). If both
-    are e4m3, out[t, n] = sum over k of
+    is e4m3 with a scale for every 128 x 128 block, or e2m1 with a scale for every 32 columns of a row (MXFP4). If x and
+    weight are e4m3, out[t, n] = sum over k of
     x[t, k] * x_scales[t, k // 128] * weight[n, k] * weight_scales[n // 128, k // 128].
 
     Args:

@@ -84,8 +84,8 @@ class Workspace:
         self._stream = None
 
     def take(self, op: str, size: int, device: torch.device, stream: int) -> int:
-        """The address of `size` bytes for a call on `stream`. ValueError if the workspace is too small, on another device
-        or another stream's."""
+        """The address of `size` bytes for a call on `stream`. ValueError if the workspace is too small, on another
+        device, or another stream's."""
         if self.buffer.numel() < size:
             raise ValueError(f"workspace: got {self.size} bytes; this call of {op} needs {size}")
         if self.buffer.device != device:
