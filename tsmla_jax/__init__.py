@@ -46,7 +46,7 @@ if importlib.util.find_spec("jax") is None:
         name="jax",
     )
 
-# The modules of what is no operation. Each operation is in ops/<name>/api.py.
+# The modules of the names that are not operations. Each operation is in ops/<name>/api.py.
 _MODULES = {
     "Preference": "ops.operation",
     "explain": "ops.explain",

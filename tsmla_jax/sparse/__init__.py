@@ -1,7 +1,7 @@
-"""The plumbing of DeepSeek-V3.2's and V4's sparse attention: packed caches, slots, index rows and metadata.
+"""Functions around the sparse attention of DeepSeek-V3.2 and V4: packed caches, slots, index rows, norm and rope.
 
-Scores, the choice of keys, compression and attention (indexer_logits, select_topk, compress_kv, sparse_mla) are
-operations of `tsmla_jax`.
+Scores, the choice of keys, compression and attention (indexer_logits, select_topk, compress_kv, sparse_mla) are in
+`tsmla_jax` itself.
 """
 
 from tsmla_jax.ops.indexer_quantize.api import indexer_quantize
