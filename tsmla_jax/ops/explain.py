@@ -67,7 +67,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         that one (chosen is None if it can't run).
 
     Returns:
-      Explanation: op, spec (of tsmla_kernels.contract), chosen, and reasons by implementation; str() gives the text.
+      Explanation: op, spec (of tsmla_kernels.contract), chosen, and reasons and notes by implementation; str() gives
+      the text.
 
     Raises:
       TypeError, ValueError: an argument is not legal, as the operation itself says it; or no such operation.
