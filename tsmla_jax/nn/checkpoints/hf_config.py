@@ -170,8 +170,8 @@ def rope_fields(fields: Mapping[str, Any], where: str, *, known: Collection[str]
     Args:
         fields: the config's fields.
         where: the config's name in an error.
-        known: keys that are legal beside yarn's own; here is only checked that a max_position_embeddings among them is
-            the model's.
+        known: keys that are legal beside yarn's own. Their values are not checked here, except that a
+            max_position_embeddings among them must be the model's.
 
     Raises:
         ValueError: a field is missing, of another type or out of its range; two disagree; the rope type is neither
