@@ -21,6 +21,9 @@ BLOCK_COLUMNS = 1024
 BLOCK_BYTES = 64 << 20
 """The bytes that the gathered keys of a block, or its scores by head, may take in float32; a block has at least one
 token."""
+FAR = 40.0
+"""How far a sink may be above lse in all heads before a token's probabilities, which are divided by their sum, are made
+larger: they must not become too small for exp."""
 
 
 class Index(NamedTuple):
@@ -199,7 +202,11 @@ class _Loss:
         self.blocks = Blocks(slots, cache.page_size, columns, where, spec.num_tokens)
         lse = attention.lse.to(self.dtype)
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        self.total = lse if attention.sinks is None else torch.logaddexp(lse, attention.sinks.to(self.dtype))
+        self.total = lse
+        if attention.sinks is not None:
+            total = torch.logaddexp(lse, attention.sinks.to(self.dtype))
+            common = (total - lse).amin(-1, keepdim=True)
+            self.total = total - (common.masked_fill(common == torch.inf, 0) - FAR).clamp(min=0)
 
     def tokens(self) -> Iterator[slice]:
         """Blocks of tokens."""
@@ -237,7 +244,7 @@ def _loss_by_blocks(tensor: torch.Tensor, call: _Loss) -> tuple[torch.Tensor, to
             mass = mass + target.sum(-1)
             entropy = entropy + torch.special.xlogy(target, target).sum(-1)
             cross = cross + (target * logits).sum(-1)
-        seen, chosen = mass > 0, choice > 0
+        seen, chosen = mass != 0, choice != 0  # true for NaN, too, which must not look like a row without keys
         whole = torch.where(seen, mass, 1)
         lse = torch.where(chosen, maximum + torch.where(chosen, choice, 1).log(), 0)
         each = ((entropy - cross) / whole - whole.log() + lse).clamp(min=0)  # rounding may leave it a little below
@@ -256,7 +263,7 @@ def loss(
 @in_own_precision
 def _gradient_by_blocks(d_loss: torch.Tensor, mass: torch.Tensor, choice_lse: torch.Tensor, call: _Loss) -> Gradient:
     total = Gradient(call.index)
-    seen = mass > 0
+    seen = mass != 0
     whole, d_loss = torch.where(seen, mass, 1), torch.where(seen, d_loss, 0)
     for tokens in call.tokens():
         for block in call.blocks.of(tokens):

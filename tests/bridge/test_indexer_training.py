@@ -80,6 +80,25 @@ def test_the_loss_as_jax_defines_it(which: str, sinks: bool) -> None:
     assert_gradients(given, gradients)
 
 
+@pytest.mark.parametrize("name", ["sinks", "q", "lse", "index_q"])
+def test_sinks_with_nearly_all_weight_and_nan(name: str) -> None:
+    x = Problem(1)
+    x.sinks += 150
+    arrays = arguments(x, "selected")
+    if name != "sinks":
+        arrays[name] = np.array(arrays[name])
+        arrays[name][0] = np.nan
+    want, gradients = wanted(arrays)
+    given = in_torch(arrays)
+    loss = loss_of(given)
+    np.testing.assert_allclose(loss.detach().numpy(), want, rtol=1e-4, atol=1e-4)
+    assert np.isnan(want[0]) == (name != "sinks") and (want[1:] > 0.1).any()
+    (loss * torch.arange(1, T + 1)).sum().backward()
+    found = given["index_weights"].grad
+    assert found is not None
+    np.testing.assert_allclose(found.numpy(), gradients[1], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("which", ["selected", "all keys"])
 def test_16_bits(which: str) -> None:
     arrays = arguments(Problem(2, "bfloat16"), which)

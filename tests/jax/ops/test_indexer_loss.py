@@ -43,6 +43,35 @@ def test_the_loss_of_every_token(which: str, implementation: str, sinks: bool) -
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sinks_with_nearly_all_weight(implementation: str) -> None:
+    """Probabilities are divided by their sum, so that the keys' share of the weight does not matter."""
+    x = Problem(1)
+    x.sinks += 150
+    got = jax.jit(lambda: x.loss("selected", implementation, sinks=x.sinks))()
+    want = x.expected("selected", sinks=True)
+    assert (want > 0.1).sum() >= 4
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["q", "lse", "index_q"])
+def test_nan_reaches_the_loss_and_its_gradient(name: str, implementation: str) -> None:
+    """Of its token alone."""
+    x = Problem(1)
+    array = np.array(getattr(x, name))
+    array[0] = np.nan
+    setattr(x, name, jnp.asarray(array))
+
+    def loss(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        each = x.loss("selected", implementation, x.index_q, weights, x.caches("selected")[0])
+        return each.sum(), each
+
+    gradient, each = jax.jit(jax.grad(loss, has_aux=True))(x.weights)
+    for found in (each[:, None], gradient):
+        assert np.isnan(found[0]).all() and np.isfinite(found[1:]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.usefixtures("blocks")
 def test_selected_logits(implementation: str) -> None:
     x = Problem(2)
@@ -156,12 +185,13 @@ def test_under_vmap_and_remat(call: str) -> None:
 def test_heads_on_several_devices(which: str, implementation: str) -> None:
     """Probabilities are summed over the devices, and every device has the whole gradient of the indexer."""
     x = Problem(8)
+    x.sinks += 150
     mesh = Mesh(np.asarray(jax.devices()[:2]), "heads")
     kv = x.caches(which)[1]
     heads = PartitionSpec(None, "heads")
     weights = jnp.arange(1.0, T + 1)
 
-    def gradient(floats: Floats, q: jax.Array, lse: jax.Array) -> Any:
+    def gradient(floats: Floats, q: jax.Array, lse: jax.Array, sinks: jax.Array) -> Any:
         def loss(*floats: jax.Array) -> jax.Array:
             found = tsmla_jax.indexer_loss(
                 *floats,
@@ -169,6 +199,7 @@ def test_heads_on_several_devices(which: str, implementation: str) -> None:
                 kv,
                 lse,
                 softmax_scale=SCALE,
+                sinks=sinks,
                 head_axis="heads",
                 implementation=implementation,
                 **x.where(which),
@@ -179,10 +210,14 @@ def test_heads_on_several_devices(which: str, implementation: str) -> None:
 
     floats = floats_of(x, which)
     whole = PartitionSpec()
-    run = jax.shard_map(gradient, mesh=mesh, in_specs=(whole, heads, heads), out_specs=whole)
-    loss, got = jax.jit(run)(floats, x.q, x.lse)
-    alone = jax.value_and_grad(lambda *floats: (x.loss(which, "reference", *floats) * weights).sum(), (0, 1, 2))
-    want_loss, want = jax.jit(alone)(*floats)
+    of_heads = PartitionSpec("heads")
+    run = jax.shard_map(gradient, mesh=mesh, in_specs=(whole, heads, heads, of_heads), out_specs=whole)
+    loss, got = jax.jit(run)(floats, x.q, x.lse, x.sinks)
+
+    def alone(*floats: jax.Array) -> jax.Array:
+        return (x.loss(which, "reference", *floats, sinks=x.sinks) * weights).sum()
+
+    want_loss, want = jax.jit(jax.value_and_grad(alone, (0, 1, 2)))(*floats)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(np.abs(b).max()))

@@ -34,19 +34,24 @@ def indexer_loss(
     keys = gather_rows(kv_cache, jnp.where(valid, slots, 0), spec.cache, dtype)
     keys = jnp.where(valid[..., None], keys, 0)  # an unused slot may hold NaN
     dots = jnp.einsum("thd,tkd->thk", q.astype(dtype), keys, precision="highest") * scale.astype(dtype)
-    total = total_of(lse.astype(dtype), sinks)
+    total = total_of(lse.astype(dtype), sinks, head_axis)
     probabilities = jnp.where(valid[:, None], jnp.exp(dots - total[..., None]), 0).sum(1)
     if head_axis is not None:
         probabilities = lax.psum(probabilities, head_axis)
     mass = probabilities.sum(-1, keepdims=True)
-    seen = mass > 0
+    seen = mass != 0  # true for NaN, too, which must not look like a row without keys
     probabilities = lax.stop_gradient(probabilities / jnp.where(seen, mass, 1))
     # A row without a key has no maximum; zeros stand in for its logits, so that no derivative is NaN.
     logits = jnp.where(valid | ~seen, jnp.where(valid, logits, 0), -jnp.inf)
     log_choice = jnp.where(valid, jax.nn.log_softmax(logits, axis=-1), 0)
-    positive = probabilities > 0
+    positive = probabilities != 0
     log_p = jnp.log(jnp.where(positive, probabilities, 1))
     return jnp.where(positive, probabilities * (log_p - log_choice), 0).sum(-1)
+
+
+FAR = 40.0
+"""How far a sink may be above lse in all heads before a token's probabilities, which are divided by their sum, are made
+larger: they must not become too small for exp."""
 
 
 def selected_slots(spec: IndexerLossSpec, where: Where) -> jax.Array:
@@ -71,7 +76,14 @@ def selected_slots(spec: IndexerLossSpec, where: Where) -> jax.Array:
     return jnp.where((position < lens[:, None]) & (pages >= 0) & (pages < spec.cache.num_pages), slots, -1)
 
 
-def total_of(lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """The logarithm of each head's sum, its sink included; 0 in place of -inf, where there is no key to divide."""
+def total_of(lse: jax.Array, sinks: jax.Array | None, head_axis: str | None) -> jax.Array:
+    """The logarithm of each head's sum, its sink included; 0 in place of -inf, where there is no key to divide. Where
+    it is more than FAR above lse in all heads, all have the same term less."""
     lse = jnp.where(jnp.isneginf(lse), 0, lse)
-    return lse if sinks is None else jnp.logaddexp(lse, sinks.astype(lse.dtype))
+    if sinks is None:
+        return lse
+    total = jnp.logaddexp(lse, sinks.astype(lse.dtype))
+    common = (total - lse).min(-1, keepdims=True)
+    if head_axis is not None:
+        common = lax.pmin(common, head_axis)
+    return total - jnp.where(jnp.isposinf(common), 0, jnp.maximum(common - FAR, 0))

@@ -79,7 +79,7 @@ def indexer_loss(
     if 0 in (spec.num_tokens, spec.num_columns) or (spec.paged and spec.num_requests == 0):
         return jnp.zeros((spec.num_tokens,), dtype)
     q, kv_cache, lse, sinks, scale = attention
-    total = total_of(lse.astype(dtype), sinks)
+    total = total_of(lse.astype(dtype), sinks, head_axis)
     rows, tables = _rows(spec, where)
     arrays = _Arrays(
         index_q=index[0],
@@ -169,10 +169,11 @@ def _backward(call: _Call, saved: Any, d_loss: jax.Array) -> tuple[_Arrays]:
         jnp.zeros(arrays.index_weights.shape, dtype),
         jnp.zeros((slots, spec.index.head_dim), dtype),
     )
-    d_loss = jnp.where(mass > 0, d_loss, 0)
+    seen = mass != 0
+    d_loss = jnp.where(seen, d_loss, 0)
     found = index_scores.gradient_over_blocks(
         body,
-        (jnp.where(mass > 0, mass, 1), choice_lse, d_loss, *arrays.tokens()),
+        (jnp.where(seen, mass, 1), choice_lse, d_loss, *arrays.tokens()),
         Gradient(*(carry(x, *varying) for x in start)),
         block=call.block,
     )
@@ -233,9 +234,9 @@ def _losses(call: _Call, arrays: _Arrays) -> tuple[jax.Array, jax.Array, jax.Arr
         none = jnp.zeros(mine.index_q.shape[:1], dtype)
         start = _Sums(jnp.full_like(none, -jnp.inf), none, none, none, none)
         sums = _columns(spec, mine).fold(step, _Sums(*(carry(x, *varying) for x in start)))
-        seen = sums.mass > 0
+        seen = sums.mass != 0  # true for NaN, too, which must not look like a row without keys
         mass = jnp.where(seen, sums.mass, 1)
-        chosen = sums.choice > 0
+        chosen = sums.choice != 0
         choice_lse = jnp.where(chosen, sums.maximum + jnp.log(jnp.where(chosen, sums.choice, 1)), 0)
         loss = (sums.entropy - sums.cross) / mass - jnp.log(mass) + choice_lse
         # Rounding may leave the loss of a perfect choice a little below 0.
