@@ -319,6 +319,10 @@ class _Encoder:
         return Encoding("tensor_store", slots, aux=len(coordinates) | adds << 3)
 
     def small_copy(self, i: Instruction) -> Encoding:
+        if "mbarrier" in i.modifiers:
+            if "noinc" not in i.modifiers:
+                raise NotImplementedError(i.opcode)
+            return Encoding("copy_arrive", self.address(i.operands[0]))
         if "wait_all" in i.modifiers:
             return Encoding("copy_wait_all", ())
         if "commit_group" in i.modifiers:

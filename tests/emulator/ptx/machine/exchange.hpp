@@ -366,6 +366,16 @@ inline Flow copy_wait(Warp& warp, const Instruction& i, uint32_t mask) {
   return Flow::next;
 }
 
+// cp.async.mbarrier.arrive.noinc: slots of the mbarrier. The lane's copies are made, and then it arrives.
+inline Flow copy_arrive(Warp& warp, const Instruction& i, uint32_t mask) {
+  copy_commit(warp, i, mask);
+  EACH_LANE {
+    wait_copies(warp, lane, 0);
+    arrive(warp, 1u << lane, shared_address(warp, i, 0, lane), 1);
+  }
+  return Flow::next;
+}
+
 inline Flow copy_wait_all(Warp& warp, const Instruction& i, uint32_t mask) {
   copy_commit(warp, i, mask);
   EACH_LANE wait_copies(warp, lane, 0);
@@ -480,6 +490,7 @@ inline void add_exchange(Handlers& handlers) {
   handlers["copy_later"] = copy_later;
   handlers["copy_commit"] = copy_commit;
   handlers["copy_wait"] = copy_wait;
+  handlers["copy_arrive"] = copy_arrive;
   handlers["copy_wait_all"] = copy_wait_all;
   handlers["griddepcontrol.wait"] = kernels_wait;
   handlers["store_later"] = store_later;
