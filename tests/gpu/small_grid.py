@@ -551,30 +551,32 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             greatest = "sinks" in tensors and tensors["q"].dtype != FP8
             options = call.options | {"return_lse": True, "batch_invariant": invariant, "return_max_logits": greatest}
             yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
-        if case["layout"] == "plain" and case["heads"] in (5, 16) and "window" not in case:
+        if case["layout"] == "plain" and case["heads"] in (5, 16, 70) and "window" not in case:
             keys = tensors["kv_cache"].clone()
             far = {**tensors, "q": far_below(tensors["q"], keys), "kv_cache": keys}
             far["indices"] = tensors["indices"][..., :64].contiguous()  # one part: see decode_calls
             far["lengths"] = tensors["lengths"].clamp(max=64)
             options = call.options | {"return_lse": True, "softmax_scale": FAR}
             yield Call(f"{case} far below", tsmla_bridge.sparse_mla, far, options)
-    yield rising_logits(generator)
+    yield from (rising_logits(generator, tokens, heads) for tokens, heads in ((2, 16), (6, 40)))
     yield from union_calls()
 
 
-def rising_logits(generator: torch.Generator) -> Call:
+def rising_logits(generator: torch.Generator, tokens: int, heads: int) -> Call:
     """sparse_mla whose blocks of keys have greater logits one after another for even heads, and smaller ones for odd
     heads. The running maximum stays where it is in the second block, and rises in the third for even heads; the second
     token does not select the third."""
     keys = normal(generator, 4, 75, LATENT + ROPE, dtype=torch.float16)
     logits = torch.tensor([0.0] * 64 + [3.0] * 64 + [20.0] * 172)
     keys[..., 0] = (logits / SCALE / 16).view(4, 75)
-    q = normal(generator, 2, 16, LATENT + ROPE, dtype=torch.float16) / 8
+    q = normal(generator, tokens, heads, LATENT + ROPE, dtype=torch.float16) / 8
     q[:, ::2, 0], q[:, 1::2, 0] = 16, -16
-    indices = torch.arange(300, dtype=torch.int32).repeat(2, 1)
+    indices = torch.arange(300, dtype=torch.int32).repeat(tokens, 1)
     indices[1, 128:] = -1
     options = {"softmax_scale": SCALE, "latent_dim": LATENT, "return_lse": True, "return_max_logits": True}
-    return Call("rising logits", tsmla_bridge.sparse_mla, {"q": q, "kv_cache": keys, "indices": indices}, options)
+    return Call(
+        f"rising logits H {heads}", tsmla_bridge.sparse_mla, {"q": q, "kv_cache": keys, "indices": indices}, options
+    )
 
 
 def union_calls() -> Iterator[Call]:

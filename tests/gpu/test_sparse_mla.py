@@ -235,10 +235,12 @@ def test_a_prompt_needs_no_memory_of_its_own() -> None:
     assert used < out.numel() * 2 + lse.numel() * 4 + (64 << 20)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
-def test_results_past_2_to_the_31_elements(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("v32 H 128", "bfloat16"), ("v32 H 128", FP8), ("bf16, H 128", "bfloat16")]
+)
+def test_results_past_2_to_the_31_elements(name: str, dtype: str) -> None:
     """33,000 tokens of 128 heads; the last ones have the same results in a call of their own."""
-    tokens, case = 33_000, case_of("v32 H 128", tokens=4, selected=64, lengths=False)
+    tokens, case = 33_000, case_of(name, tokens=4, selected=64, lengths=False)
     given = on_gpu(case)
     held = given["indices"][given["indices"] >= 0]  # the others hold NaN
     given["q"] = torch.randn(tokens, 128, 576, device="cuda", dtype=torch.bfloat16).to(getattr(torch, dtype))
@@ -253,12 +255,14 @@ def test_results_past_2_to_the_31_elements(dtype: str) -> None:
 # ---- past 2^32 bytes
 
 
-@pytest.mark.parametrize("layout", sparse_inputs.LAYOUTS)
-def test_caches_past_2_to_the_32_bytes(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "heads", "kv_dtype"),
+    [*((layout, 16, FP8) for layout in sparse_inputs.LAYOUTS), ("plain", 64, "bfloat16")],
+)
+def test_caches_past_2_to_the_32_bytes(layout: str, heads: int, kv_dtype: str) -> None:
     """Pages of a small cache, spread over a large one: the same bits."""
-    case = sparse_inputs.call(
-        layout, heads=16, selected=512, tokens=40, pages=64, page_size=64, sinks=layout == "v4", lengths=False
-    )
+    sizes = {"selected": 512, "tokens": 40, "pages": 64, "page_size": 64}
+    case = sparse_inputs.call(layout, heads=heads, kv_dtype=kv_dtype, sinks=layout == "v4", lengths=False, **sizes)
     given = on_gpu(case)
     small = given["kv_cache"].view(torch.uint8)
     count = (1 << 32) // small[0].numel() + 99

@@ -45,7 +45,7 @@ FAST = {
     "sparse_mla": (
         "{'layout': 'v32', 'heads': 16, 'selected': 300, 'tokens': 5}",
         "{'layout': 'v4', 'heads': 64, 'selected': 192, 'window': 128",
-        "rising logits",
+        "rising logits H 16",
     ),
     "sparse_mla_gradient": ("bfloat16 {'heads': 5,",),
 }

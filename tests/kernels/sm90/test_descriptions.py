@@ -46,7 +46,8 @@ def of_decode(config: DecodeConfig) -> Descriptions:
 
 def of_sparse(config: SparseConfig) -> Descriptions:
     kernel = SparseMla(config)
-    return Descriptions(kernel.ring.stages, kernel.ring.pieces_kept, kernel.values.lookahead, 0, 1)
+    q_stages = int(config.q_in_registers)  # Q then goes through the ring
+    return Descriptions(kernel.ring.stages, kernel.ring.pieces_kept, kernel.values.lookahead, q_stages, 1)
 
 
 DECODE = {

@@ -28,6 +28,7 @@ PARTIALS_PAD = 8  # words between two warps' partials, so that lanes read a row'
 LATENT_DIM = 512
 BLOCK = 64  # keys of a stage
 MAX_SLOTS = 1 << 31  # num_pages * page_span must stay below this: slots are int32
+Q_STEPS = 31  # 16-column steps of Q that fit into the softmax warps' registers
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # row tiles of up to this many heads fit with any kind of cache rows
@@ -104,12 +105,34 @@ class SparseConfig:
         """Whether each of the two caches has a scale of its own for its rows."""
         return self.two_caches and self.layout == "plain"
 
+    @property
+    def p_rows(self) -> int:
+        """Query rows of P V."""
+        rows = next(n for n in (16, 32, ROWS) if n >= min(self.tokens * self.num_heads, ROWS))
+        return min(rows, self.tile_rows)
+
+    @property
+    def plain_16_bits(self) -> bool:
+        """Whether all numbers of the caches' rows have 16 bits."""
+        return self.layout == "plain" and self.kv_dtype != FP8
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether the kernel of rows_16bit.py serves the call: S = Q K^T with Q in registers, and O += P V, both with
+        keys in shared memory. The other kernels have K and V^T in registers."""
+        return self.plain_16_bits and self.p_rows == ROWS and self.dtype == self.kv_dtype and self.tokens == 1
+
+    @property
+    def early_p(self) -> bool:
+        """Whether the value warps begin a block's P V as soon as its P is stored, because the ring's two stages leave
+        no other block to gather while one waits for its P V. Otherwise P V waits until the next block's K Q^T is
+        nearly done."""
+        return self.plain_16_bits and self.stages == MIN_STAGES
+
     @cached_property
     def shape(self) -> LatentShape:
         """The facts from which the common parts of the latent attention kernels are built: a token is a request, and a
         column of the indices is a page of one key."""
-        p_rows = next(n for n in (16, 32, ROWS) if n >= min(self.tokens * self.num_heads, ROWS))
-        p_rows = min(p_rows, self.tile_rows)
         return LatentShape(
             num_heads=self.num_heads,
             max_q_len=self.tokens,
@@ -119,12 +142,12 @@ class SparseConfig:
             block=BLOCK,
             tile_rows=self.tile_rows,
             q_rows=BLOCK // 2,
-            p_rows=p_rows,
-            few_rows=p_rows <= FEW_ROWS,
+            p_rows=self.p_rows,
+            few_rows=self.p_rows <= FEW_ROWS,
             min_share=1,
             out_dtype="bfloat16" if self.fp8_queries else self.dtype,
-            partial_needs_scale=False,
-            partial_is_lane_order=False,
+            partial_needs_scale=self.q_in_registers and self.dtype == "bfloat16",
+            partial_is_lane_order=self.q_in_registers,
             batch_invariant=self.batch_invariant,
             skips=self.skips,
             max_logits=self.max_logits,
@@ -138,8 +161,10 @@ class SparseConfig:
 
     @property
     def pitch(self) -> int:
-        """Bytes from one row to the next in shared memory: an odd multiple of 16, so that ldmatrix, which reads eight
-        rows at once, reads each bank once."""
+        """Bytes of shared memory for a row. If ldmatrix reads the rows, they lie as far apart: an odd multiple of 16,
+        so that it, which reads eight rows at once, reads each bank once."""
+        if self.q_in_registers:
+            return self.row_bytes
         return self.row_bytes + (16 if self.row_bytes % 32 == 0 else 0)
 
     @property
@@ -169,53 +194,24 @@ class SparseConfig:
         return self.row_bytes - 2 * (self.head_dim - self.e4m3_columns)
 
     @property
-    def plain_16_bits(self) -> bool:
-        """Whether all numbers of the caches' rows have 16 bits."""
-        return self.layout == "plain" and self.kv_dtype != FP8
-
-    @property
-    def p_in_keys(self) -> bool:
-        """Whether a block's P takes the place of its keys' last 64 columns, which K Q^T alone reads. Otherwise P has a
-        place of its own, for which 64 query rows over keys of 1,152 bytes leave no room."""
-        return self.plain_16_bits and self.head_dim > LATENT_DIM and self.shape.p_rows == ROWS
-
-    @property
-    def early_p(self) -> bool:
-        """Whether the value warps begin a block's P V as soon as its P is stored, because the ring's two stages leave
-        no other block to gather while one waits for its P V. Otherwise P V waits until the next block's K Q^T is
-        nearly done."""
-        return self.p_in_keys
-
-    @property
-    def keys_as_they_are(self) -> bool:
-        """Whether K and Q are multiplied in the dtype that both have."""
-        return self.p_in_keys and self.dtype == self.kv_dtype
-
-    @property
-    def parts(self) -> int:
-        """In how many parts a block's keys are released. If there are several, values are multiplied part by part, and
-        the next rows come to the first ones earlier."""
-        return 2 if self.p_in_keys else 1
+    def stage_keys(self) -> int:
+        """How many keys a stage holds. With Q in registers few are left for scores, so a stage has half of a block."""
+        return BLOCK // 2 if self.q_in_registers else BLOCK
 
     @property
     def keys_bytes(self) -> int:
-        """Shared memory of a block of keys."""
-        return self.shape.block * self.pitch
+        """Shared memory of a stage's keys."""
+        return self.stage_keys * self.pitch
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: a block of keys, its P, and the table of V4's scales."""
+        """Shared memory of one stage: its keys, their P, and the table of V4's scales."""
         table = 1024 if self.layout == "v4" else 0  # 7 groups x 64 keys of f16; P begins at a multiple of 1024
-        return self.keys_bytes + (0 if self.p_in_keys else self.p_bytes + table)
-
-    @property
-    def p_offset(self) -> int:
-        """The offset in a stage of P, or of the part of P that lies in the first key's place."""
-        return 2 * LATENT_DIM if self.p_in_keys else self.keys_bytes
+        return self.keys_bytes + self.p_bytes + table
 
     @property
     def p_bytes(self) -> int:
-        return self.shape.p_rows * self.shape.block * 2
+        return self.p_rows * self.stage_keys * 2
 
     @property
     def exchanged_words(self) -> int:
@@ -224,10 +220,21 @@ class SparseConfig:
         return 4 * (self.shape.p_rows + PARTIALS_PAD) + self.shape.p_rows * (2 + 1)
 
     @property
+    def q_shared_steps(self) -> int:
+        """If Q is in registers, how many of its 16-column steps, the last ones, are in shared memory instead. Greatest
+        logits over two caches with scales take the registers of one more."""
+        return self.head_dim // 16 - Q_STEPS + (self.two_scales and self.max_logits)
+
+    @property
+    def q_shared_columns(self) -> int:
+        """How many columns of Q shared memory has: whole tiles of 64."""
+        return -(-self.q_shared_steps // 4) * 64 if self.q_in_registers else self.head_dim
+
+    @property
     def q_bytes(self) -> int:
         """Shared memory of Q. If queries are e4m3, they are followed by bf16 copies of those columns that have 16 bits
         in keys."""
-        row = self.head_dim + 2 * (self.head_dim - self.e4m3_columns) if self.fp8_queries else 2 * self.head_dim
+        row = self.head_dim + 2 * (self.head_dim - self.e4m3_columns) if self.fp8_queries else 2 * self.q_shared_columns
         return self.shape.p_rows * row
 
     @property
@@ -341,6 +348,8 @@ def _tile_rows(spec: SparseMLASpec) -> int:
     CTAs busy and their code that runs once costs less."""
     if spec.num_heads <= FEW_HEADS:
         return ROWS
+    if spec.cache.layout == "plain" and spec.cache.dtype not in (FP8, spec.q_dtype) and spec.head_dim > LATENT_DIM:
+        return FEW_HEADS  # with 64 rows of Q in shared memory only one stage of such keys would fit
     if spec.batch_invariant or not isinstance(spec.num_tokens, int):
         return ROWS
     return FEW_HEADS if _row_tiles(spec, ROWS) <= FEW_TILES[spec.cache.layout] else ROWS

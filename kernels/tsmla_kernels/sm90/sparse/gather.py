@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.contract.layouts import V4_PACKED
 from tsmla_kernels.sm90.latent.memory import Barrier, Described, Piece
+from tsmla_kernels.sm90.latent.ring import Ring
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, SparseConfig
 from tsmla_kernels.sm90.sparse.memory import FIRST_PIECES_THREADS, GATHER_ROWS, Gather
 from tsmla_kernels.sm90.sparse.stages import Stages
@@ -35,13 +36,15 @@ class Pages(NamedTuple):
     span: int
 
 
-class Gatherer:
-    """The copies into the ring. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, which are
-    the keys of softmax warp w. A row whose slot does not exist becomes zeros."""
+class SelectedRows:
+    """The rows that a call selects: finds them, for warps that copy them.
 
-    def __init__(self, config: SparseConfig, stages: Stages) -> None:
-        self.config, self.ring, self.stages = config, stages.ring, stages
-        self.block, self.row_bytes, self.pitch = stages.block, config.row_bytes, config.pitch
+    Attributes:
+      row_bytes: as in SparseConfig. pages: the Pages of the caches. scales_apart: whether rows have scales elsewhere.
+    """
+
+    def __init__(self, config: SparseConfig, ring: Ring) -> None:
+        self.config, self.ring, self.row_bytes = config, ring, config.row_bytes
         self.pages = (
             Pages(config.page_size, config.page_span),
             Pages(config.compressed_page_size, config.compressed_page_span),
@@ -58,100 +61,12 @@ class Gatherer:
         cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
 
     @cute.jit
-    def run(self, gather: Gather, warp: Int32):
-        """Fill the ring, and refill each stage when it is released, until the CTA's work ends.
-
-        Lane i has row i % 16 of its warp. Slots are read two blocks ahead and a V4 row's scales one block ahead.
-        """
-        index, phase, number = Int32(0), Int32(0), Int32(0)
-        lane = cute.arch.lane_idx()
-        running = Int32(1)
-        while running == 1:
-            if number == 1:
-                self.wait_for_first_pieces()
-            piece, b_begin, b_end = self.ring.described(number, gather.pieces)
-            if b_begin == b_end:
-                # A piece without blocks ends the CTA's work. The softmax and value warps read the same description.
-                if number == 0:
-                    self.wait_for_first_pieces()
-                cute.arch.mbarrier_wait(self.emptied(index, warp, gather), phase ^ 1)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(gather.full + index)
-                running = Int32(0)
-            else:
-                if const_expr(self.config.early_q):
-                    if number > 0:
-                        self.prefetch_query(piece, warp, gather)
-                keys = piece[Piece.KEYS]
-                column = b_begin * self.block + warp * GATHER_ROWS + lane % GATHER_ROWS
-                selected = element(gather.indices, Int64(piece[Piece.REQUEST]) * gather.indices.shape[1], 4)
-                slot = self.slot_at(selected, column, keys)
-                following = self.slot_at(selected, column + self.block, keys)
-                low, high = self.scales_of(slot, column, gather)
-                for _ in cutlass.range(b_begin, b_end, unroll=1):
-                    here, low_here, high_here = slot, low, high
-                    slot = following
-                    low, high = self.scales_of(slot, column + self.block, gather)
-                    following = self.slot_at(selected, column + 2 * self.block, keys)
-                    cute.arch.mbarrier_wait(self.emptied(index, warp, gather), phase ^ 1)
-                    of_tokens = self.bits_at(piece, column, keys, gather)
-                    row = self.locate(here, column, gather)
-                    exist = self.copy_rows(row, index, warp, gather)
-                    seen = exist
-                    if const_expr(self.config.tokens > 1):
-                        seen = self.store_bits(of_tokens * row.exists, index, warp, gather)
-                    if const_expr(self.scales_apart):
-                        self.store_scales(low_here, high_here, index, warp, gather)
-                    self.announce(exist, seen, index, warp, gather)
-                    column += self.block
-                    index, phase = self.ring.advance(index, phase)
-                number += 1
-
-    def emptied(self, index: Int32, warp: Int32, gather: Gather) -> cute.Pointer:
-        """The barrier that says that this warp's rows of stage `index` have been released."""
-        if self.ring.parts == 1:
-            return gather.empty + index
-        return gather.empty + (index * self.ring.parts + warp // (GATHER_WARPS // self.ring.parts))
-
-    @cute.jit
-    def prefetch_query(self, piece: Described, warp: Int32, gather: Gather):
-        """Prefetch a piece's Q into the L2 cache, before the softmax warpgroup requests it."""
-        row_bytes = gather.q.shape[1] * gather.q.element_type.width // 8
-        first = gather.q.iterator.toint() + Int64(piece[Piece.ROW]) * row_bytes
-        size = piece[Piece.VALID_ROWS] * row_bytes
-        begin, step = (warp * 32 + cute.arch.lane_idx()) * LINE, GATHER_WARPS * 32 * LINE
-        for offset in cutlass.range(begin, size, step, unroll=1):
-            line = cute.make_ptr(Int32, first + offset, cute.AddressSpace.gmem, assumed_align=16)
-            cute.arch.prefetch(line.to_llvm_ptr(), cache_level="L2")
-
-    @cute.jit
     def slot_at(self, selected: cute.Pointer, column: Int32, keys: Int32):
         """The slot in column `column` of the token's indices; -1 if that column is not active."""
         slot = Int32(-1)
         if column < keys:
             slot = cute.make_tensor(selected, cute.make_layout(1 << 30))[column]
         return slot
-
-    @cute.jit
-    def bits_at(self, piece: Described, column: Int32, keys: Int32, gather: Gather):
-        """The bits of the tokens that select the slot in column `column` of the union; 0 if there is no union."""
-        of_tokens = Int32(0)
-        if const_expr(self.config.tokens > 1):
-            if column < keys:
-                address = gather.bits.iterator.toint() + Int64(piece[Piece.REQUEST]) * gather.bits.shape[1] + column
-                pointer = cute.make_ptr(cutlass.Uint8, address, cute.AddressSpace.gmem, assumed_align=1)
-                of_tokens = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
-        return of_tokens
-
-    @cute.jit
-    def store_bits(self, of_tokens: Int32, index: Int32, warp: Int32, gather: Gather):
-        """Store, for stage `index`, the bits of the tokens that select each of this warp's rows. Return the bits of the
-        tokens that select any of these rows."""
-        lane = cute.arch.lane_idx()
-        if lane < GATHER_ROWS:
-            gather.of_tokens[warp * GATHER_ROWS + lane, index] = cutlass.Uint8(of_tokens)
-        cute.arch.sync_warp()  # before a lane arrives at `full` for the warp
-        return cute.arch.warp_redux_sync(of_tokens, "or")
 
     @cute.jit
     def locate(self, slot: Int32, column: Int32, gather: Gather) -> Row:
@@ -190,6 +105,97 @@ class Gatherer:
             address = base + Int64(slot) * self.row_bytes
             scales = address
         return Row(exists, address, scales)
+
+
+class Gatherer(SelectedRows):
+    """The copies into the ring. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, which are
+    the keys of softmax warp w. A row whose slot does not exist becomes zeros."""
+
+    def __init__(self, config: SparseConfig, stages: Stages) -> None:
+        super().__init__(config, stages.ring)
+        self.stages, self.block, self.pitch = stages, stages.block, config.pitch
+
+    @cute.jit
+    def run(self, gather: Gather, warp: Int32):
+        """Fill the ring, and refill each stage when it is released, until the CTA's work ends.
+
+        Lane i has row i % 16 of its warp. Slots are read two blocks ahead and a V4 row's scales one block ahead.
+        """
+        index, phase, number = Int32(0), Int32(0), Int32(0)
+        lane = cute.arch.lane_idx()
+        running = Int32(1)
+        while running == 1:
+            if number == 1:
+                self.wait_for_first_pieces()
+            piece, b_begin, b_end = self.ring.described(number, gather.pieces)
+            if b_begin == b_end:
+                # A piece without blocks ends the CTA's work. The softmax and value warps read the same description.
+                if number == 0:
+                    self.wait_for_first_pieces()
+                cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(gather.full + index)
+                running = Int32(0)
+            else:
+                if const_expr(self.config.early_q):
+                    if number > 0:
+                        self.prefetch_query(piece, warp, gather)
+                keys = piece[Piece.KEYS]
+                column = b_begin * self.block + warp * GATHER_ROWS + lane % GATHER_ROWS
+                selected = element(gather.indices, Int64(piece[Piece.REQUEST]) * gather.indices.shape[1], 4)
+                slot = self.slot_at(selected, column, keys)
+                following = self.slot_at(selected, column + self.block, keys)
+                low, high = self.scales_of(slot, column, gather)
+                for _ in cutlass.range(b_begin, b_end, unroll=1):
+                    here, low_here, high_here = slot, low, high
+                    slot = following
+                    low, high = self.scales_of(slot, column + self.block, gather)
+                    following = self.slot_at(selected, column + 2 * self.block, keys)
+                    cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                    of_tokens = self.bits_at(piece, column, keys, gather)
+                    row = self.locate(here, column, gather)
+                    exist = self.copy_rows(row, index, warp, gather)
+                    seen = exist
+                    if const_expr(self.config.tokens > 1):
+                        seen = self.store_bits(of_tokens * row.exists, index, warp, gather)
+                    if const_expr(self.scales_apart):
+                        self.store_scales(low_here, high_here, index, warp, gather)
+                    self.announce(exist, seen, index, warp, gather)
+                    column += self.block
+                    index, phase = self.ring.advance(index, phase)
+                number += 1
+
+    @cute.jit
+    def prefetch_query(self, piece: Described, warp: Int32, gather: Gather):
+        """Prefetch a piece's Q into the L2 cache, before the softmax warpgroup requests it."""
+        row_bytes = gather.q.shape[1] * gather.q.element_type.width // 8
+        first = gather.q.iterator.toint() + Int64(piece[Piece.ROW]) * row_bytes
+        size = piece[Piece.VALID_ROWS] * row_bytes
+        begin, step = (warp * 32 + cute.arch.lane_idx()) * LINE, GATHER_WARPS * 32 * LINE
+        for offset in cutlass.range(begin, size, step, unroll=1):
+            line = cute.make_ptr(Int32, first + offset, cute.AddressSpace.gmem, assumed_align=16)
+            cute.arch.prefetch(line.to_llvm_ptr(), cache_level="L2")
+
+    @cute.jit
+    def bits_at(self, piece: Described, column: Int32, keys: Int32, gather: Gather):
+        """The bits of the tokens that select the slot in column `column` of the union; 0 if there is no union."""
+        of_tokens = Int32(0)
+        if const_expr(self.config.tokens > 1):
+            if column < keys:
+                address = gather.bits.iterator.toint() + Int64(piece[Piece.REQUEST]) * gather.bits.shape[1] + column
+                pointer = cute.make_ptr(cutlass.Uint8, address, cute.AddressSpace.gmem, assumed_align=1)
+                of_tokens = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+        return of_tokens
+
+    @cute.jit
+    def store_bits(self, of_tokens: Int32, index: Int32, warp: Int32, gather: Gather):
+        """Store, for stage `index`, the bits of the tokens that select each of this warp's rows. Return the bits of the
+        tokens that select any of these rows."""
+        lane = cute.arch.lane_idx()
+        if lane < GATHER_ROWS:
+            gather.of_tokens[warp * GATHER_ROWS + lane, index] = cutlass.Uint8(of_tokens)
+        cute.arch.sync_warp()  # before a lane arrives at `full` for the warp
+        return cute.arch.warp_redux_sync(of_tokens, "or")
 
     @cute.jit
     def scales_of(self, slot: Int32, column: Int32, gather: Gather):

@@ -1,19 +1,21 @@
 """sparse_mla for Hopper: launch, shared memory, set-up and the warps' roles.
 
 DESIGN.md in this folder gives the reasons. The common parts (latent) treat a query token as a request with one query
-token. The four warpgroups of a CTA:
+token. The four warpgroups of a CTA, for which rows of 16 bits and many heads have the modules rows_*.py:
 
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
-                takes Q (query.py)
+                takes Q (query.py). rows_scores.py: S = Q K^T, and Q stays in registers
   1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); the first warp of 2
-                also describes the pieces after the first one
-  3             four warps gather the selected rows of the cache (gather.py); the first of them also
-                finds the CTA's share and describes its first piece
+                also describes the pieces after the first one. rows_values.py: O[half] += P V[half]
+  3             four warps gather the selected rows of the cache (gather.py, rows_gather.py); the first of them
+                also finds the CTA's share and describes its first piece
 
 A second, small kernel merges the results of tokens that several CTAs shared (latent/combine.py).
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,14 +28,19 @@ from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine, Optional
 from tsmla_kernels.sm90.latent.memory import Piece, Schedule, SplitEntry
 from tsmla_kernels.sm90.latent.registers import Registers
+from tsmla_kernels.sm90.latent.ring import Ring
 from tsmla_kernels.sm90.latent.scores import ScoreMma
 from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.share import MAX_SORTED, STATE_WORDS, BatchShare
 from tsmla_kernels.sm90.latent.walk import PieceWalk, Walk
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, MIN_STAGES, SparseConfig
 from tsmla_kernels.sm90.sparse.deal import DEALT_STATE_WORDS, DealtWalk
-from tsmla_kernels.sm90.sparse.gather import Gatherer
+from tsmla_kernels.sm90.sparse.gather import Gatherer, SelectedRows
 from tsmla_kernels.sm90.sparse.memory import GATHER_WARP, PIECES_KEPT, Arrays, Gather, Query, Scratch
+from tsmla_kernels.sm90.sparse.rows_gather import RowGatherer
+from tsmla_kernels.sm90.sparse.rows_scores import RowScores, RowScratch
+from tsmla_kernels.sm90.sparse.rows_stages import RowStages, rows_ring
+from tsmla_kernels.sm90.sparse.rows_values import RowValues
 from tsmla_kernels.sm90.sparse.scores import SparseScores
 from tsmla_kernels.sm90.sparse.scores_fp8 import SparseScoresFp8
 from tsmla_kernels.sm90.sparse.stages import Stages, sparse_ring
@@ -45,6 +52,42 @@ from tsmla_kernels.sm90.warp import prefetch
 THREADS = 512
 
 
+class Roles(NamedTuple):
+    """The contents of a CTA's stages, the work of its warpgroups, and the registers of each."""
+
+    stages: Stages | RowStages
+    gatherer: SelectedRows
+    scores: Any
+    values: SparseValues | RowValues
+    registers: Registers
+
+
+def roles_with_q_in_registers(config: SparseConfig, ring: Ring, walk: Walk) -> Roles:
+    """The roles of a CTA whose MMAs have keys in shared memory."""
+    stages = RowStages(config, ring)
+    gatherer = RowGatherer(config, ring)
+    values = RowValues(config, stages, walk, gatherer)
+    return Roles(stages, gatherer, RowScores(config, stages), values, Registers(128, 168, 160, 24))
+
+
+def roles_with_keys_in_registers(config: SparseConfig, ring: Ring, walk: Walk) -> Roles:
+    """The roles of a CTA whose MMAs have K and V^T in registers."""
+    stages = Stages(config, ring)
+    gatherer = Gatherer(config, stages)
+    scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, stages)
+    plain = SparseValues if config.kv_dtype == FP8 else PlainValues
+    of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
+    # With tiles of 64 rows value warps need more registers, and leave fewer to gathering warps. V4's gathering warps
+    # keep rows' scales, so they get eight more, which the softmax warps give up.
+    if config.shape.p_rows < ROWS:
+        registers = Registers(128, 136, 168, 40)
+    elif config.layout == "v4":
+        registers = Registers(128, 128, 176, 32)
+    else:
+        registers = Registers(128, 136, 176, 24)
+    return Roles(stages, gatherer, scores, of_rows(config, stages, walk, gatherer), registers)
+
+
 class SparseMla:
     """One compiled sparse_mla: `config` is static. The launcher takes a stream and the operands of record.py."""
 
@@ -52,8 +95,7 @@ class SparseMla:
         if config.stages < MIN_STAGES:
             raise ValueError(f"{config} leaves {config.stages} stages of shared memory; {MIN_STAGES} are needed")
         self.config = config
-        self.ring = sparse_ring(config)
-        self.stages = stages = Stages(config, self.ring)
+        self.ring = rows_ring(config) if config.q_in_registers else sparse_ring(config)
         self.q_elements = config.q_bytes * 8 // self.ring.q_dtype.width
         equal_lengths = not config.lengths
         self.walk: Walk
@@ -67,20 +109,9 @@ class SparseMla:
         # Bytes for the bits of the keys' tokens, if a row tile has several tokens.
         self.keys_with_bits = self.ring.stages * self.ring.block if config.tokens > 1 else 0
         self.state_words = DEALT_STATE_WORDS if config.dealt else STATE_WORDS
-        self.gatherer = Gatherer(config, stages)
-        self.scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, stages)
-        plain = SparseValues if config.kv_dtype == FP8 else PlainValues
-        of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
-        self.values = of_rows(config, stages, self.walk, self.gatherer)
         self.combine = Combine(config.shape, config.sinks)
-        # With tiles of 64 rows value warps need more registers, and leave fewer to gathering warps. V4's gathering
-        # warps keep rows' scales, so they get eight more, which the softmax warps give up.
-        if config.shape.p_rows < ROWS:
-            self.registers = Registers(128, 136, 168, 40)
-        elif config.layout == "v4":
-            self.registers = Registers(128, 128, 176, 32)
-        else:
-            self.registers = Registers(128, 136, 176, 24)
+        roles = roles_with_q_in_registers if config.q_in_registers else roles_with_keys_in_registers
+        self.stages, self.gatherer, self.scores, self.values, self.registers = roles(config, self.ring, self.walk)
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, q: cute.Tensor, *others: cute.Tensor):
@@ -108,12 +139,12 @@ class SparseMla:
     def launch_attend(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
         """Launch the kernel that attends."""
         config = self.config
-        atom, tma = self.scores.query.tensor_map(q)
+        q_map = None if const_expr(config.q_in_registers) else tuple(self.scores.query.tensor_map(q))
 
         @cute.struct
         class Storage:
             full: cute.struct.MemRange[Int64, self.ring.stages]
-            empty: cute.struct.MemRange[Int64, self.ring.stages * self.ring.parts]
+            empty: cute.struct.MemRange[Int64, self.ring.stages]
             ready: cute.struct.MemRange[Int64, self.ring.stages]
             q_full: cute.struct.MemRange[Int64, 1]
             pieces: cute.struct.MemRange[Int32, PIECES_KEPT * len(Piece)]
@@ -129,7 +160,7 @@ class SparseMla:
 
         self.storage = checked_storage(Storage, config)
         ctas = self.num_ctas(arrays)
-        self.attend(q, caches, (atom, tma), arrays, self.scores.mma(), self.values.mma(), ctas).launch(
+        self.attend(q, caches, q_map, arrays, self.scores.mma(), self.values.mma(), ctas).launch(
             grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
@@ -163,7 +194,7 @@ class SparseMla:
         self,
         q: cute.Tensor,
         caches: tuple[cute.Tensor, ...],
-        q_map: tuple[cute.CopyAtom, cute.Tensor],
+        q_map: tuple[cute.CopyAtom, cute.Tensor] | None,
         arrays: Arrays,
         score_mma: ScoreMma,
         value_mma: cute.TiledMma,
@@ -186,7 +217,7 @@ class SparseMla:
         self,
         q: cute.Tensor,
         caches: tuple[cute.Tensor, ...],
-        q_map: tuple[cute.CopyAtom, cute.Tensor],
+        q_map: tuple[cute.CopyAtom, cute.Tensor] | None,
         arrays: Arrays,
         score_mma: ScoreMma,
         value_mma: cute.TiledMma,
@@ -197,16 +228,17 @@ class SparseMla:
         cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
-        atom, tma = q_map
+        config = self.config
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
-        query = Query(atom, tma, q, storage.q.data_ptr(), storage.q_full.data_ptr())
-        if warp_idx == 4:
-            cpasync.prefetch_descriptor(atom)
+        query = self.query_of(storage, q, q_map)
+        if const_expr(query is not None):
+            if warp_idx == 4:
+                cpasync.prefetch_descriptor(query.atom)
         if warp_idx == 0:
             self.ring.init_barriers(shared)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(query.full, 1)
+                cute.arch.mbarrier_init(storage.q_full.data_ptr(), 1)
             cute.arch.mbarrier_init_fence()
         if const_expr(not self.config.skips):
             # Before this wait the kernel before may still write the operands, and the last call's `combine` may still
@@ -215,7 +247,7 @@ class SparseMla:
         early = self.early_numbers(cta, arrays.lengths)
         if warp_idx > GATHER_WARP:
             self.prefetch_operands(q, arrays.indices, warp_idx - GATHER_WARP - 1)
-        if const_expr(self.config.whole):
+        if const_expr(config.whole and query is not None):
             if warp_idx == 0:
                 # Q's rows follow from the CTA's index, so Q need not wait for the token's length.
                 self.scores.query.request(self.walk.first_row(cta), query)
@@ -261,8 +293,7 @@ class SparseMla:
         else:
             if group == 0:
                 self.registers.set(self.registers.scores)
-                scratch = Scratch(query, storage.exchange.data_ptr(), valid, of_tokens)
-                self.scores.score(arrays, shared, scratch, score_mma)
+                self.scores.score(arrays, shared, self.scratch(storage, query, valid, of_tokens), score_mma)
             else:
                 self.registers.set(self.registers.values)
                 self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule)
@@ -275,6 +306,23 @@ class SparseMla:
         if self.config.whole:
             return self.walk.early_numbers(cta, lengths)
         return self.walk.batch.early_numbers(lengths, lengths)
+
+    def query_of(
+        self, storage: cute.struct, q: cute.Tensor, q_map: tuple[cute.CopyAtom, cute.Tensor] | None
+    ) -> Query | None:
+        """The copy of Q; None if Q goes through the ring."""
+        if q_map is None:
+            return None
+        atom, tma = q_map
+        return Query(atom, tma, q, storage.q.data_ptr(), storage.q_full.data_ptr())
+
+    def scratch(
+        self, storage: cute.struct, query: Query | None, valid: cute.Tensor, of_tokens: cute.Tensor | None
+    ) -> Scratch | RowScratch:
+        """Shared memory of the softmax warpgroup."""
+        if query is None:
+            return RowScratch(storage.q.data_ptr(), valid)
+        return Scratch(query, storage.exchange.data_ptr(), valid, of_tokens)
 
     def bits_of_stages(self, storage: cute.struct) -> cute.Tensor:
         """The bits of the keys' tokens: `of_tokens` of Gather."""

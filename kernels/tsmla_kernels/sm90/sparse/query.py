@@ -34,7 +34,7 @@ class SparseQuery:
             p_rows=self.p_rows,
             q_dtype=self.q_dtype,
             natural_from=config.e4m3_columns // 16,
-            as_they_are=config.bf16_columns or config.keys_as_they_are,
+            as_they_are=config.bf16_columns,
             in_place=True,
         )
         self.tiles = config.head_dim // 64
@@ -88,19 +88,6 @@ class SparseQuery:
             pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
             words = cute.make_tensor(pointer, cute.make_layout(4))
         return words
-
-
-class QueryAsItIs(SparseQuery):
-    """Q that keeps its dtype, in which K is multiplied by it."""
-
-    @cute.jit
-    def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
-        """Zero the rows from `valid_rows` on. Return 1, the factor by which the logits must be multiplied. `tops` is
-        not used."""
-        self.copy.move(target, sources, valid_rows, t)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        sync_softmax()
-        return Float32(1.0)
 
 
 def chunk_64(row, chunk):

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeySoftmax, p_matrix_row, p_row
+from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeySoftmax, p_row
 from tsmla_kernels.sm90.latent.memory import (
     Blocks,
     Described,
@@ -45,7 +45,7 @@ from tsmla_kernels.sm90.sparse.memory import (
     Scratch,
     Step,
 )
-from tsmla_kernels.sm90.sparse.query import QueryAsItIs, SparseQuery
+from tsmla_kernels.sm90.sparse.query import SparseQuery
 from tsmla_kernels.sm90.sparse.reduction import KeyReduction
 from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.warp import kept, load_matrices, remainder, uniform
@@ -70,7 +70,7 @@ class SparseScores:
 
     Attributes:
       k_dtype: the dtype in which the cache's e4m3 columns are multiplied.
-      keys_wide: KEYS_WIDE or FEWER_WIDE. keys_held: how many fragments a warp has in registers in the cache's dtype.
+      keys_wide: KEYS_WIDE or FEWER_WIDE.
       fragments: the offsets of the 32-byte fragments in a row. steps: the Steps of K Q^T, in order.
     """
 
@@ -81,16 +81,14 @@ class SparseScores:
         # A piece can have only one stage, so softmax warps can be too far ahead for the PIECE_BARRIERS barriers.
         self.sums_later = False
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
-        self.k_dtype = ring.q_dtype if config.keys_as_they_are else self.p_dtype
+        self.k_dtype = self.p_dtype
         more = config.layout != "plain" or config.lengths or config.sinks
         self.keys_wide = FEWER_WIDE if config.max_logits and ring.p_rows == ROWS and more else KEYS_WIDE
-        self.keys_held = KEYS_AHEAD + self.keys_wide if config.keys_as_they_are else KEYS_AHEAD
-        self.query = (QueryAsItIs if config.keys_as_they_are else SparseQuery)(config, ring)
+        self.query = SparseQuery(config, ring)
         self.row_results = RowResults(config.shape, ring.inverses_kept)
         self.over_keys = KeyReduction(ring.p_rows).over_keys
         token_rows = config.num_heads if config.tokens > 1 else None
-        p_step = ring.p_pitch or 8 * ring.p_row_bytes
-        self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows, p_step)
+        self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows)
         narrow = config.e4m3_columns // 32
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
@@ -143,11 +141,7 @@ class SparseScores:
         first_key = warp_here * 16 + lane // 4
         of_key = first_key * self.pitch if const_expr(config.layout == "v32") else self.stages.scale_place(first_key)
         scales_offset = kept(of_key + config.scales_offset)
-        if const_expr(config.p_in_keys):
-            of_p = p_matrix_row(lane, warp_here, self.pitch, self.p_rows)
-        else:
-            of_p = p_row(lane, warp_here)
-        p_offset = kept(self.ring.p_offset + of_p)
+        p_offset = kept(self.ring.p_offset + p_row(lane, warp_here))
         p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
         of_a_warp = self.p_rows + PARTIALS_PAD
         exchanged = Exchange(
@@ -205,8 +199,7 @@ class SparseScores:
 
     def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
         """`part`, `narrow` and `wide` of Held. `part` is None: it is not used."""
-        narrow = cute.make_rmem_tensor((4, self.keys_held), Int32)
-        wide = None if self.config.keys_as_they_are else cute.make_rmem_tensor((4, self.keys_wide), Int32)
+        narrow, wide = (cute.make_rmem_tensor((4, count), Int32) for count in (KEYS_AHEAD, self.keys_wide))
         return None, narrow, wide
 
     @cute.jit
@@ -348,8 +341,7 @@ class SparseScores:
             step = self.steps[n]
             if const_expr(n >= self.keys_wide):
                 warpgroup.wait_group(self.keys_wide - 1)
-            if const_expr(not self.config.keys_as_they_are):
-                self.widen_keys(n, narrow, wide, held.factors)
+            self.widen_keys(n, narrow, wide, held.factors)
             if const_expr(self.ends_group(n + SCALES_EARLY)):
                 self.read_factors(scales, step.group + 1, awaited)
             if const_expr(self.ends_group(n)):
@@ -362,8 +354,8 @@ class SparseScores:
                 # Let the value warps begin the previous block's P V, as in Scores16bit.
                 self.ring.signal_if(stored, shared.ready, previous)
             warpgroup.fence()
-            if const_expr(self.config.keys_as_they_are or (step.half is None and self.config.bf16_columns)):
-                of_keys, dtype = narrow[None, step.fragment % self.keys_held], self.ring.q_dtype
+            if const_expr(step.half is None and self.config.bf16_columns):
+                of_keys, dtype = narrow[None, step.fragment % KEYS_AHEAD], self.ring.q_dtype
             else:
                 of_keys, dtype = wide[None, n % self.keys_wide], self.p_dtype
             a = cute.make_tensor(cute.recast_ptr(of_keys.iterator, dtype=dtype), cute.make_layout(a_shape))
@@ -419,7 +411,7 @@ class SparseScores:
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Read fragment g of this warp's keys into its column of `narrow`."""
-        fragment = narrow[None, g % self.keys_held]
+        fragment = narrow[None, g % KEYS_AHEAD]
         fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(here + self.fragments[g])
 
     def ends_group(self, n: int) -> bool:

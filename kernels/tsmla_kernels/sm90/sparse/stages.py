@@ -24,15 +24,13 @@ def sparse_ring(config: SparseConfig) -> Ring:
         dtype=DTYPES[FP8],
         q_dtype=DTYPES[config.dtype],
         p_dtype=cutlass.Float16,
-        p_swizzle=SmemLayoutAtomKind.K_INTER if config.p_in_keys else SmemLayoutAtomKind.K_SW128,
-        p_pitch=config.pitch if config.p_in_keys else None,
+        p_swizzle=SmemLayoutAtomKind.K_SW128,
         stage_elements=config.stage_bytes,
-        p_offset=config.p_offset,
+        p_offset=config.keys_bytes,
         pieces_kept=PIECES_KEPT,
         inverses_kept=config.stages + 1,  # a piece takes a stage or more
         releasing_lanes=4,
         filling_warps=GATHER_WARPS,
-        parts=config.parts,
     )
     return Ring(layout)
 

@@ -21,7 +21,6 @@ from tsmla_kernels.sm90.sparse.memory import Arrays
 from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.warp import kept, load_transposed
 
-FEWER_WIDE = 3  # in place of WIDE, if products go through all tiles of O: WGMMA would else be serialised
 LAST_TILE = 3  # the index of the last of a warp's tiles of 16 latents, which is bf16 in V4's upper half
 
 
@@ -48,7 +47,6 @@ class SparseValues:
       wide: the part shared with decode's values. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
       pitch: as in SparseConfig. copier: the gathering warps.
       steps_at_once: for how many steps of 16 keys a lane has scales in registers at once.
-      steps_wide: how many steps of V^T a warp has in registers as f16.
     """
 
     def __init__(self, config: SparseConfig, stages: Stages, walk: Walk, gatherer: Gatherer) -> None:
@@ -59,7 +57,6 @@ class SparseValues:
         self.block, self.p_rows, self.p_dtype = self.ring.block, self.ring.p_rows, self.ring.p_dtype
         self.pitch = config.pitch
         self.steps_at_once = 1 if config.layout == "v4" else self.block // 16
-        self.steps_wide = FEWER_WIDE if config.parts > 1 else WIDE
 
     def mma(self) -> cute.TiledMma:
         """The MMA of V^T P^T."""
@@ -74,10 +71,7 @@ class SparseValues:
 
     def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
         """`wide`, `narrow` and `factors` of Held."""
-        wide, narrow, factors = self.wide.fragments()
-        if self.steps_wide < WIDE:
-            wide = cute.make_rmem_tensor((8, self.steps_wide), self.p_dtype)
-        return wide, narrow, factors
+        return self.wide.fragments()
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
         """The offset in a stage of this lane's first values."""
@@ -157,8 +151,7 @@ class SparseValues:
             self.read_factors(address_here, held, 0, factors)
             following, phase_following = self.ring.advance(index, phase)
             address = self.ring.address(shared.keys, following)
-            # Behind a piece's last block values are read that nothing uses: of the keys that are released last.
-            begun, next_here = Int32(0), here + self.last_part()
+            begun, next_here = Int32(0), here
             # V^T is read during the product, and so is the beginning of the next block's V^T, as in ValuesFp8.
             if b + 1 < blocks.end:
                 begun, next_here = Int32(1), address + held.offset
@@ -172,43 +165,23 @@ class SparseValues:
             if cute.arch.mbarrier_test_wait(full + following, phase_following):
                 awaited = Int32(0)
             reading = Reading(here, next_here, awaited, full + following, phase_following)
-            for n in cutlass.range_constexpr(self.steps_wide):  # while the flag is loaded
+            for n in cutlass.range_constexpr(WIDE):  # while the flag is loaded
                 self.widen_next(n, address_here, reading, factors, held)
             self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
             for n in cutlass.range_constexpr(4 * self.m_tiles):
-                if const_expr(n >= self.steps_wide):
-                    warpgroup.wait_group(self.steps_wide - 1)
+                if const_expr(n >= WIDE):
+                    warpgroup.wait_group(WIDE - 1)
                     self.widen_next(n, address_here, reading, factors, held)
                 warpgroup.fence()
-                a = cute.make_tensor(wide[None, n % self.steps_wide].iterator, cute.make_layout(a_shape))
-                m_tile, keys = self.step(n)
-                tile = cute.make_tensor(held.acc.iterator + m_tile * (self.p_rows // 2), cute.make_layout(tile_shape))
-                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, keys], tile)
+                a = cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(a_shape))
+                g, k = n // 2, n % 2
+                tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
+                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
                 warpgroup.commit_group()
-                part = self.ended_part(n - self.steps_wide)
-                if const_expr(part >= 0):
-                    self.ring.release_part(part, index, shared.empty)
             warpgroup.wait_group(0)
-            if const_expr(self.config.parts > 1):
-                self.ring.release_part(self.config.parts - 1, index, shared.empty)
-            else:
-                self.ring.release(index, shared.empty)
+            self.ring.release(index, shared.empty)
             index, phase = following, phase_following
         return index, phase
-
-    def step(self, n: int) -> tuple[int, int]:
-        """The tile of latents of step n of V^T among this warp's tiles, and the index of its 16 keys."""
-        return n // 4, n % 4
-
-    def ended_part(self, n: int) -> int:
-        """The part of a block's keys that is no longer needed when step n has ended; -1 if there is none, or if it is
-        the last part."""
-        steps = 4 * self.m_tiles // self.config.parts
-        return n // steps if self.config.parts > 1 and n >= 0 and (n + 1) % steps == 0 else -1
-
-    def last_part(self) -> int:
-        """The offset in a stage of the keys that are released last."""
-        return self.block * (self.config.parts - 1) // self.config.parts * self.pitch
 
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
@@ -264,7 +237,7 @@ class SparseValues:
     @cute.jit
     def narrow_to_wide(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
         """Convert step n of V^T, 16 keys of a tile of latents, from the cache's 16-bit dtype to f16."""
-        words = cute.recast_tensor(wide[None, n % self.steps_wide], Int32)
+        words = cute.recast_tensor(wide[None, n % WIDE], Int32)
         for i in cutlass.range_constexpr(4):
             words[i] = as_f16(narrow[i, n % AHEAD], self.config.kv_dtype)
 
@@ -293,9 +266,6 @@ class PlainValues(SparseValues):
     """P V of rows of 16 bits, as V^T P^T. A lane has rows lane // 4 and lane // 4 + 8 of a product tile. They are
     the latents of the same indices; in SparseValues they are two neighbouring latents."""
 
-    def step(self, n: int) -> tuple[int, int]:
-        return (n % self.m_tiles, n // self.m_tiles) if self.config.parts > 1 else super().step(n)
-
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
         """The byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 16)."""
         return last_row(lane, self.pitch, 2 * first_tile, 1)
@@ -303,8 +273,7 @@ class PlainValues(SparseValues):
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Read step g of V^T, 16 keys of a tile of latents, into its column of `narrow`."""
-        tile, keys = self.step(g)
-        self.load(here + (tile * 32 + keys * (16 * self.pitch)), narrow[None, g % AHEAD])
+        self.load(here + (g // 4 * 32 + (g % 4) * (16 * self.pitch)), narrow[None, g % AHEAD])
 
     @cute.jit
     def widen_next(

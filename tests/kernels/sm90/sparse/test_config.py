@@ -45,31 +45,42 @@ def test_few_tokens_of_many_heads_have_narrow_tiles() -> None:
     assert sparse_config(dataclasses.replace(V4_CALL, num_heads=16)).shape.p_rows == 16
 
 
+@pytest.mark.parametrize("width", [512, 576])
 @pytest.mark.parametrize("heads", [33, 64, 65, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_wide_rows_of_16_bits_have_p_in_the_place_of_keys(dtype: str, heads: int) -> None:
-    """So their tiles are what other rows have: of 64 heads, or of 32 in calls of few tiles."""
-    cache = dataclasses.replace(PLAIN, dtype=dtype, head_dim=576)
-    few = dataclasses.replace(V32_CALL, q_dtype=dtype, num_heads=heads, cache=cache)
+def test_many_heads_over_plain_rows_of_16_bits_have_q_in_registers(dtype: str, heads: int, width: int) -> None:
+    """If queries have the rows' dtype. Calls of few tiles have tiles of 32 heads, and K and V^T in registers."""
+    cache = dataclasses.replace(PLAIN, dtype=dtype, head_dim=width)
+    few = dataclasses.replace(V32_CALL, q_dtype=dtype, num_heads=heads, head_dim=width, cache=cache)
     assert sparse_reasons(few) == []
     one, tiles = dataclasses.replace(few, num_tokens=1), math.ceil(heads / 64)
     for call, changes in itertools.product(
         (few, one), ({"num_tokens": 4096}, {"num_tokens": "t"}, {"batch_invariant": True})
     ):
         config = sparse_config(dataclasses.replace(call, **changes))
-        assert (config.shape.tile_rows, config.shape.max_tiles, config.stages) == (64, tiles, MIN_STAGES)
-        assert config.p_in_keys and config.keys_as_they_are and config.stage_bytes == config.keys_bytes
-        assert not dataclasses.replace(config, dtype="float16" if dtype == "bfloat16" else "bfloat16").keys_as_they_are
+        assert (config.shape.tile_rows, config.shape.max_tiles, config.stages) == (64, tiles, MAX_STAGES)
+        assert config.q_in_registers and config.stage_keys == 32 and config.keys_bytes == 32 * 2 * width
+        assert config.q_bytes == 64 * 2 * (64 if width == 512 else 128)
+        assert config.stages * config.stage_bytes + config.q_bytes + 4 * config.exchanged_words < SMEM_BYTES
     config = sparse_config(one)
-    assert (config.tile_rows, config.p_in_keys, config.stages) == (32, False, MIN_STAGES)
+    assert (config.tile_rows, config.q_in_registers, config.early_p) == (32, False, config.stages == MIN_STAGES)
     narrow = sparse_config(dataclasses.replace(few, num_heads=32))
-    assert narrow.tile_rows == 64 and not narrow.p_in_keys
+    assert narrow.tile_rows == 64 and not narrow.q_in_registers
     most = dataclasses.replace(few, num_tokens=math.ceil(MANY_TILES / tiles))
     less = dataclasses.replace(most, num_tokens=most.num_tokens - 1)
     assert sparse_config(most).dealt and not sparse_config(less).dealt
-    narrow = dataclasses.replace(most, head_dim=512, cache=dataclasses.replace(PLAIN, dtype=dtype))
-    assert sparse_reasons(narrow) == [] and sparse_config(narrow).tile_rows == 64
-    assert sparse_config(narrow).stages == MIN_STAGES
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_tokens": 4096}, {"num_tokens": "t"}, {"batch_invariant": True}], ids=str)
+def test_queries_of_another_dtype_than_rows_of_1152_bytes_have_tiles_of_32_heads(changes: dict[str, Any]) -> None:
+    """64 rows of Q in shared memory leave room for two stages of narrower rows only."""
+    cache = dataclasses.replace(PLAIN, dtype="float16", head_dim=576)
+    wide = dataclasses.replace(V32_CALL, num_heads=64, cache=cache, **changes)
+    config = sparse_config(wide)
+    assert sparse_reasons(wide) == []
+    assert (config.tile_rows, config.q_in_registers, config.stages) == (32, False, MIN_STAGES)
+    narrow = sparse_config(dataclasses.replace(wide, head_dim=512, cache=dataclasses.replace(cache, head_dim=512)))
+    assert (narrow.tile_rows, narrow.q_in_registers, narrow.stages) == (64, False, MIN_STAGES)
 
 
 @pytest.mark.parametrize(

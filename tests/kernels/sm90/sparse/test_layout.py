@@ -6,13 +6,11 @@ The addresses are the kernel's own functions; warp_model has the instructions.
 import numpy as np
 import pytest
 
-from tests.emulator.warp_model import LANES, ldmatrix, ldmatrix_transposed, registers_of_p, stmatrix_transposed
+from tests.emulator.warp_model import LANES, ldmatrix, ldmatrix_transposed
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.latent.key_softmax import p_matrix_row
 from tsmla_kernels.sm90.sparse.config import SparseConfig
-from tsmla_kernels.sm90.sparse.kernel import SparseMla
 from tsmla_kernels.sm90.sparse.query import chunk_64
 from tsmla_kernels.sm90.sparse.scores import key_row
 from tsmla_kernels.sm90.sparse.scores_fp8 import columns_of
@@ -48,36 +46,6 @@ def test_a_warp_reads_its_16_keys(name: str) -> None:
                 first = at + 16 * (register // 2) + 4 * (LANES % 4)
                 expected = rows[keys[:, None], first[:, None] + np.arange(4)]
                 np.testing.assert_array_equal(lanes, expected)
-
-
-def test_p_takes_the_place_of_a_warps_own_keys() -> None:
-    """P's matrix of eight rows and eight keys lies in the last 128 bytes of one of these keys: that of the first eight
-    rows in those of the first key. WGMMA reads the matrices as Ring.p_of_stages lays them out."""
-    config = SparseConfig("bfloat16", 64, "plain", "bfloat16")
-    ring, rows = sparse_ring(config), config.shape.p_rows
-    assert config.p_in_keys and ring.p_offset == config.row_bytes - 128 and ring.p_pitch == config.pitch
-    p = np.random.default_rng(1).integers(1, 2**16, (BLOCK, rows)).astype(np.uint16)  # as S^T: keys by rows
-    for warp in range(WARPS):
-        stage = np.zeros(config.keys_bytes, np.uint8)
-        for v in range(0, rows // 8, 2):
-            address = ring.p_offset + p_matrix_row(LANES, warp, config.pitch, rows) + config.pitch * v
-            stmatrix_transposed(stage, address, registers_of_p(p, warp, v))
-        assert sorted(set(np.flatnonzero(stage) // config.pitch)) == list(range(16 * warp, 16 * warp + 16))
-        words = stage.view(np.uint16)
-        for key in range(16 * warp, 16 * warp + 16):
-            for row in range(rows):
-                at = ring.p_offset + (key // 8 * (rows // 8) + row // 8) * config.pitch + row % 8 * 16 + key % 8 * 2
-                assert words[at // 2] == p[key, row]
-
-
-def test_the_values_of_the_first_keys_are_read_first() -> None:
-    config = SparseConfig("bfloat16", 64, "plain", "bfloat16")
-    values = SparseMla(config).values
-    steps = [values.step(n) for n in range(16)]
-    assert config.parts == 2 and sorted(steps) == [(tile, keys) for tile in range(4) for keys in range(4)]
-    assert [keys for _, keys in steps] == [n // 4 for n in range(16)]
-    assert {n: values.ended_part(n) for n in range(-3, 13) if values.ended_part(n) >= 0} == {7: 0}
-    assert values.last_part() == 32 * config.pitch
 
 
 def test_v4s_rope_is_transposed_into_rows_of_latents() -> None:

@@ -162,7 +162,7 @@ def test_q_is_moved_in_place(kind: str, p_rows: int, dtype: str) -> None:
     top = run_move(copy, memory, 0, (0, 0), valid)
     assert max(map(len, memory.threads)) == 1
     cut = config.e4m3_columns
-    as_they_are = config.bf16_columns or config.keys_as_they_are
+    as_they_are = config.bf16_columns
     natural = q[:, cut:] if as_they_are else q[:, cut:].astype(np.float16)
     want = np.concatenate([permuted(q[:, :cut].astype(np.float16)).view(np.uint16), natural.view(np.uint16)], 1)
     want[valid:] = 0
