@@ -99,7 +99,8 @@ def indexer_loss(
       implementation: "reference" (torch operations by blocks of tokens and keys) or None, which is the same.
 
     Returns:
-      [T] float32 (float64 for float64 index_weights), at least 0; 0 for tokens without a key.
+      [T] float32 (float64 for float64 index_weights), at least 0; 0 for tokens without a key, and where
+      exp(score - lse) is 0 in float32 for every key and head.
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or

@@ -65,7 +65,8 @@ def indexer_loss(
 
     Returns:
       [T] float32 (float64 for float64 index_weights), at least 0 (in "reference" but for rounding), natural logarithm;
-      0 for tokens without a key. V3.2's report sums it over tokens and layers, and detaches the indexer's input from
+      0 for tokens without a key, and where exp(score - lse) is 0 in float32 for every key and head (in V4 beside a
+      window that has all weight). V3.2's report sums it over tokens and layers, and detaches the indexer's input from
       the model's graph.
 
     Derivatives: index_q, index_weights and index_cache in reverse mode; 0 in q, kv_cache, lse and sinks. The memory
