@@ -1,5 +1,5 @@
-"""Draw the figures and write the tables of README.md and benchmarks/README.md from the records of kernels (`make
-figures`, which also runs examples/whole_models/figures.py for those of whole models).
+"""Draw the figures, and write the tables of benchmarks/README.md and README.md's sentence of results, from the records
+of kernels (`make figures`, which also runs examples/whole_models/figures.py for those of whole models).
 
 Every number shown comes from `benchmarks/results`: lists of rows, one for each point and function. `benchmarks/records`
 declares what records are shown as: plots and a full page in `benchmarks/figures`, and a part of a README between the
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: Sequence[str] | None = None, records: Sequence[Record] = RECORDS) -> int:
-    """Draw the records' plots, and write their pages and tables. Return 0, or 2 after a line about the first record
-    that can't be read or the first page that can't be written."""
+    """Draw the records' plots, and write their pages and their parts of the READMEs. Return 0, or 2 after a line about
+    the first record that can't be read or the first page that can't be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose records, pages and figures are meant")
     root = parser.parse_args(argv).root.resolve()

@@ -58,7 +58,7 @@ class Style(NamedTuple):
     spread: how far the marks of different lines stand apart at a place; not used on a logarithmic x axis.
     x_name: the text of a place on the x axis.
     log: whether the x axis is logarithmic.
-    width: the plot's width in inches is width[0], and width[1] more for each panel in a row.
+    width: the plot's width in inches is width[0], and width[1] more for each panel in a row (on average).
     columns: panels in a row; None puts all in one row.
     angle: by how many degrees the texts of places are turned.
     one: whether to draw a line at 1.

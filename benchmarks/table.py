@@ -59,8 +59,8 @@ Blocks = Callable[[Loaded], Sequence[str]]
 
 
 class Panel(NamedTuple):
-    """A plot: its file, its text, and what draws it, if there is anything to draw. On the full page it stands below the
-    heading of its `section`, or above all blocks without one; it is on the README, too, if `shown`."""
+    """A plot: its file's stem, its text, and what draws it, if there is anything to draw. On the full page it stands
+    below the heading of its `section`, or above all blocks without one; it is on the README, too, if `shown`."""
 
     file: str
     text: str

@@ -1,5 +1,5 @@
-"""The benchmarks that `benchmarks.run` runs. A key is the name of the record; its value is "module:class", and the
-module is one of this package unless it has a dot."""
+"""The benchmarks that `benchmarks.run` runs. A key of `CASES` is a benchmark's name and that of its record; the value
+is "module:class", and the module is one of this package unless it has a dot."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -30,7 +30,7 @@ Call = tuple[Run, int]
 
 
 def pages(tokens: int, dtype: str, width: int = LATENT + ROPE) -> Any:
-    """A cache of zeros with pages for twice as many tokens."""
+    """A cache of zeros with pages for at least 2 * `tokens` rows."""
     cache = torch.zeros(-(-2 * tokens // PAGE), PAGE, width, dtype=torch.uint8, device=device())
     return cache.to(getattr(torch, dtype))
 
@@ -109,7 +109,7 @@ def indexer_quantize(tokens: int, dtypes: tuple[str, str]) -> Call:
 
 
 def merge_attention_states(tokens: int, dtypes: tuple[str, str]) -> Call:
-    """A merge of two parts of prefill's width with 128 heads."""
+    """A merge of the attention of `tokens` queries over two parts of their keys: 128 heads of 128 columns."""
     outs = [randn(tokens, 128, 128, dtype=dtypes[0]) for _ in range(2)]
     lses = [torch.randn(tokens, 128, device=device()) for _ in range(2)]
     run = functools.partial(tsmla_bridge.merge_attention_states, outs, lses)

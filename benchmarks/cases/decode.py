@@ -78,7 +78,8 @@ class DecodeBf16(Case):
 
     @classmethod
     def modes(cls, point: Point) -> dict[str, Mode]:
-        """The modes of a point: with few rows the kernel does not round probabilities."""
+        """The modes of a point: if it has few query rows, those alone that don't ask for fp8 probabilities, since the
+        kernel then rounds none."""
         many = point.s * point.h > FEW_ROWS
         return {name: mode for name, mode in cls.all_modes.items() if many or not mode.fp8_probabilities}
 
@@ -109,7 +110,8 @@ class DecodeBf16(Case):
         return floor_us(2 * rows * keys * (2 * LATENT + ROPE), moved, self.dtype)
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:
-        """rel_err of out (norm of the difference over norm); for our functions also the greatest error of lse."""
+        """The fields of a row: the point's, rel_err of out (norm of the difference over norm) and, for our functions,
+        lse_err, the greatest error of lse."""
         b, s, h, keys, lengths = self.point
         q, q_scale = self.q[self.all_modes.get(name, self.all_modes["tsmla"]).q]
         out, lse, errors = results[0].reshape(b, s, h, LATENT), results[1], Errors()

@@ -50,7 +50,7 @@ def experts_of(point: Point) -> tuple[int, int]:
 
 
 def copies_rows(point: Point, name: str) -> bool:
-    """Whether rows are copied before the first products of one of our forms."""
+    """Whether rows are copied before the first product of experts, in one of our forms."""
     count, top_k = experts_of(point)
     return any(fewest * count <= point.t * top_k <= most * count for fewest, most in COPIED_PAIRS[PRODUCTS[name]])
 
@@ -70,7 +70,7 @@ def weight(*shape: int) -> tuple[Any, Any]:
 
 
 def widened(values: Any, scales: Any) -> Any:
-    """The numbers of a weight [N, K] and its scales."""
+    """The numbers that a weight [N, K] with its scales stands for, in float32."""
     wide = scales.repeat_interleave(128, 0)[: values.shape[0]].repeat_interleave(128, 1)[:, : values.shape[1]]
     return values.float() * wide
 

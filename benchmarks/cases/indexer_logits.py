@@ -80,8 +80,8 @@ class Logits(Case):
         return keys, raw[:, PAGE * DIM :].contiguous().view(torch.float32).view(-1)
 
     def check(self, logits: Any) -> None:
-        """Check some tokens' logits: AssertionError if one is off by more than STEP allows, or isn't -inf in a column
-        without a key."""
+        """Check some tokens' logits: AssertionError if one is off by more than STEP allows, or isn't -inf in the
+        column of a key that its token doesn't see."""
         for token in range(0, len(logits), max(1, len(logits) // CHECKED_TOKENS)):
             keys, scales = self.keys_of(token // self.point.s)
             q, weights, seen = self.q[token].float(), self.weights[token], int(self.seen[token])

@@ -1,6 +1,6 @@
 """indexer_topk, 2,048 keys in order of position, with points and operands of indexer_logits. Functions of a point:
 
-  tsmla           with the workspace of the library
+  tsmla           indexer_topk, with a workspace that the library makes
   tsmla_two       our two kernels one after the other, all logits in memory; the lengths of rows are given
   tsmla_logits    the first of the two alone
   deep_gemm       its logits alone
@@ -61,6 +61,6 @@ class Selection(Logits):
         if name == "deep_gemm":
             return super().of_peer(name)
         if peers.why_not("deep_gemm") is not None:
-            raise ValueError("its logits are DeepGEMM's, which is not here")
+            raise ValueError("DeepGEMM, which makes the logits, is not here")
         peers.load("deep_gemm")
         return sparse.topk(name, super().of_peer("deep_gemm")(), self.seen, K)

@@ -82,7 +82,8 @@ def errors_of(out: Any, q: Any, keys: dict[int, Any], scale: float, sinks: Any =
 
 
 def options_of(h: int, tokens: int, is_v4: bool, **more: Any) -> Object:
-    """The kernel of sparse_mla for `h` heads and `tokens` tokens, of the form "direct" unless `more` names another."""
+    """sparse_mla and its options for `h` heads and `tokens` tokens, of the form "direct" unless `more` names
+    another."""
     v4 = {"layout": "v4", "window": WINDOW, "sinks": True} if is_v4 else {}
     return "sparse_mla", {"num_heads": h, "page_size": PAGE, "num_tokens": tokens, "form": "direct", **v4, **more}
 

@@ -1,10 +1,10 @@
 """The gradient of mla_prefill: only the operator of the backward pass, causal, on random normal bf16; points are named
 as in prefill. "tsmla_deterministic" is the operator with gradients that repeat bit by bit. "tsmla_kv" is the operator
 of mla_prefill_kv, with gradients of kv and of the rope columns that all heads share. "tsmla_selected" is the operator
-of mla_prefill with a selection, at points of one request: a token selects 2048 random keys up to its own, or all of
-them if they are fewer. cuDNN's is the operator that torch's autograd calls. A function holds all operands of its
-operator, because the replays of a CUDA graph read them where they were. Older records have calls through autograd,
-timed by CUDA events.
+of mla_prefill with a selection, at points of one request: a token selects 2048 random keys up to its own (half of
+the request's tokens if that is fewer), or all of them if they are fewer. cuDNN's is the operator that torch's autograd
+calls. A function holds all operands of its operator, because the replays of a CUDA graph read them where they were.
+Older records have calls through autograd, timed by CUDA events.
 
 Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
 every row of a function with the same head dims repeats them.

@@ -66,7 +66,7 @@ def heads_of(mode: str) -> tuple[int, int]:
 
 
 class Sparse(packed.PackedCase):
-    """A sparse point."""
+    """A point of a sparse mode, with its inputs."""
 
     def __init__(self, point: Point) -> None:
         super().__init__(point)
@@ -135,7 +135,7 @@ class Sparse(packed.PackedCase):
 
 
 class Dense:
-    """A dense point, with the inputs of decode_bf16 or decode_fp8 at a point of its keys and "varlen"."""
+    """A point of a dense mode, with the inputs that decode_bf16 or decode_fp8 has for as many keys in mode "varlen"."""
 
     def __init__(self, point: Point) -> None:
         kind = DecodeFp8 if point.mode == DENSE_FP8 else DecodeBf16

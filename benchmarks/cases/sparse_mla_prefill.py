@@ -16,8 +16,9 @@ Functions of a point:
   flashmla           over a bf16 copy of the rows, queries of 64 or 128 heads, padded beforehand
   widen              making that copy of the whole context, V3.2 only: an engine does so before it calls FlashMLA
 
-Modes prompt and prompt80 also have the expanded form, on random q, k and v of 192 and 128 columns, with errors against
-float64 over these inputs; a row's `form` says which function it is of:
+Modes prompt and prompt80 also have the expanded form, on random q and k of 192 columns and v of 128. The errors of the
+masks are against float64 over these inputs, rounded to e4m3 for fp8. A row's `form` is mask, dense, bits, topk or topk
+bits:
 
   tsmla mask, tsmla mask fp8    the same selection as bits, in bf16 and in e4m3
   tsmla dense, tsmla dense fp8  all keys: the kernel without a selection, only for comparison
@@ -86,7 +87,8 @@ def draw(mode: str, tokens: int, count: int, within: int) -> Any:
 
 def draw_prompt(tokens: int, count: int, shared: float) -> Any:
     """For each token `count` different positions up to its own, or all of these if they are fewer: int32
-    [tokens, count], ascending, then -1. At least the part `shared` of `count` positions are the token before's, too."""
+    [tokens, count], ascending, then -1. If a token has `count`, at least the part `shared` of them are the token
+    before's, too."""
     columns, kept = torch.arange(count, device=device()), round(count * shared)
     chosen = [columns] * min(count, tokens)
     for at in range(count, tokens):
@@ -98,7 +100,7 @@ def draw_prompt(tokens: int, count: int, shared: float) -> Any:
 
 @functools.lru_cache(1)
 def caches_of(is_v4: bool) -> tuple[tuple[Any, ...], Any]:
-    """Random packed caches for all points of a kind of mode, and the same rows in bf16."""
+    """Random packed caches for all points of V4, or for all of V3.2, and the same rows in bf16."""
     pages = -(-(max(point.t for point in SparsePrefill.points) + WINDOW) // PAGE)
     caches = (packed.v4_pages(pages), packed.v4_pages(COMPRESSED // PAGE)) if is_v4 else (packed.v32_cache(CONTEXT),)
     return caches, packed.widened(*caches)

@@ -24,7 +24,8 @@ def flashmla(q: Any, cache: Any, table: Any, lens: Any, scale: float) -> Run:
 
 
 def flashmla_fp8(q: Any, cache: Any, table: Any, lens: Any, scale: float, scales: tuple[Any, Any]) -> Run:
-    """FlashMLA's dense decode, q and cache e4m3, with their scales as tensors of one value; out bfloat16."""
+    """FlashMLA's dense decode, q and cache e4m3, with their scales as tensors of one value; out
+    [B, S, H, 512] bfloat16 and lse [B, H, S]."""
     library, pages = torch.ops._flashmla_extension_C, cache.unsqueeze(2)
     schedule, splits = library.get_mla_decoding_metadata_dense_fp8(lens, q.shape[1] * q.shape[2], 1)
     arguments = (q, pages, LATENT, lens, table, scale, True, schedule, splits, *scales)
@@ -43,7 +44,7 @@ def _fa3(q: Any, k: Any, v: Any, scale: float, *, longest: tuple[int, int], cu_q
 
 
 def fa3(q: Any, cache: Any, table: Any, lens: Any, scale: float) -> Run:
-    """FlashAttention-3's absorbed MLA, 16 bits, pages of any size; out [B * S, H, 512]."""
+    """FlashAttention-3's absorbed MLA, 16 bits, pages of any size; out [B * S, H, 512] and lse."""
     b, s, h, width = q.shape
     latent, rope = q.view(b * s, h, width).split((LATENT, ROPE), -1)
     offsets = torch.arange(0, b * s + 1, s, device=q.device, dtype=torch.int32)
@@ -57,7 +58,7 @@ def fa3(q: Any, cache: Any, table: Any, lens: Any, scale: float) -> Run:
 
 
 def fa4(q: Any, cache: Any, table: Any, lens: Any, scale: float) -> Run:
-    """FlashAttention-4's absorbed MLA for Hopper, of flash_attn.cute; out [B * S, H, 512]."""
+    """FlashAttention-4's absorbed MLA for Hopper, of flash_attn.cute; out [B * S, H, 512] and lse."""
     from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found]
 
     b, s, h, width = q.shape

@@ -1,5 +1,5 @@
 """Sparse attention and the indexer of other projects, over torch tensors. Each function plans what can be planned
-ahead, and returns a function without arguments."""
+ahead, and returns a function without arguments; `padded` and `v4_rows` only prepare operands."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def deep_gemm_prefill(q: Any, keys: tuple[Any, Any], weights: Any, ends: Any) ->
 
 def cudnn_logits(q: Any, keys: tuple[Any, Any], weights: Any, first: int) -> Run:
     """cudnn-frontend's logits of q e4m3 [B, S, H, 128], weights [B * S, H], over keys [B, N, 128] and their scales
-    [B, N], each request's in one piece; a request's token s sees its keys up to and with first + s. A first call
+    [B, N], each request's in one piece; a request's token s sees the keys 0 to first + s. The function's first call
     compiles. The function also takes scales of q: here they are 1, because the weights include them."""
     from cudnn.deepseek_sparse_attention.indexer_forward.api import indexer_forward_wrapper
 
@@ -146,7 +146,8 @@ def cudnn_logits(q: Any, keys: tuple[Any, Any], weights: Any, first: int) -> Run
 
 
 def cudnn_topk(logits: Any, lens: Any, k: int, ordered: bool) -> Run:
-    """cudnn-frontend's positions of the k largest of each row, in any order, or ascending. A first call compiles."""
+    """cudnn-frontend's positions of the k largest of each row, in any order, or ascending if `ordered`. The kernel is
+    compiled here, before the function is returned."""
     from cudnn.deepseek_sparse_attention.indexer_top_k.api import IndexerTopK
 
     kernel = IndexerTopK(logits, lens, k, return_val=False, deterministic=ordered)
@@ -205,8 +206,8 @@ def topk(name: str, logits: Any, lens: Any, k: int, memory: Memory | None = None
 
 
 def cudnn_gradient(q: Any, kv: Any, indices: Any, saved: tuple[Any, Any, Any], scale: float) -> Run:
-    """cudnn-frontend's gradients of q and kv [P, Z, D], from out, lse and the cotangent of out. A first call compiles.
-    The function always takes sinks: here sinks of -inf, which have no weight."""
+    """cudnn-frontend's gradients of q and kv [P, Z, D], from out, lse and the cotangent of out. The function's first
+    call compiles. The function always takes sinks: here sinks of -inf, which have no weight."""
     from cudnn.deepseek_sparse_attention.sparse_attention_backward import sparse_attention_backward_wrapper
 
     out, lse, d_out = saved

@@ -1,4 +1,4 @@
-"""Records of attention over dense and packed caches, and of prompts."""
+"""Records of attention: decode over dense and packed caches, prompts, gradients, and packed rows."""
 
 from __future__ import annotations
 

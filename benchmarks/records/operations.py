@@ -243,8 +243,8 @@ def errors_of(row: tb.Row) -> Iterator[float]:
 
 
 def write_errors(results: Path, figures: Path) -> str:
-    """Draw the relative errors that the folder's records in ERRORS hold, and write a page with their caption, if there
-    are any. Return the caption, or "none recorded".
+    """Draw the relative errors that the folder's records in ERRORS hold, and write errors.md, a caption and a table of
+    them, if there are any. Return the caption, or "none recorded".
 
     Raises:
       ValueError: a record can't be read.
