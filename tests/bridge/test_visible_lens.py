@@ -75,6 +75,16 @@ def test_with_a_query_in_two_tensors(gpu: Gpu) -> None:
     assert gpu.loads == 1 and "q_rope" in gpu.operands
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tuples_that_are_no_pairs_are_refused_after_good_calls(count: int) -> None:
+    """The plan of the latest call is not taken for such a tuple."""
+    given = case()
+    for q in (given.q, (given.q[..., :256].contiguous(), given.q[..., 256:].contiguous())):
+        attend(given, q=q, visible_lens=VISIBLE)
+        with pytest.raises(ValueError, match=f"q: got {count} tensors; legal: one, or the pair"):
+            attend(given, q=(given.q,) * count, visible_lens=VISIBLE)
+
+
 def test_one_options_with_and_without_it(gpu: Gpu) -> None:
     """Plans of the one are not taken for those of the other."""
     given = case()

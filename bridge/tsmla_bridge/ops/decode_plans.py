@@ -72,14 +72,14 @@ def plan_of_latest(
     try:
         if type(q) is tuple or visible_lens is not None:
             parts = q if type(q) is tuple else (q,)
-            plan = plans.latest_plans[options, len(parts) == 2, visible_lens is not None]
+            plan = plans.latest_plans[options, type(q) is tuple, visible_lens is not None]
             given = [tensor for tensor in (cu_seqlens_q, visible_lens, *parts[1:]) if tensor is not None]
             return plan if plan.is_like(parts[0], kv_cache, block_tables, seq_lens, *given) else None
         plan = plans.latest_plans[options]
         if cu_seqlens_q is None:
             return plan if plan.is_like(q, kv_cache, block_tables, seq_lens) else None
         return plan if plan.is_like(q, kv_cache, block_tables, seq_lens, cu_seqlens_q) else None
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         # No such call, an option without a hash, no pair, or the latest had another number of tensors.
         return None
 
@@ -223,7 +223,7 @@ class KernelPlan(Plan):
         if self.page_step == 1:  # otherwise the table is written anew, and dense
             self.table_is_slice, width = not block_tables.is_contiguous(), tensors.table_width(block_tables)
             if spec.batch_invariant and width != spec.max_pages:
-                # The table's width decides where pieces begin.
+                # The table's width decides into which pieces a request's keys are split.
                 tensors.check_dense("block_tables", block_tables)
 
         split_q = rope is not None
@@ -374,7 +374,7 @@ class KernelPlan(Plan):
         if self.page_step > 1:
             block_tables = (block_tables * self.page_step).contiguous()
         elif self.table_is_slice:
-            tensors.table_width(block_tables)  # this one may end where the plan's did not
+            tensors.table_width(block_tables)  # the memory of this one may end too early
         if cu_seqlens_q is not None:
             out.zero_()  # the kernel walks requests: it does not write rows that belong to none
             if lse is not None:
