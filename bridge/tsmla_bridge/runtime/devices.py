@@ -19,8 +19,8 @@ _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 def _fast(owner: Any, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """The private function under a public one of torch, which costs less; `otherwise`, the public one, where this torch
-    has no such function (a build without CUDA)."""
+    """torch's private function of this name, which costs less than the public one; if this torch has none (a build
+    without CUDA, say), `otherwise`, which is or calls the public one."""
     return getattr(owner, name, otherwise)
 
 

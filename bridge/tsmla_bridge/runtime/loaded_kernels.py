@@ -30,7 +30,7 @@ def check_implementation(implementation: object) -> None:
 
 def is_by_definition(implementation: str | None, device: torch.device) -> bool:
     """Whether the definition runs a call of attention: if it is named, or if nothing is named and the device is a
-    CPU."""
+    CPU. ValueError for an unknown name."""
     check_implementation(implementation)
     return implementation == "reference" or (implementation is None and devices.kind(device) == "cpu")
 
@@ -96,7 +96,7 @@ def is_chosen(
     operation of the kernel's name.
 
     `why_not` gives the reasons against this call, beside those against the device. If "cute" was named, all of them are
-    raised as NotImplementedError."""
+    raised as NotImplementedError. An unknown name raises ValueError."""
     check_implementation(implementation)
     if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
         return False
@@ -120,7 +120,7 @@ def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()
     for name, tensor in given.items():
         if name in wide:
             step = tensor.stride(0) * tensor.element_size()
-            apart = tensor.stride(0) >= tensor.shape[1]  # the rows of expand are one row, which has no pitch
+            apart = tensor.stride(0) >= tensor.shape[1]  # rows that expand makes are one row in memory
             dense = tensor.stride(-1) == 1 and step % ROW_ALIGN == 0 and apart
         else:
             dense = tensor.is_contiguous()
@@ -194,7 +194,7 @@ class LaunchPart(NamedTuple):
 
 
 def all_of(parts: Sequence[LaunchPart]) -> launch.Launch:
-    """The launches of a call, one after the other in the same workspaces."""
+    """One function that makes all launches of a call, one after the other in the same workspaces."""
 
     def launch_all(stream: int, addresses: Sequence[int]) -> None:
         for part in parts:

@@ -43,7 +43,8 @@ class ResultLayout:
     def take(
         self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, read: Mapping[str, Any]
     ) -> Results:
-        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result.
+        """The tensors to write to; None for an lse that is not asked for. ValueError / TypeError if return_lse is no
+        bool or is False beside an lse, or if one of the caller's tensors can't take its result.
 
         read: the call's tensors, by argument.
         """
@@ -71,8 +72,8 @@ class ResultLayout:
         lse: torch.Tensor | None,
         read: Mapping[str, Any],
     ) -> Results:
-        """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are,
-        so they keep their derivatives.
+        """Computed results, copied to where the caller wants them; None for an lse that is not asked for. Without the
+        caller's out and lse they are returned as they are, so they keep their derivatives. Raises as `take` does.
 
         read: as in `take`.
         """

@@ -115,7 +115,7 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
     if not numbers or torch.compiler.is_compiling():
         logits = _tensor(softmax_scale, like) * _tensor(query, like) * _tensor(key, like)
     else:
-        # The product of two floats is exact as a double, and is rounded when it meets a tensor of float32.
+        # The product of two float32s is exact as a double, and is rounded when it meets a tensor of float32.
         wide = query == 1.0 or dtype == torch.float64
         number = softmax_scale * query if wide else _float32(softmax_scale) * _float32(query)
         logits = _tensor(key, like) * number
@@ -135,8 +135,8 @@ def factors(
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in known) else torch.float32
     like = (dtype, known[0].device)
     if not any(isinstance(scale, torch.Tensor) for scale in given[:2]):
+        # As in the front end for jax: numbers beside an array are rounded before they are multiplied, too.
         softmax, query = given[:2] if dtype == torch.float64 else map(_float32, given[:2])
-        # As the front end for jax: numbers are float32 before they are multiplied, if another scale is an array.
         logits = _tensor(softmax * query, like)
     else:
         logits = _tensor(given[0], like) * _tensor(given[1], like)
@@ -183,7 +183,7 @@ def _write(numbers: tuple[float, ...], index: int) -> torch.Tensor:
     dtype, device = torch.float32, devices.torch_device(index)
     first, *others = (_float32(value) for value in numbers)
     last = others[-1]
-    if len(numbers) == 2 and abs(last - first) <= GREATEST:  # linspace adds 0 times the difference
+    if len(numbers) == 2 and abs(last - first) <= GREATEST:  # linspace takes the difference times 0: NaN if infinite
         return torch.linspace(first, last, 2, dtype=dtype, device=device)
     written = torch.full((len(numbers),), last, dtype=dtype, device=device)
     for i, value in enumerate((first, *others)):

@@ -1,7 +1,6 @@
-"""Tensors at the front door: described to the contract, and taken as the dense arrays that the kernels read.
+"""Tensors as arguments: described to the contract, checked, and turned into the arrays that the kernels read.
 
-A view that is such an array under another shape is passed on without a copy; any other view raises. Only `joined`
-copies, and no function ignores a stride.
+A view that a kernel can read as a dense array, or as a part of one, is passed on without a copy. Only `joined` copies.
 """
 
 from __future__ import annotations
@@ -142,15 +141,16 @@ def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor |
         raise ValueError(
             f"q: got a pair of {shapes}, strides {show(latent.stride())} and {show(rope.stride())}; legal: the latent"
             " and the rope columns of one tensor, or a latent part that is contiguous (or is as [H, ..., L], with H a"
-            " power of 2 and L a multiple of 64) and rope rows of one stride, a multiple of 16 bytes; torch.cat(q, -1)"
-            " makes one of them"
+            " power of 2 and L a multiple of 64) and rope rows of adjacent columns at one stride, a multiple of 16"
+            " bytes and at least a row; torch.cat(q, -1) makes one of them"
         )
     _check_latent_columns(latent, rope, latent_dim)
     return latent, rope
 
 
 def joined(q: tuple[torch.Tensor, ...], latent_dim: int) -> torch.Tensor:
-    """A pair of latent_dim latent columns and rope columns as one tensor, a copy; ValueError for other columns."""
+    """A pair of latent_dim latent columns and rope columns as one tensor, a copy. ValueError if they aren't two tensors
+    or have another number of latent columns."""
     _check_latent_columns(*_two(q), latent_dim)
     return torch.cat(q, -1)
 
@@ -270,8 +270,8 @@ def table_width(block_tables: torch.Tensor) -> int:
 
 
 def check_written(name: str, tensor: torch.Tensor) -> None:
-    """ValueError if expand has made several elements of a tensor that is written one place in memory. Other overlaps
-    are not looked for."""
+    """ValueError if several elements of a tensor that is to be written lie at one place in memory because of a stride
+    of 0, as expand makes it. Other overlaps are not looked for."""
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{name}: got shape {show(tuple(tensor.shape))} with strides {show(tensor.stride())}; legal: a tensor whose"
