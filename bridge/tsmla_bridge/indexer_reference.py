@@ -247,7 +247,7 @@ def _loss_by_blocks(tensor: torch.Tensor, call: _Loss) -> tuple[torch.Tensor, to
         seen, chosen = mass != 0, choice != 0  # true for NaN, too, which must not look like a row without keys
         whole = torch.where(seen, mass, 1)
         lse = torch.where(chosen, maximum + torch.where(chosen, choice, 1).log(), 0)
-        each = ((entropy - cross) / whole - whole.log() + lse).clamp(min=0)  # rounding may leave it a little below
+        each = ((entropy - cross) / whole - whole.log() + lse).clamp(min=0)  # rounding may leave it a little below 0
         loss[tokens] = torch.where(seen, each, 0)
         all_mass[tokens], all_lse[tokens] = mass, lse
     return loss, all_mass, all_lse

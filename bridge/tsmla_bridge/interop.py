@@ -59,7 +59,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: got {type(tensor).__name__}; legal: a torch.Tensor (jax.numpy.asarray takes others)")
     kind = type(tensor)
-    # A fake tensor, say: DLPack would hand over memory that holds anything.
+    # A fake tensor, say, whose values are in no memory: DLPack would hand over whatever lies at its address.
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ValueError(f"tensor: got a {kind.__name__}; legal: a tensor whose own memory holds its values")
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
@@ -89,7 +89,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
     Raises:
       TypeError: it is no jax array, or one of keys or of integers of 1, 2 or 4 bits.
-      BufferError: torch doesn't take another dtype.
+      BufferError: it has another dtype that torch doesn't take.
       ValueError: it lies on several devices.
       ImportError: jax isn't installed.
     """

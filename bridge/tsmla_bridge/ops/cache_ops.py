@@ -3,9 +3,9 @@
 On a Hopper GPU, and on later ones (cache_ops.config.ARCHS) if "cute" is named, the catalog's kernels run the calls, one
 launch each. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where
 gather_kv_cache's derivative is asked for or the kernels can't serve the call: a dtype or width that cache_ops.config
-refuses, a cache, table or list of slots with gaps, rows that don't start at multiples of 16 bytes. Kernels and torch
-operations give the same bits. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so
-CUDA graphs can capture all of them.
+refuses, a tensor with gaps (rows to write may be columns of wider ones), a cache or rows to write that don't start at
+multiples of 16 bytes. Kernels and torch operations give the same bits. No call reads a value on the host, except under
+TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_kv_cache(
       slot_mapping: [T] int32, or int64 as vLLM and SGLang have it; slot = page * Z + offset; -1 skips the token. Slots
         must differ: what two tokens leave in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1
         finds such slots.
-      kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
+      kv_scale: divisor before the conversion; a number, or a float32 or float64 scalar tensor; None is 1.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.
 
@@ -128,7 +128,7 @@ def gather_kv_cache(
       block_tables: [B, M] int32; entries that no asked-for token lies in are never used.
       starts, lens: [B] int32; a length of 0 is legal. Request b's rows begin at row sum(lens[:b]) of the result.
       total_len: number of rows of the result; rows past sum(lens) are 0.
-      kv_scale: float or float32 scalar tensor; None is 1.
+      kv_scale: a number, or a float32 or float64 scalar tensor; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
       implementation: as in write_kv_cache.
 

@@ -3,9 +3,9 @@ entries.
 
 On a Hopper GPU, and on later ones (cache_ops.config.ARCHS) if "cute" is named, the catalog's kernel runs the call, one
 launch. Torch operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where the kernel
-can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or are not
-aligned to 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a capture, so CUDA graphs
-can capture all of them.
+can't serve the call: sizes or dtypes that sparse_cache.compress_config refuses, tensors that have gaps or, other than
+those of int32, are not aligned to 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1 outside of a
+capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def compress_write_kv_cache(
     implementation: str | None = None,
 ) -> torch.Tensor:
     """Pool the tokens of every window that the new tokens complete, norm, rotate and quantise the entries, and write
-    them into the cache, as tsmla_jax.compress_write_kv_cache defines it; cache and state in place.
+    them into the cache, as tsmla_jax.compress_write_kv_cache defines it. cache, state and state_positions are
+    changed in place.
 
     Args:
       cache: uint8 [P, page_bytes] (V4 pages), uint8 [P, Z, C + 4] (the indexer's packed keys), or plain [P, Z, C] of
@@ -56,7 +57,7 @@ def compress_write_kv_cache(
       ape: [ratio, W] float32.
       state: [N, ring, 2, W] float32, each request's last tokens; ring at least ratio, or 2 * ratio with overlap.
       state_positions: [N, ring] int32, their positions; -1 for none.
-      norm_weight: [C] floats.
+      norm_weight: [C] float16, bfloat16, float32 or float64.
       cos_sin: float32, a row of R for each position, R / 2 cosines, then R / 2 sines; an entry's last R channels are
         rotated.
       block_tables: [B, M] int32, pages of each request's entries. No two new entries may lie in one slot: what they
@@ -68,7 +69,8 @@ def compress_write_kv_cache(
       ratio: tokens an entry.
       overlap: whether an entry pools the last 2 * ratio tokens, from two series of columns, and not the last ratio.
       eps: the norm's epsilon.
-      kv_scale: the scale of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
+      kv_scale: the scale of a float8_e4m3fn cache; a number, or a float32 or float64 scalar tensor; None
+        is 1.
       page_size: rows of a V4 page, 64 unless given; for other caches None or Z.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: on Hopper the kernel if it can run,
         else torch operations.

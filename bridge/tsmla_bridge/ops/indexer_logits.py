@@ -2,8 +2,8 @@
 
 On a Hopper GPU the catalog's kernel runs the call, one launch; on Blackwell FlashInfer's, if "cute" is named. Torch
 operations run all other calls: on CPUs, on other GPUs, and, unless "cute" is named, where a derivative is asked for or
-the kernel can't serve the call (`logits_reasons`, tensors with gaps). Without TSMLA_CHECK=1 no call reads a value on
-the host, so all can be captured into CUDA graphs.
+the kernel can't serve the call (`logits_reasons`, tensors that have gaps or, other than those of int32, are not aligned
+to 16 bytes). Without TSMLA_CHECK=1 no call reads a value on the host, so all can be captured into CUDA graphs.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ def _launch(spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results, w
 def _chunks(
     spec: IndexerTopkSpec, plan: Chunks, call: Call, scratch: Scratch, results: Results
 ) -> Iterator[tuple[Operands, Operands]]:
-    """The operands of each chunk's two launches: only views of the call's tensors, so that nothing else is launched.
+    """The operands of each chunk's two launches: only views of existing tensors, so that nothing else is launched.
     They live until the next chunk."""
     rows, given = plan.rows, call.tensors
     for first in plan.starts(spec.logits.num_tokens):

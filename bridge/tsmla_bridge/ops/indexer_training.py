@@ -51,7 +51,8 @@ def indexer_selected_logits(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
-        torch.vmap; or a tensor that it is differentiable in has a tangent of forward mode.
+        torch.vmap; or a tensor that it is differentiable in has a tangent of forward mode; or a second derivative is
+        asked for.
     """
     _check_implementation("indexer_selected_logits", implementation)
     if not torch.compiler.is_compiling():
@@ -91,11 +92,11 @@ def indexer_loss(
       kv_cache: [P, Z, D], the attention's keys. Values of 8 bits are refused in all of these.
       lse: [T, H] float32 or float64, natural logarithm, without sinks: sparse_mla's, or mla_prefill's in the dense
         warm-up.
-      softmax_scale: the attention's, float or float32 scalar tensor.
+      softmax_scale: the attention's, a number, or a float32 or float64 scalar tensor.
       indices: [T, K] int32 slots, page * Z + offset; -1 selects nothing.
       lengths: [T] int32, the active columns of indices; None: all K.
       block_tables, seq_lens, cu_seqlens_q: without indices, the keys that each token sees, as in indexer_logits.
-      sinks: [H], V4's, or None.
+      sinks: [H] float16, bfloat16, float32 or float64, V4's, or None.
       implementation: "reference" (torch operations by blocks of tokens and keys) or None, which is the same.
 
     Returns:
@@ -104,7 +105,8 @@ def indexer_loss(
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call; or it is inside torch.func.grad, vjp, jvp or
-        torch.vmap; or a tensor that it is differentiable in has a tangent of forward mode.
+        torch.vmap; or a tensor that it is differentiable in has a tangent of forward mode; or a second derivative is
+        asked for.
     """
     _check_implementation("indexer_loss", implementation)
     scales.check("softmax_scale", softmax_scale, optional=False)

@@ -103,15 +103,16 @@ def mla_decode(
         q[..., :L] and q[..., L:] of one such tensor; or two tensors, the latent one dense, and the rope one in rows of
         one stride, a multiple of 16 bytes, as a slice of a wider tensor has them. The latent one may also be dense as
         [H, ..., L], if H is a power of 2 and L a multiple of 64. Hopper's kernels copy no query, except a latent part
-        [H, ..., L] where a batch_invariant call takes several launches. Torch operations join two tensors by a copy; a
-        call that runs as an operator of torch (under torch.compile or a dispatch mode, or for a derivative) joins every
-        pair so.
-      kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
-        float32 or float64 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
+        [H, ..., L] where a batch_invariant call takes several launches. Torch operations and calls on Blackwell join
+        two tensors by a copy; a call that runs as an operator of torch (under torch.compile or a dispatch mode, or for
+        a derivative) joins every pair so.
+      kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any of q's
+        dtypes with a float32 or float64 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a
+        pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
         table, except in a batch_invariant call of Hopper's kernels over a cache without gaps.
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
-      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
+      softmax_scale: factor of the logits; a number, or a float32 or float64 scalar tensor on q's device.
       latent_dim: L, at least R; R = 0 (L = D) is legal.
       cu_seqlens_q, max_q_len: for ragged q: [B + 1] int32, the row where each request's query tokens start, and
         their end; and a bound on the number of a request's query tokens. Rows past the bound give 0, -inf.
@@ -120,9 +121,10 @@ def mla_decode(
         first min(n, seq_len) keys of its request, and none if n is negative. Legal with causal=True. For decode context
         parallelism, which deals a request's keys out to ranks: the causal rule does not say how many of a rank's keys a
         token sees.
-      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
-        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are from
-        2^-126 to 2^126; that is checked of numbers, and a tensor with another value gives rows without meaning.
+      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Numbers, or float32
+        or float64 scalar tensors; a tensor is read on the device at every call, and at every replay of a CUDA graph.
+        Scales are from 2^-126 to 2^126; that is checked of numbers, and a tensor with another value gives rows without
+        meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       fp8_probabilities: Hopper's kernel may round the softmax's terms to float8_e4m3fn before it multiplies them by
@@ -291,6 +293,6 @@ def call_operator(
 
 
 def _concatenated(q: Any, latent_dim: int) -> torch.Tensor:
-    """The query as one tensor. A pair is copied: traced tensors have no addresses that would show that its halves lie
+    """The query as one tensor. A pair is copied: traced tensors have no addresses that would show that its parts lie
     side by side."""
     return tensors.joined(q, latent_dim) if isinstance(q, tuple) else q

@@ -170,10 +170,11 @@ def mla_prefill(
         and rows past the end are padding: their outputs are 0 with lse -inf. Without cu_seqlens_kv the keys have the
         queries' offsets and bound, as in self-attention.
       max_q_len, max_kv_len: bounds on one request's tokens; max_kv_len is given with cu_seqlens_kv and only then.
-      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
+      softmax_scale: factor of the logits; a number, or a float32 or float64 scalar tensor on q's device.
       causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
         request.
-      q_scale, k_scale, v_scale: the tensors hold values / scale; None is 1. Float or float32 scalar tensor.
+      q_scale, k_scale, v_scale: the tensors hold values / scale; None is 1. Numbers, or float32 or float64 scalar
+        tensors.
       return_lse, implementation, out, lse: as in mla_decode.
       deterministic: the gradients of two equal calls are equal bit by bit, as torch.use_deterministic_algorithms(True)
         asks for everywhere. With it the backward kernel takes 1 to 8 % longer on an H200, and 40 to 43 % longer with K
@@ -184,8 +185,8 @@ def mla_prefill(
         them gives out 0 and lse -inf. v must be finite, also for keys that no token selects. None: all keys.
       selection_rows: [Tq] int32, the row of `selection` that has a token's words, or -1 for a token that selects all
         its keys and needs no words. None: token t has row t.
-      sinks: [H] of floats, a logit a head that takes weight and has no value: out is multiplied by
-        1 / (1 + exp(sink - lse)). lse is without it.
+      sinks: [H] float16, bfloat16, float32 or float64, a logit a head that takes weight and has no value: out is
+        multiplied by 1 / (1 + exp(sink - lse)). lse is without it.
       return_max_logits: also return the greatest scaled logit of each row and head, as QK-clip wants it; the kernels
         can't return it for fp8. It carries no derivative.
 

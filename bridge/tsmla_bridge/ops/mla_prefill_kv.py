@@ -1,8 +1,7 @@
 """mla_prefill_kv: mla_prefill on keys and values as the layer makes them, on torch tensors.
 
-The Hopper kernels read kv and k_rope where they lie. For other dtypes and widths, and in calls that no Hopper kernel
-runs, k and v are made first and go to mla_prefill; the gradients of kv and k_rope are then put together from those of k
-and v.
+The Hopper kernels read kv and k_rope where they lie, in the dtypes and widths that they take so. In all other calls k
+and v are made first and go to mla_prefill; the gradients of kv and k_rope are then put together from those of k and v.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def mla_prefill_kv(
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
 
     Where Hopper's kernels read kv and k_rope in place, neither the slices nor the broadcast are made: in the forward
-    pass in float16 and bfloat16 if R is 64 or a multiple, in the gradient if R is 64.
+    pass in float16 and bfloat16 if R is a multiple of 64, in the gradient if R is 64.
 
     Args:
       q: [Tq, H, K], rope columns last.

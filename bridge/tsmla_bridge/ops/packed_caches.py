@@ -4,8 +4,8 @@ cached rows, of the indexer's keys and of its queries, and the writes into both 
 On a Hopper GPU the catalog's kernels run the calls, one launch each; on Blackwell only where implementation="cute"
 names them. Torch operations run the calls on CPUs, on other GPUs, and, unless "cute" is named, where the kernels can't
 serve the call: a dtype, width or page size that sparse_cache.config refuses, a cache, list of slots, q or weights with
-gaps, rows that don't start at multiples of 16 bytes. No call reads a value on the host, except under TSMLA_CHECK=1
-outside of a capture, so CUDA graphs can capture all of them.
+gaps, a cache, q or rows that don't start at multiples of 16 bytes. No call reads a value on the host, except under
+TSMLA_CHECK=1 outside of a capture, so CUDA graphs can capture all of them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def write_packed_kv_cache(
 
     Args:
       kv_cache: uint8 [P, Z, 656] or [P, 1, Z, 656].
-      latent: [T, 512] floats, the normalised latents.
-      k_rope: [T, 64] floats.
+      latent: [T, 512] float16, bfloat16, float32 or float64, the normalised latents.
+      k_rope: [T, 64] float16, bfloat16, float32 or float64.
       slot_mapping: [T] int32 or int64, as in write_kv_cache: slot = page * Z + offset; -1 skips the token. Slots must
         differ: two tokens of one slot may leave the latent of one with the scales of the other.
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
@@ -123,8 +123,8 @@ def write_indexer_cache(
 
     Args:
       k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32, with Z * Di a multiple
-        of 4; or floats [P, Z, Di].
-      k: [T, Di] floats, normed.
+        of 4; or [P, Z, Di] float16, bfloat16, float32, float64 or float8_e4m3fn.
+      k: [T, Di] float16, bfloat16, float32 or float64, normed.
       slot_mapping: as in write_packed_kv_cache; slots must differ.
       cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first. Without
         cos and sin, k must be rotated already.
@@ -201,8 +201,8 @@ def indexer_quantize(
     tsmla_jax.sparse.indexer_quantize defines it.
 
     Args:
-      q: [T, Hi, Di] floats.
-      weights: [T, Hi] floats, the head weights as projected.
+      q: [T, Hi, Di] float16, bfloat16, float32 or float64.
+      weights: [T, Hi] float16, bfloat16, float32 or float64, the head weights as projected.
       cos, sin, rope_offset, rope_layout: as in write_indexer_cache, for q's columns.
       implementation: as in write_packed_kv_cache.
 

@@ -100,7 +100,7 @@ class Saved(NamedTuple):
 
     def checked(self, spec: PrefillSpec, q: torch.Tensor) -> Saved:
         """These tensors, with dense cotangents. ValueError / TypeError unless all have the results' shapes, dtypes and
-        device."""
+        device, and out and lse are dense."""
         layout = result_layout(spec, q)
         dlse = None if self.dlse is None else self.dlse.contiguous()
         saved = self._replace(dout=self.dout.contiguous(), dlse=dlse)

@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """The operators of a form as torch.library made them."""
+    """The operators that return the results and the gradients of a form, as torch.library made them."""
 
     forward: Any
     backward: Any

@@ -275,7 +275,7 @@ def _traced(name: str, arguments: tuple[Any, ...], out: Result | None) -> Result
 
 
 def _name(out_dtype: Any) -> str:
-    """The contract's name of the result's dtype."""
+    """The contract's name of the result's dtype; TypeError if it is no torch.dtype."""
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: got {type(out_dtype).__name__}; legal: a torch.dtype")
     return dtype_name(out_dtype)

@@ -43,7 +43,8 @@ def select_topk(
     their slots in a cache, or their bits.
 
     Args:
-      logits: [T, N] floats; columns that are not the row's change nothing, whatever they hold.
+      logits: [T, N] float16, bfloat16, float32 or float64; columns that are not the row's change
+        nothing, whatever they hold.
       seq_lens: [T] int32, how many logits each row has: at least 0, and at most the columns from its start on.
       k: at least 1.
       order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on

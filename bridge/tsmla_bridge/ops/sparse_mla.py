@@ -190,10 +190,10 @@ def sparse_mla(
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
       lengths: [T] int32, how many columns of each row are active; the columns after them are never used. None: all K.
-      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
+      softmax_scale: factor of the logits; a number, or a float32 or float64 scalar tensor on q's device.
       latent_dim: L; the first L columns of a key are its value.
-      sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
-        Other dtypes than float32 cost one more kernel a call.
+      sinks: [H] float16, bfloat16, float32 or float64, a logit a head that takes weight and has no value: out is
+        multiplied by 1 / (1 + exp(sink - lse)). Other dtypes than float32 cost one more kernel a call.
       compressed_kv_cache: a second cache, with rows of the first one's kind (for the reference of any). The first
         `window` columns of indices then select from kv_cache and the others from this one.
       window: given with compressed_kv_cache and only then.
