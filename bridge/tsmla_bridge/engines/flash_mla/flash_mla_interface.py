@@ -197,7 +197,7 @@ def _whole_rows(table: torch.Tensor) -> torch.Tensor:
 
 
 def _one(name: str, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor of one element as a scalar; None for None."""
+    """A float32 tensor of one element as a scalar, ValueError for any other; None for None."""
     if scale is None:
         return None
     if scale.numel() != 1 or scale.dtype != torch.float32:

@@ -67,7 +67,8 @@ class Selection(NamedTuple):
         return self.cache.shape[1]
 
     def pages(self) -> torch.Tensor:
-        """The cache as sparse_mla takes it: [P, Z, 656], or [P, bytes of a page] of V4, uint8."""
+        """The cache as sparse_mla takes it: [P, Z, 656], or [P, bytes of a page] of V4, uint8. ValueError if the pages
+        of V4 have gaps within or lack their padding."""
         cache = self.cache.view(torch.uint8)
         if not self.is_v4:
             return cache.select(2, 0)

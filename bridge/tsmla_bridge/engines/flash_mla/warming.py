@@ -1,7 +1,7 @@
 """Sparse attention whose first call of a kind also loads the kernels of later ones.
 
-The package's surface has no place where an engine could ask for that. Which kernel serves a call depends on its number
-of tokens, and a request must not wait for the compiler because it is the first of its length.
+The package flash_mla has no function by which an engine could load kernels ahead. Which kernel serves a call depends on
+its number of tokens, and a request must not wait for the compiler because it is the first of its length.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class TsmlaBackend(AttentionBackend):
             names.append(NAME)
 
     def _decode_spec(self, q_len: int) -> DecodeSpec:
-        """A call of decode or verify: a rank attends with the queries of all ranks to the keys that it holds."""
+        """The spec of a decode or verify call: a rank attends with all ranks' queries to the keys that it holds."""
         return DecodeSpec(
             batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=self.num_heads * self.deal.world,
             latent_dim=self.latent_dim, rope_dim=self.rope_dim, num_pages=1, page_size=self.page_size, max_pages=1,
@@ -272,7 +272,7 @@ class TsmlaBackend(AttentionBackend):
         )  # fmt: skip
 
     def _prompt_spec(self) -> DecodeSpec:
-        """A call of absorbed attention of prompts, in which each rank attends with its own heads to all keys."""
+        """The spec of absorbed attention of prompts, in which each rank attends with its own heads to all keys."""
         return dataclasses.replace(
             self._decode_spec(self.longest), num_heads=self.num_heads, ragged=True, visible_lens=False
         )

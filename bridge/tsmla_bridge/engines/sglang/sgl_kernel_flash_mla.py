@@ -41,7 +41,7 @@ def get_mla_metadata(
     topk: int | None = None,
 ) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
     """The schedule that flash_mla_with_kvcache takes and ignores: tensors, which SGLang slices and copies, if
-    cache_seqlens [B] is given. The other arguments are ignored."""
+    cache_seqlens [B] is given, else a FlashMLASchedMeta and None. The other arguments are ignored."""
     if cache_seqlens is None:
         return FlashMLASchedMeta(), None
     return flash_mla_interface.get_mla_decoding_metadata(cache_seqlens, 1, 1)

@@ -1,4 +1,4 @@
-"""tokenspeed_mla_decode: absorbed attention over a paged latent cache, under that package's parameters."""
+"""tokenspeed_mla_decode: absorbed attention over a paged latent cache, with package tokenspeed_mla's parameters."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def tokenspeed_mla_decode(
     """Attention of the last S query tokens of each request over its latent cache.
 
     Args:
-      query: [B, S, H, D] with D = kv_lora_rank + qk_rope_head_dim, latent columns first. A query that
-        isn't contiguous is copied first; the cache is never copied.
+      query: [B, S, H, D] with D = kv_lora_rank + qk_rope_head_dim, latent columns first, in a dtype that mla_decode
+        takes for q. A query that isn't contiguous is copied first; the cache is never copied.
       kv_cache: [P, Z, D] or [P, 1, Z, D], in query's dtype.
       workspace_buffer: int8, contiguous. A call that needs more takes its memory from torch's allocator instead, so no
         size is too small. A buffer belongs to one stream.

@@ -1,4 +1,4 @@
-"""tokenspeed_mla_prefill: ragged attention with keys wider than values, under that package's parameters."""
+"""tokenspeed_mla_prefill: ragged attention with keys wider than values, with package tokenspeed_mla's parameters."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _compiled_kernels: dict[tuple[Any, ...], Any] = {}
 
 
 def _enable_ex2_emulation() -> bool:
-    """Part of that package's key of a compiled kernel; these kernels have no such variant."""
+    """Part of tokenspeed_mla's key of a compiled kernel. The kernels here have no such variant, so False."""
     return False
 
 

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 
-# Sizes that differ between engines must not each compile a kernel. Strides may: if they are multiples of 16, a thread
-# loads 16 bytes at once.
+# No width of the block table, distance of pages or number of heads may compile a kernel of its own. Strides of
+# positions and queries may: if Triton knows that they are multiples of 16, a thread loads 16 bytes at once.
 @triton.jit(do_not_specialize=["request_stride", "pages", "step", "heads"])
 def tsmla_slots(
     positions, requests, table, latent, rope, slots, counts, joined, token_stride, request_stride, latent_token_stride,
