@@ -30,13 +30,17 @@ def _aligned(name: str, tensor: torch.Tensor) -> None:
     assert tensor.data_ptr() % align == 0, f"{name}: got address {tensor.data_ptr():#x}; the kernel aligns to {align}"
 
 
-def _decode(q: Any, kv_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, **given: Any) -> None:
+def _query(q: Any, given: dict[str, Any]) -> None:
     if isinstance(q, tuple):
         for part in q:
             _aligned("q", part)
         tensors.query_of_pair(q, given["latent_dim"])
     else:
         _dense(q=q)
+
+
+def _decode(q: Any, kv_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, **given: Any) -> None:
+    _query(q, given)
     _dense(seq_lens=seq_lens, cu_seqlens_q=given.get("cu_seqlens_q"), visible_lens=given.get("visible_lens"))
     _aligned("kv_cache", kv_cache)
     step = tensors.page_step(tensors.without_head_axis(kv_cache))
@@ -51,8 +55,9 @@ def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) ->
         tensors.wide_shape("v", v)
 
 
-def _sparse(q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, lengths: Any = None, **given: Any) -> None:
-    _dense(q=q, indices=indices, lengths=lengths, sinks=given.get("sinks"))
+def _sparse(q: Any, kv_cache: torch.Tensor, indices: torch.Tensor, lengths: Any = None, **given: Any) -> None:
+    _query(q, given)
+    _dense(indices=indices, lengths=lengths, sinks=given.get("sinks"))
     _aligned("kv_cache", kv_cache)
     if kv_cache.dim() == 3:  # V4's pages are bytes [P, bytes]
         tensors.page_step(kv_cache)

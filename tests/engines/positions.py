@@ -12,17 +12,16 @@ HELD = TABLE * PAGE_SIZE  # tokens of a request
 
 def selected(
     columns: int, heads: int | None, device: str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor, Pages, torch.Tensor | Pair]:
+) -> tuple[torch.Tensor, torch.Tensor, Pages, Pair | None]:
     """The arguments of slots.selected. The positions, some of which select nothing, are the front columns of a wider
-    buffer. q is one tensor if heads is None, else the pair of a product over heads and of the last columns of a query
-    with a nope and a rope part."""
+    buffer. With heads there are the two parts of a query: a product over heads, and the last columns of wider rows."""
     positions = torch.randint(-HELD // 4, HELD + HELD // 4, (TOKENS, columns + 32), dtype=torch.int32)[:, :columns]
     positions[0] = -1
     positions[1, columns // 2 :] = -1
     requests = torch.randint(0, REQUESTS, (TOKENS,), dtype=torch.int32)
     table = torch.randint(0, 99, (REQUESTS, TABLE + 2), dtype=torch.int32)[:, :TABLE]
-    q: torch.Tensor | Pair = torch.randn(TOKENS, 2, 576, dtype=torch.bfloat16, device=device)
+    parts = None
     if heads is not None:
         latent = torch.randn(heads, TOKENS, 512, dtype=torch.bfloat16, device=device).transpose(0, 1)
-        q = latent, torch.randn(TOKENS, heads, 192, dtype=torch.bfloat16, device=device)[..., 128:]
-    return positions.to(device), requests.to(device), Pages(table.to(device), PAGE_SIZE, STEP), q
+        parts = latent, torch.randn(TOKENS, heads, 192, dtype=torch.bfloat16, device=device)[..., 128:]
+    return positions.to(device), requests.to(device), Pages(table.to(device), PAGE_SIZE, STEP), parts

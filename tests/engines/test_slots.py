@@ -11,8 +11,8 @@ from tsmla_bridge.engines.vllm import slots
 
 @pytest.mark.parametrize("heads", [None, 3])
 def test_positions_become_slots(heads: int | None) -> None:
-    given, requests, pages, q = positions.selected(100, heads)
-    found = slots.selected(given, requests, pages, q)
+    given, requests, pages, parts = positions.selected(100, heads)
+    found = slots.selected(given, requests, pages, parts)
     table = pages.table.numpy()
     for token, request in enumerate(requests.tolist()):
         want = np.array([
@@ -22,13 +22,16 @@ def test_positions_become_slots(heads: int | None) -> None:
         assert np.array_equal(found.slots[token].numpy(), want)
         assert found.counts[token] == max(np.flatnonzero(want >= 0) + 1, default=0)
     assert {found.slots.dtype, found.counts.dtype} == {torch.int32}
-    assert torch.equal(found.q, torch.cat(q, -1) if isinstance(q, tuple) else q)
+    assert (found.joined is None) == (parts is None)
+    if parts is not None and found.joined is not None:
+        assert torch.equal(found.joined, torch.cat(parts, -1))
 
 
 def test_no_tokens() -> None:
-    given, requests, pages, q = positions.selected(100, 3)
-    found = slots.selected(given[:0], requests[:0], pages, (q[0][:0], q[1][:0]))
-    assert [each.shape for each in found] == [(0, 100), (0,), (0, 3, 576)]
+    given, requests, pages, parts = positions.selected(100, 3)
+    assert parts is not None
+    found = slots.selected(given[:0], requests[:0], pages, (parts[0][:0], parts[1][:0]))
+    assert [None if each is None else each.shape for each in found] == [(0, 100), (0,), (0, 3, 576)]
 
 
 @pytest.mark.slow

@@ -16,11 +16,12 @@ from tsmla_bridge.engines.vllm import slots
 @pytest.mark.parametrize("heads", [None, 1, 16, 20], ids=str)
 @pytest.mark.parametrize("columns", [2048, 130, 1])
 def test_the_kernel_writes_what_torch_writes(columns: int, heads: int | None) -> None:
-    *given, q = positions.selected(columns, heads)
-    want = slots.selected(*given, q)
-    out = slots.Selected(*(torch.full_like(each, 7) for each in want))
+    given = positions.selected(columns, heads)
+    want = slots.selected(*given)
+    out = slots.Selected(*(None if each is None else torch.full_like(each, 7) for each in want))
     kernel = slots._kernel()
     assert kernel is not None
-    kernel(*given, q, out)
+    kernel(*given, out)
     assert torch.equal(out.slots, want.slots) and torch.equal(out.counts, want.counts)
-    assert torch.equal(out.q, want.q if isinstance(q, tuple) else torch.full_like(want.q, 7))
+    assert (out.joined is None) == (heads is None)
+    assert out.joined is None or torch.equal(out.joined, want.joined)

@@ -24,6 +24,7 @@ from tsmla_bridge.engines import vllm as plugin
 from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.engines.vllm import sparse
 from tsmla_bridge.engines.vllm.sparse import TsmlaMLASparseBackend
+from tsmla_bridge.ops.sparse_plans import serving_pair
 from tsmla_kernels.sm90.sparse.record import serving
 
 import vllm._custom_ops as custom_ops  # isort: skip
@@ -304,11 +305,15 @@ def test_batch_invariance_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[Any] = []
-    monkeypatch.setattr(sparse.op, "warm", lambda spec, index, lengths: specs.append((spec, lengths)))
+    monkeypatch.setattr(sparse.op, "warm", lambda spec, index, **given: specs.append((spec, given)))
     layer.builder._compile(0)
     kinds = list(itertools.product(sparse.op.WARM_TOKENS, (1, sparse.SEVERAL)))
-    assert [(spec.num_tokens, spec.tokens_per_request, spec.num_selected, spec.num_heads, lengths)
-            for spec, lengths in specs] == [(*kind, TOPK, HEADS, True) for kind in kinds]  # fmt: skip
+    assert [(spec.num_tokens, spec.tokens_per_request, spec.num_selected, spec.num_heads) for spec, _ in specs] == [
+        (*kind, TOPK, HEADS) for kind in kinds
+    ]
+    heads_first = VERSION < (0, 30)
+    for spec, given in specs:
+        assert given == {"lengths": True, "split_q": True, "heads_first": heads_first and spec.num_tokens > 1}
     for heads, rows, topk in itertools.product((HEADS, 16, 64, 128), ("auto", "fp8_ds_mla"), (TOPK, 2048)):
 
         def served(tokens: int, per_request: int, heads: int = heads, rows: str = rows, topk: int = topk) -> Any:
@@ -316,10 +321,35 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
                 576, torch.bfloat16, rows, num_heads=heads, num_tokens=tokens, num_selected=topk,
                 tokens_per_request=per_request,
             )  # fmt: skip
-            return serving(spec, lengths=True, sinks=False)
+            given = {"lengths": True, "sinks": False}
+            return serving_pair(spec, **given, heads_first=heads_first) or serving(spec, **given)
 
         steps = itertools.product((*range(1, 1000), 1024, 5000), (1, sparse.SEVERAL))
         assert {served(*step) for step in steps} == {served(*kind) for kind in kinds}
+
+
+def test_queries_in_two_tensors_are_joined_where_no_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows, tokens, heads, reads in (
+        ("auto", 64, 128, True), ("auto", 4096, 64, True), ("auto", 1, 128, False), ("auto", 64, 16, False),
+        ("fp8_ds_mla", 64, 128, False), ("fp8", 64, 128, False),
+    ):  # fmt: skip
+        layer = SparseLayer(cache_dtype=rows)
+        assert layer.impl._reads_pair(tokens, heads, 1) is reads
+    layer = SparseLayer()
+    batch = layer.batch([1, 3], [300, 140])
+    layer.select(batch)
+    cache, metadata, (latent, rope) = vllm_layer.filled(layer, batch), layer.metadata(batch), latent_queries(layer, 4)
+    given: list[Any] = []
+    attend = sparse.op.sparse_mla
+    monkeypatch.setattr(sparse.op, "sparse_mla", lambda q, *a, **k: (given.append(q), attend(q, *a, **k))[1])
+    results = []
+    for reads in (False, True):
+        monkeypatch.setattr(layer.impl, "_reads_pair", lambda *arguments, reads=reads: reads)
+        for q in (latent, latent.movedim(1, 0).contiguous().movedim(0, 1)):
+            results.append(layer.impl.forward_mqa((q, rope), cache, metadata, layer.layer)[0])
+    assert all(torch.equal(each, results[0]) for each in results)
+    assert [isinstance(q, tuple) for q in given] == [False, False, True, True]
+    assert [q[0].is_contiguous() for q in given[2:]] == [True, False]  # [H, T, L] is read as it is
 
 
 class Operations(TorchDispatchMode):

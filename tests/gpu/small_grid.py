@@ -551,6 +551,12 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             greatest = "sinks" in tensors and tensors["q"].dtype != FP8
             options = call.options | {"return_lse": True, "batch_invariant": invariant, "return_max_logits": greatest}
             yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
+            if case["layout"] == "plain" and case["heads"] >= 64 and tensors["kv_cache"].shape[-1] > LATENT:
+                latent, rope = tensors["q"].split([LATENT, ROPE], -1)
+                parts = {"q": latent.contiguous(), "q_rope": rope.contiguous()}
+                for first in (False, True)[: 1 + (case["heads"] in (64, 128))]:
+                    name = f"{case} in two tensors{' heads first' * first}{' invariant' * invariant}"
+                    yield Call(name, sparse_mla_of_pair, tensors | parts, options | {"heads_first": first})
         if case["layout"] == "plain" and case["heads"] in (5, 16, 70) and "window" not in case:
             keys = tensors["kv_cache"].clone()
             far = {**tensors, "q": far_below(tensors["q"], keys), "kv_cache": keys}
@@ -560,6 +566,14 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(f"{case} far below", tsmla_bridge.sparse_mla, far, options)
     yield from (rising_logits(generator, tokens, heads) for tokens, heads in ((2, 16), (6, 40)))
     yield from union_calls()
+
+
+def sparse_mla_of_pair(q: torch.Tensor, q_rope: torch.Tensor, *, heads_first: bool = False, **given: Any) -> Any:
+    """sparse_mla of a query in two tensors. The first may be [H, T, L] in memory. The second gets its gaps here,
+    because a copy to the device closes them."""
+    latent = q.movedim(-2, 0).contiguous().movedim(0, -2) if heads_first else q
+    rope = torch.nn.functional.pad(q_rope, (128, 0), value=torch.nan)[..., 128:]
+    return tsmla_bridge.sparse_mla((latent, rope), **given)
 
 
 def rising_logits(generator: torch.Generator, tokens: int, heads: int) -> Call:
@@ -889,7 +903,7 @@ def bound(call: Call, index: int, result: torch.Tensor, on_gpu: bool) -> float:
         if not of_fp8 and result.dtype == torch.float32:
             return GATED_BOUND
     if result.dtype in (torch.float32, torch.float64):
-        if call.function is tsmla_bridge.sparse_mla and index == 2:
+        if call.function in (tsmla_bridge.sparse_mla, sparse_mla_of_pair) and index == 2:
             return LOGIT_BOUND
         return 5e-3 if on_gpu and of_fp8 else 1e-5
     if of_fp8 and (call.function is tsmla_bridge.mla_prefill or call.options.get("fp8_probabilities")):

@@ -27,6 +27,23 @@ class SparseInputs(NamedTuple):
         return [cache for cache in (self.kv_cache, self.compressed_kv_cache) if cache is not None]
 
 
+class PairInputs(NamedTuple):
+    """The tensors of a call whose q is the pair of its latent and its rope columns, in the order of the kernel's
+    operands."""
+
+    q: torch.Tensor
+    q_rope: torch.Tensor
+    kv_cache: torch.Tensor
+    compressed_kv_cache: torch.Tensor | None
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    def with_q(self, q: torch.Tensor) -> SparseInputs:
+        """The same with this q, which has all columns."""
+        return SparseInputs(q, *self[2:])
+
+
 class Pages(NamedTuple):
     """How the kernel reads a cache: as an array of this shape, in which every `step`-th page is the cache's."""
 

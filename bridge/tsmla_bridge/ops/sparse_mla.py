@@ -8,8 +8,8 @@ import torch
 
 from tsmla_bridge import operators
 from tsmla_bridge.ops import plans, prefill_launch, sparse_backward
-from tsmla_bridge.ops.sparse_inputs import SparseInputs
-from tsmla_bridge.ops.sparse_plans import SparseOptions, make_plan
+from tsmla_bridge.ops.sparse_inputs import PairInputs, SparseInputs
+from tsmla_bridge.ops.sparse_plans import Plan, SparseOptions, make_pair_plan, make_plan, serving_pair
 from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
@@ -21,7 +21,7 @@ from tsmla_kernels.sm90.sparse.record import serving
 
 @overload
 def sparse_mla(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     lengths: torch.Tensor | None = None,
@@ -53,7 +53,7 @@ def sparse_mla(
 
 @overload
 def sparse_mla(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     lengths: torch.Tensor | None = None,
@@ -85,7 +85,7 @@ def sparse_mla(
 
 @overload
 def sparse_mla(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     lengths: torch.Tensor | None = None,
@@ -117,7 +117,7 @@ def sparse_mla(
 
 @overload
 def sparse_mla(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     lengths: torch.Tensor | None = None,
@@ -148,7 +148,7 @@ def sparse_mla(
 
 
 def sparse_mla(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     lengths: torch.Tensor | None = None,
@@ -183,7 +183,9 @@ def sparse_mla(
 
     Args:
       q: [T, H, D]; float16, bfloat16, or float8_e4m3fn over V3.2 and plain float8_e4m3fn rows. The reference also takes
-        float32 and float64, and float8_e4m3fn over all rows.
+        float32 and float64, and float8_e4m3fn over all rows. Also the pair (q[..., :L], q[..., L:]), as in mla_decode.
+        Hopper's kernel reads a pair as it is over plain rows of q's own 16-bit dtype if there are more than 32 heads
+        and more than four tokens; other calls join it by a copy.
       kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
         float8_e4m3fn, bfloat16 or float16 (for the reference of any float). Pages may lie a multiple of their size
         apart: one layer's slice of a pool, whose slots cost some further small kernels a call.
@@ -243,7 +245,9 @@ def sparse_mla(
         latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
         form, tokens_per_request, deterministic, return_max_logits, implementation,
     )  # fmt: skip
-    inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
+    others = (kv_cache, compressed_kv_cache, indices, lengths, sinks)
+    is_pair = type(q) is tuple
+    inputs: tuple[Any, ...] = (*q, *others) if is_pair else (q, *others)
     scales_given = (softmax_scale, q_scale, kv_scale, compressed_kv_scale)
     unscaled = q_scale is None and kv_scale is None and compressed_kv_scale is None
     compiling = torch.compiler.is_compiling()
@@ -255,16 +259,18 @@ def sparse_mla(
     if usual and not (unscaled and type(softmax_scale) is float) and operators.asks_for_derivative(*scales_given):
         usual = False  # the tensors by which a plan is looked up don't show that
     if usual and _LEGAL_TYPES.issuperset(map(type, (*options[1:6], tokens_per_request))):
-        plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
+        key = (options, is_pair) if is_pair else options
+        plan = plans.latest(key, *[tensor for tensor in inputs if tensor is not None])
     if plan is None:
-        named, described = SparseInputs(*inputs), SparseOptions(*options)
+        described = SparseOptions(*options)
         derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*inputs, *scales_given)
-        by_operator = derived and not loaded_kernels.is_by_definition(implementation, q.device)
+        by_operator = derived and not loaded_kernels.is_by_definition(implementation, inputs[0].device)
         if (
             compiling
             or by_operator
             or operators.is_traced(q, kv_cache, compressed_kv_cache, sinks, derivatives=implementation != "reference")
         ):
+            named = SparseInputs(tensors.joined(q, latent_dim) if isinstance(q, tuple) else q, *others)
             if derived:
                 memory = {"out": out, "lse": lse, "workspace": workspace}
                 sparse_backward.check_derivable(named, described, dict(zip(_SCALES, scales_given, strict=True)), memory)
@@ -275,8 +281,8 @@ def sparse_mla(
                     scales.check(name, scale, optional=name != "softmax_scale")
                 factors = scales.factors(*scales_given)
             return _call_operator(named, factors, described, return_lse, out, lse, workspace)
-        plan = plans.find(named, described, make_plan)
-        if not loaded_kernels.is_by_definition(implementation, q.device):
+        plan, inputs = _plan_for(q, others, described)
+        if not loaded_kernels.is_by_definition(implementation, inputs[0].device):
             operators.refuse_tangents("sparse_mla", scales_given)
     if unscaled and type(softmax_scale) is float and LEAST_SCALE <= softmax_scale <= GREATEST_SCALE:
         factors = (softmax_scale, 1.0, 1.0)
@@ -285,10 +291,10 @@ def sparse_mla(
     else:
         given = dict(zip(_SCALES, scales_given, strict=True))
         plan.check_scales(given)
-        tensors.same_device("q", q, given)
+        tensors.same_device("q", inputs[0], given)
         factors = scales.factors(*scales_given)
     if return_max_logits:
-        max_logits = operators.new_max_logits(q)
+        max_logits = operators.new_max_logits(inputs[0])
         results = plan.run(inputs, factors, return_lse, out, lse, workspace, max_logits)
         found: tuple[torch.Tensor, ...] = operators.those_asked_for(*results, max_logits)
         return found
@@ -296,17 +302,45 @@ def sparse_mla(
     return result if result_lse is None else (result, result_lse)
 
 
+def _plan_for(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], others: tuple[Any, ...], options: SparseOptions
+) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan of a call, and the tensors that it takes: those of a pair q and the others, unless both parts of q are
+    columns of one tensor."""
+    query, rope = tensors.query_of_pair(q, options.latent_dim) if isinstance(q, tuple) else (q, None)
+    if rope is None:
+        inputs = SparseInputs(query, *others)
+        return plans.find(inputs, options, make_plan), inputs
+    pair = PairInputs(query, rope, *others)
+    return plans.find(pair, options, make_pair_plan, (options, True)), pair
+
+
 WARM_TOKENS = (1, 32, 64, 80, 128, 160, 256, 320, 1 << 14)
 """Numbers of tokens, from few to many, for which engines load kernels ahead: the kernel that serves a call depends on
 its number of tokens."""
 
 
-def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
+def reads_pair(spec: SparseMLASpec) -> bool:
+    """Whether the kernel that serves `spec` reads a query in two tensors without a copy."""
+    return serving_pair(spec, lengths=True, sinks=False, heads_first=False) is not None
+
+
+def warm(
+    spec: SparseMLASpec,
+    index: int,
+    *,
+    lengths: bool = False,
+    sinks: bool = False,
+    split_q: bool = False,
+    heads_first: bool = False,
+) -> None:
     """Load the kernel that serves `spec` on device `index`.
 
     lengths, sinks: whether calls have these arguments.
+    split_q: whether queries come in two tensors. heads_first: whether the latent one is [H, T, L].
     """
-    loaded_kernels.launcher(*serving(spec, lengths=lengths, sinks=sinks), index)
+    pair = serving_pair(spec, lengths=lengths, sinks=sinks, heads_first=heads_first) if split_q else None
+    loaded_kernels.launcher(*(pair or serving(spec, lengths=lengths, sinks=sinks)), index)
 
 
 # ---- the operators

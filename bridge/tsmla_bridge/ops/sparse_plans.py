@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from tsmla_bridge import sparse_reference
 from tsmla_bridge.ops import blackwell, plans
-from tsmla_bridge.ops.sparse_inputs import CACHES, Pages, SparseInputs
+from tsmla_bridge.ops.sparse_inputs import CACHES, Pages, PairInputs, SparseInputs
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Results
 from tsmla_bridge.runtime.scales import Factors
@@ -20,8 +21,8 @@ from tsmla_kernels.contract import sparse as sparse_contract
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.kernel import ITEMSIZE
-from tsmla_kernels.sm90.sparse.config import NUM_SCALES
-from tsmla_kernels.sm90.sparse.record import serving, workspaces_of
+from tsmla_kernels.sm90.sparse.config import NUM_SCALES, SparseConfig
+from tsmla_kernels.sm90.sparse.record import Serving, serving, workspaces_of
 from tsmla_kernels.sm100 import sparse_config
 
 
@@ -83,10 +84,42 @@ def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
     return KernelPlan(spec, inputs) if kernel is SPARSE_MLA else BlackwellPlan(spec, inputs)
 
 
+def make_pair_plan(inputs: PairInputs, options: SparseOptions) -> Plan:
+    """The plan of a call whose q is a pair of tensors. Raises as make_plan does."""
+    width = inputs.q.shape[-1] + inputs.q_rope.shape[-1]
+    one = inputs.with_q(inputs.q[..., :1].expand(*inputs.q.shape[:-1], width))  # only the shape, without memory
+    spec, device = describe(one, options), inputs.q.device
+    by_kernel = (
+        not loaded_kernels.is_by_definition(options.implementation, device)
+        and loaded_kernels.kernel_for(device, SPARSE_MLA, SPARSE_MLA_SM100) is SPARSE_MLA
+        and not loaded_kernels.reasons(SPARSE_MLA, device) + SPARSE_MLA.reasons(spec)
+        and 0 not in (spec.num_tokens, spec.num_selected)
+    )
+    if by_kernel:
+        loaded_kernels.check_named("sparse_mla", options.implementation, device)
+        heads_first = not inputs.q.is_contiguous()
+        found = serving_pair(
+            spec, lengths=inputs.lengths is not None, sinks=inputs.sinks is not None, heads_first=heads_first
+        )
+        # In [H, T, L] a launch of some tokens would take the number of its own rows for the step from head to head.
+        if found is not None and not (heads_first and len(found.launches(spec.num_tokens, spec.num_selected)) > 1):
+            return KernelPlan(spec, inputs, found)
+    return JoiningPlan(spec, inputs, options)
+
+
+def serving_pair(spec: SparseMLASpec, *, lengths: bool, sinks: bool, heads_first: bool) -> Serving | None:
+    """The kernel that reads q as a pair, and its configuration; None if the one that serves the call takes one tensor.
+    heads_first: whether the latent columns are [H, T, L]."""
+    kernel, config = serving(spec, lengths=lengths, sinks=sinks)
+    if not isinstance(config, SparseConfig) or not config.takes_split_q:
+        return None
+    return Serving(kernel, dataclasses.replace(config, split_q=True, heads_first=heads_first))
+
+
 class Plan(plans.Plan[SparseMLASpec]):
     """A plan of sparse_mla."""
 
-    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
+    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs | PairInputs) -> None:
         super().__init__(spec, inputs.q)
 
     def check_scales(self, given: Mapping[str, Any]) -> None:
@@ -104,7 +137,8 @@ class Plan(plans.Plan[SparseMLASpec]):
         workspace: Workspace | None,
         max_logits: torch.Tensor | None = None,
     ) -> Results:
-        """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same.
+        """out, and lse if it is asked for. `inputs` are SparseInputs or PairInputs, as when the plan was made, or a
+        plain tuple of the same.
 
         max_logits: where the greatest logits go, if the spec has them.
         """
@@ -118,9 +152,23 @@ class Plan(plans.Plan[SparseMLASpec]):
         """out, lse and, if the spec has them, max_logits of a call, in new tensors."""
         raise NotImplementedError
 
-    def check(self, inputs: SparseInputs) -> None:
+    def check(self, inputs: SparseInputs | PairInputs) -> None:
         """Check the data of a call if TSMLA_CHECK asks for it."""
         data_checks.check(values.sparse_mla, self.spec, inputs.indices, inputs.lengths)
+
+
+class JoiningPlan(Plan):
+    """The plan of a call that joins the pair q by a copy."""
+
+    def __init__(self, spec: SparseMLASpec, inputs: PairInputs, options: SparseOptions) -> None:
+        super().__init__(spec, inputs)
+        self.options = options
+
+    def run(self, inputs: tuple[torch.Tensor | None, ...], *others: Any) -> Results:
+        pair = PairInputs(*inputs)  # type: ignore[arg-type]
+        one = pair.with_q(torch.cat((pair.q, pair.q_rope), -1))
+        plan: Plan = plans.find(one, self.options, make_plan)
+        return plan.run(one, *others)
 
 
 class EmptyPlan(Plan):
@@ -158,19 +206,29 @@ class BlackwellPlan(Plan):
 class KernelPlan(Plan):
     """The plan of a call that a compiled kernel runs, on torch's current stream."""
 
-    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
+    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs | PairInputs, found: Serving | None = None) -> None:
+        """found: the kernel that serves the call; by default the one that takes q as one tensor."""
         super().__init__(spec, inputs)
-        check_dense(inputs)
+        self.kind = type(inputs)
+        rope: torch.Tensor | None = None
+        if isinstance(inputs, PairInputs):  # query_of_pair has checked q
+            rope, one = inputs.q_rope, inputs.with_q(inputs.q.new_empty(0))
+        else:
+            one = inputs
+        check_dense(one)
         specs = [cache for cache in (spec.cache, spec.compressed) if cache is not None]
-        self.pages = pages = [Pages.of(*cache) for cache in zip(CACHES, inputs.caches, specs, strict=False)]
+        self.pages = pages = [Pages.of(*cache) for cache in zip(CACHES, one.caches, specs, strict=False)]
         self.device = inputs.q.device
         self.index = index = inputs.q.get_device()
         lengths, sinks = inputs.lengths is not None, inputs.sinks is not None
-        found = serving(spec, lengths=lengths, sinks=sinks)
+        found = found or serving(spec, lengths=lengths, sinks=sinks)
         config, sms = found.config, devices.num_sms(index)
+        heads_first = isinstance(config, SparseConfig) and config.heads_first
+        q_dim, rope_step = (spec.head_dim, 0) if rope is None else (spec.latent_dim, tensors.row_step(rope))
         launcher = loaded_kernels.launcher(found.kernel, config, index)
         row_bytes = {  # the bytes of one token in each operand
-            "q": spec.num_heads * spec.head_dim * ITEMSIZE[spec.q_dtype],
+            "q": spec.num_heads * q_dim * ITEMSIZE[spec.q_dtype],
+            "q_rope": spec.num_heads * rope_step * ITEMSIZE[spec.q_dtype],
             "indices": spec.num_selected * ITEMSIZE["int32"],
             "lengths": ITEMSIZE["int32"],
             "out": spec.num_heads * spec.latent_dim * ITEMSIZE[spec.out_dtype],
@@ -182,7 +240,8 @@ class KernelPlan(Plan):
             count = stop - first
             shapes = workspaces_of(config, sms, count, spec.num_selected)
             operands = {
-                "q": (count * spec.num_heads, spec.head_dim),
+                "q": (spec.num_heads, count, q_dim) if heads_first else (count * spec.num_heads, q_dim),
+                **({} if rope is None else {"q_rope": (count * spec.num_heads, rope_step)}),
                 **{name: each.shape for name, each in zip(CACHES, pages, strict=False)},
                 "indices": (count, spec.num_selected),
                 **({"lengths": (count,)} if lengths else {}),
@@ -226,11 +285,11 @@ class KernelPlan(Plan):
             if return_lse:
                 lse = devices.new_tensor(*self.new_lse)
         else:
-            read = SparseInputs(*inputs)._asdict()  # type: ignore[arg-type]
+            read = self.kind(*inputs)._asdict()  # type: ignore[arg-type]
             out, lse = self.layout.take(return_lse, out, lse, read)
         stream = devices.current_stream(self.index)
         if not self.has_fast_path:
-            inputs = self.prepare(SparseInputs(*inputs))  # type: ignore[arg-type]
+            inputs = self.prepare(self.kind(*inputs))  # type: ignore[arg-type]
         addresses = [tensor.data_ptr() for tensor in inputs if tensor is not None]
         on_device = scales.on_device(factors, self.index, stream)
         if workspace is None:
@@ -247,7 +306,7 @@ class KernelPlan(Plan):
                 devices.give_back(base)
         return out, lse
 
-    def prepare(self, inputs: SparseInputs) -> SparseInputs:
+    def prepare(self, inputs: SparseInputs | PairInputs) -> SparseInputs | PairInputs:
         """The steps that few calls need before their launch; returns the tensors as the kernel reads them."""
         self.check(inputs)
         if any(each.step > 1 for each in self.pages):

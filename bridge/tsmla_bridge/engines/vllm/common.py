@@ -7,13 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import vllm
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backends.mla import sparse_utils
 
+from tsmla_bridge.engines import versions
 from tsmla_bridge.runtime.tensors import dtype_name
 
+HEADS_FIRST = versions.is_before(vllm.__version__, (0, 30))
+"""Whether vLLM gives a query's latent part with its heads in front in memory, as a product over heads leaves them."""
 PAGE_SIZES = (64, 128, 32, 16)  # the first is the best
 DIMENSIONS = {576: (512, 64), 512: (512, 0), 320: (256, 64)}  # head size: latent and rope width
 FP8_CACHES = ("fp8", "fp8_e4m3")

@@ -29,6 +29,7 @@ from tsmla_bridge.engines.context_parallel import Deal, visible_keys
 from tsmla_bridge.engines.vllm.common import (
     DIMENSIONS,
     FP8_CACHES,
+    HEADS_FIRST,
     PAGE_SIZES,
     SHORT_EXTEND,
     HopperBackend,
@@ -44,9 +45,6 @@ from tsmla_bridge.runtime import devices, tensors
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
-
-HEADS_FIRST = versions.is_before(vllm.__version__, (0, 30))
-"""Whether vLLM gives a query's latent part with its heads in front in memory, as a product over heads leaves them."""
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 

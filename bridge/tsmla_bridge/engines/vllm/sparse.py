@@ -26,6 +26,7 @@ from tsmla_bridge.engines.vllm import slots
 from tsmla_bridge.engines.vllm.common import (
     DIMENSIONS,
     FP8_CACHES,
+    HEADS_FIRST,
     SHORT_EXTEND,
     HopperBackend,
     HopperImpl,
@@ -42,6 +43,7 @@ from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.layouts import V32_PACKED
 from tsmla_kernels.contract.rules import Array
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
@@ -219,7 +221,10 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
                     num_tokens=num_tokens, num_selected=self.topk_tokens, batch_invariant=self.batch_invariant,
                     tokens_per_request=per_request,
                 )  # fmt: skip
-                op.warm(spec, index, lengths=True)
+                # The layer hands a query over in two tensors; context parallelism gathers it in one.
+                in_two = self.dcp_world_size == 1 and self.mla_dims.qk_rope_head_dim > 0
+                heads_first = HEADS_FIRST and sm90_decode.reads_heads_first(asked.num_heads) and num_tokens > 1
+                op.warm(spec, index, lengths=True, split_q=in_two, heads_first=heads_first)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -243,6 +248,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         super().__init__(*arguments, **mla)
         if self.topk_indices_buffer is None:
             raise ValueError("topk_indices_buffer: got None, and no indexer; sparse attention needs one of them")
+        self._pairs_read: dict[tuple[int, int, int], bool] = {}
         self.supports_quant_query_input = False  # so that queries keep 16 bits, which the kernel takes over every cache
 
     def forward_mqa(
@@ -254,19 +260,27 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Latent attention of the first T tokens over the positions in vLLM's buffer of selected ones.
 
-        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which is concatenated: the kernel gathers keys and has
-        one tensor of queries. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
-        if isinstance(q, tuple) and not q[1].shape[-1]:
-            q = q[0]
+        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which is joined unless the kernel reads it as it is.
+        Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
+        parts: tuple[torch.Tensor, ...] = q if isinstance(q, tuple) else (q,)
+        if len(parts) == 2 and parts[1].shape[-1] == 0:
+            parts = parts[:1]
         rows, step = _rows(kv_c_and_k_pe_cache)
-        selected = self._selected(q, attn_metadata, step)
+        # Prompts and drafts have several; the kernel is the same for 2 and for more.
+        per_request = min(max(attn_metadata.max_query_len, 1), SEVERAL)
+        joins = len(parts) == 2 and not self._reads_pair(len(parts[0]), parts[0].shape[1], per_request)
+        selected = self._selected(parts, attn_metadata, step, joins)
+        if selected.joined is not None:
+            parts = (selected.joined,)
+        if len(parts) == 1 or not tensors.is_heads_first(parts[0]):
+            parts = (parts[0].contiguous(), *parts[1:])
         is_fp8, return_lse = rows.dtype == torch.float8_e4m3fn, self.need_to_return_lse_for_decode
         softmax_scale: Any = self.scale
         if is_fp8:
             assert attn_metadata.scales is not None
             softmax_scale = attn_metadata.scales.of(layer.layer_name, attn_metadata.step)
         results: Any = op.sparse_mla(
-            selected.q.contiguous(),
+            parts if len(parts) == 2 else parts[0],
             rows,
             selected.slots,
             selected.counts,
@@ -275,15 +289,29 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
             kv_scale=layer._k_scale if is_fp8 else None,
             return_lse=return_lse,
             batch_invariant=self.batch_invariant,
-            # Prompts and drafts have several; the kernel is the same for 2 and for more.
-            tokens_per_request=min(max(attn_metadata.max_query_len, 1), SEVERAL),
+            tokens_per_request=per_request,
         )
         return results if return_lse else (results, None)
 
-    def _selected(self, q: torch.Tensor | slots.Pair, metadata: TsmlaMLASparseMetadata, step: int) -> slots.Selected:
-        """The rows of the cache that the tokens' selected positions lie in, how many of their columns count, and q in
-        one tensor. `step` is the number of rows from one page to the next."""
-        positions = self.topk_indices_buffer[: len(q[0] if isinstance(q, tuple) else q)]
+    def _reads_pair(self, num_tokens: int, num_heads: int, per_request: int) -> bool:
+        """Whether the kernel that serves such a call reads a query in two tensors."""
+        key = num_tokens, num_heads, per_request
+        if key not in self._pairs_read:
+            spec = describe(
+                self.head_size, self.dtype, self.kv_cache_dtype, num_heads=num_heads, num_tokens=num_tokens,
+                num_selected=self.topk_indices_buffer.shape[1], batch_invariant=self.batch_invariant,
+                tokens_per_request=per_request,
+            )  # fmt: skip
+            self._pairs_read[key] = op.reads_pair(spec)
+        return self._pairs_read[key]
+
+    def _selected(
+        self, q: tuple[torch.Tensor, ...], metadata: TsmlaMLASparseMetadata, step: int, joins: bool
+    ) -> slots.Selected:
+        """The rows of the cache that the tokens' selected positions lie in, and how many of their columns count; and q
+        in one tensor, if it joins its two. `step` is the number of rows from one page to the next."""
+        parts = (q[0], q[-1]) if joins else None
+        positions = self.topk_indices_buffer[: len(q[0])]
         requests = metadata.req_id_per_token[: len(positions)]
         group = getattr(self, "index_group", None)
         if self.dcp_world_size > 1:
@@ -306,8 +334,9 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
                 positions, metadata, block_stride_rows=step, return_valid_counts=True
             )
         else:
-            return slots.selected(positions, requests, slots.Pages(metadata.block_table, metadata.block_size, step), q)
-        return slots.Selected(rows, counts, _joined(q, self.kv_lora_rank) if isinstance(q, tuple) else q)
+            pages = slots.Pages(metadata.block_table, metadata.block_size, step)
+            return slots.selected(positions, requests, pages, parts)
+        return slots.Selected(rows, counts, None if parts is None else _joined(parts, self.kv_lora_rank))
 
 
 def _joined(q: tuple[torch.Tensor, torch.Tensor], latent_dim: int) -> torch.Tensor:

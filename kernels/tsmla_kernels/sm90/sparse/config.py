@@ -67,6 +67,9 @@ class SparseConfig:
         the operand union_bits says which of the tokens select each slot: see union_config.py.
       skips: whether there may be negative lengths, each of which leaves the row tile to another launch.
       whole: whether CTAs have whole row tiles, which leaves no schedule and nothing to merge: see whole.py.
+      split_q: whether the rope columns of q are a separate array, whose rows may be wider. Only if takes_split_q.
+      heads_first: whether the latent columns of a split q are [H, T, L], the order in which a product over heads writes
+        them.
     """
 
     dtype: str
@@ -89,6 +92,8 @@ class SparseConfig:
     tokens: int = 1
     skips: bool = False
     whole: bool = False
+    split_q: bool = False
+    heads_first: bool = False
 
     @property
     def fp8_queries(self) -> bool:
@@ -192,6 +197,16 @@ class SparseConfig:
     def rope_offset(self) -> int:
         """The offset in a row of its columns of 16 bits."""
         return self.row_bytes - 2 * (self.head_dim - self.e4m3_columns)
+
+    @property
+    def takes_split_q(self) -> bool:
+        """Whether there is a form of this kernel with split_q."""
+        return self.q_in_registers and self.head_dim > LATENT_DIM
+
+    @property
+    def q_dim(self) -> int:
+        """Columns of the operand q."""
+        return LATENT_DIM if self.split_q else self.head_dim
 
     @property
     def stage_keys(self) -> int:
@@ -311,7 +326,8 @@ def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
 
 
 def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False) -> SparseConfig:
-    """The configuration that serves `spec`; `lengths` and `sinks` say whether the call has these operands."""
+    """The configuration that serves `spec`; `lengths` and `sinks` say whether the call has these operands. A call whose
+    q is two arrays takes it with split_q, if takes_split_q."""
     page_size, page_span = _pages(spec.cache)
     compressed_page_size, compressed_page_span = (0, 0) if spec.compressed is None else _pages(spec.compressed)
     return SparseConfig(

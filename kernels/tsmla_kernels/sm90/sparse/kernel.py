@@ -117,6 +117,7 @@ class SparseMla:
     def __call__(self, stream: cuda.CUstream, q: cute.Tensor, *others: cute.Tensor):
         config = self.config
         operands = list(others)
+        q_rope = operands.pop(0) if const_expr(config.split_q) else None
         caches = tuple(operands.pop(0) for _ in range(1 + config.two_caches))
         indices = operands.pop(0)
         if const_expr(config.lengths):
@@ -126,7 +127,7 @@ class SparseMla:
         sinks = operands.pop(0) if const_expr(config.sinks) else None
         max_logits = operands.pop(3) if const_expr(config.max_logits) else None  # behind scales, out and lse
         arrays = Arrays(indices, lengths, sinks, *operands)
-        self.launch(stream, q, caches, arrays._replace(max_logits=max_logits))
+        self.launch(stream, q, caches, arrays._replace(max_logits=max_logits, q_rope=q_rope))
 
     @cute.jit
     def launch(self, stream: cuda.CUstream, q: cute.Tensor, caches: tuple[cute.Tensor, ...], arrays: Arrays):
@@ -279,6 +280,7 @@ class SparseMla:
             self.registers.set(self.registers.copies)
             gather = Gather(
                 q=q,
+                q_rope=arrays.q_rope,
                 caches=caches,
                 indices=arrays.indices,
                 ring=storage.ring.data_ptr().toint(),

@@ -19,7 +19,7 @@ FIRST_PIECES_THREADS = 32 + 32 * GATHER_WARPS  # the scheduling warp and the gat
 
 
 class Arrays(NamedTuple):
-    """The launcher's operands after q and the caches.
+    """The launcher's operands but q and the caches.
 
     Attributes:
       indices: [T, K] i32. lengths: [T] i32; if the call has no lengths, a tensor of that shape whose values are not
@@ -29,6 +29,7 @@ class Arrays(NamedTuple):
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
       bits, token_lengths: None if a row tile has one token. If it has several, the indices are unions; bits has, for
         each slot, a bit for each token of the group, and token_lengths a length for each token: see UnionArrays.
+      q_rope: [N, W], the rope columns of q, if they are a separate array, otherwise None.
     """
 
     indices: cute.Tensor
@@ -43,6 +44,7 @@ class Arrays(NamedTuple):
     bits: cute.Tensor | None = None
     token_lengths: cute.Tensor | None = None
     max_logits: cute.Tensor | None = None
+    q_rope: cute.Tensor | None = None
 
 
 class Query(NamedTuple):
@@ -70,7 +72,7 @@ class Gather(NamedTuple):
     """Operands and shared memory of the gathering warps.
 
     Attributes:
-      q, indices: operands. caches: one cache or two.
+      q, q_rope, indices: operands; q_rope is None if q is one array. caches: one cache or two.
       ring: the address of the ring's first stage. full, empty: the ring's barriers.
       valid: [GATHER_WARPS, stages], a word for the rows that a gathering warp copies to a stage. It has a bit for each
         row, which says whether the row's slot exists; or, if a row tile has several tokens, a bit for each token, which
@@ -81,6 +83,7 @@ class Gather(NamedTuple):
     """
 
     q: cute.Tensor
+    q_rope: cute.Tensor | None
     caches: tuple[cute.Tensor, ...]
     indices: cute.Tensor
     ring: Int32

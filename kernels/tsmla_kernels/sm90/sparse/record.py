@@ -38,7 +38,8 @@ def sparse_mla_operands(config: SparseConfig | UnionConfig) -> tuple[Operand, ..
 
     A cache is passed as the call has it: [P, span, 656] of V3.2 rows, [P, page_bytes] of V4 pages, or plain [P, span,
     D]. `scales` are softmax_scale * q_scale, kv_scale and compressed_kv_scale; a scale that the call does not have is
-    1.
+    1. With split_q there is q_rope [N, W], which has the rope columns first, as in mla_decode; if heads_first, q is
+    [H, T, L].
     """
     alone = config.alone if isinstance(config, UnionConfig) else config
     rows: tuple[int | None, ...] = {
@@ -51,8 +52,10 @@ def sparse_mla_operands(config: SparseConfig | UnionConfig) -> tuple[Operand, ..
     sinks = (Operand("sinks", "float32", (config.num_heads,), align=4),) if config.sinks else ()
     # The workspaces' static sizes don't depend on the number of multiprocessors, the tokens or the columns.
     workspaces = workspaces_of(config, 1, 1, 1)
+    q_rope = (Operand("q_rope", config.dtype, (None, None)),) if alone.split_q else ()
     return (
-        Operand("q", config.dtype, (None, config.head_dim)),
+        Operand("q", config.dtype, (config.num_heads, None, alone.q_dim) if alone.heads_first else (None, alone.q_dim)),
+        *q_rope,
         *(Operand(name, config.kv_dtype, rows, wide=True) for name in names),
         Operand("indices", "int32", (None, None), align=4, wide=True),
         *lengths,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.latent.memory import Described, Piece
 from tsmla_kernels.sm90.sparse.config import BLOCK, GATHER_WARPS
@@ -69,15 +69,25 @@ class RowGatherer(SelectedRows):
         """Copy a piece's Q, 32 rows a stage. first, place: this lane's first row, and its place in a stage. stage: the
         index and phase of the first stage. Return those of the stage behind Q."""
         index, phase = stage
-        source = gather.q.iterator.toint() + (Int64(piece[Piece.ROW] + first) * self.row_bytes + chunk * 16)
+        source, step = self.query_row(piece, first, gather)
+        source += chunk * 16
+        rope = Int64(0)
+        if const_expr(self.config.split_q):
+            rope = self.rope_row(piece, first, gather) + chunk * 16
         left = piece[Piece.VALID_ROWS] - first
         for _ in cutlass.range(uniform(piece[Piece.Q_STAGES]), unroll=1):
             cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
             there = gather.ring + (index * (2 * self.ring.stage_elements) + place)
             for half in cutlass.range_constexpr(2):
-                row, exists = source + half * (AT_ONCE * self.row_bytes), Int32(left > AT_ONCE * half)
-                self.copy_tiles(there + half * (AT_ONCE * LINE), row, exists)
-            source += KEYS * self.row_bytes
+                row, exists = source + half * (AT_ONCE * step), Int32(left > AT_ONCE * half)
+                self.copy_tiles(there + half * (AT_ONCE * LINE), row, exists, self.config.q_dim)
+                if const_expr(self.config.split_q):
+                    to = there + (half * (AT_ONCE * LINE) + self.config.q_dim // TILE * (KEYS * LINE))
+                    columns = self.config.head_dim - self.config.q_dim
+                    self.copy_tiles(to, rope + half * (AT_ONCE * self.rope_step(gather)), exists, columns)
+            source += KEYS * step
+            if const_expr(self.config.split_q):
+                rope += KEYS * self.rope_step(gather)
             left -= KEYS
             self.announce_rows(index, gather)
             index, phase = self.ring.advance(index, phase)
@@ -87,15 +97,34 @@ class RowGatherer(SelectedRows):
     def copy_key(self, slot: Int32, column: Int32, there: Int32, chunk: Int32, gather: Gather):
         """Copy this lane's part of the row of `slot` to `there`. Return whether the row exists."""
         row = self.locate(slot, column, gather)
-        self.copy_tiles(there, row.address + chunk * 16, row.exists)
+        self.copy_tiles(there, row.address + chunk * 16, row.exists, self.config.head_dim)
         return row.exists
 
-    def copy_tiles(self, there: Int32, source: Int64, exists: Int32) -> None:
-        """Copy 16 bytes of each tile of columns of a row. If the row does not exist, nothing is read, and they become
-        0."""
+    @cute.jit
+    def query_row(self, piece: Described, row: Int32, gather: Gather):
+        """The address of a row of a piece's Q, of its latent columns if they are apart; and bytes from row to row."""
+        row_bytes = self.config.q_dim * 2
+        at, step = Int64(piece[Piece.ROW] + row), row_bytes
+        if const_expr(self.config.heads_first):
+            tokens = Int64(gather.q.shape[1])
+            at, step = (piece[Piece.ROW_IN_REQUEST] + row) * tokens + piece[Piece.REQUEST], tokens * row_bytes
+        return gather.q.iterator.toint() + at * row_bytes, step
+
+    @cute.jit
+    def rope_row(self, piece: Described, row: Int32, gather: Gather):
+        """The address of the rope columns of a row of a piece's Q."""
+        return gather.q_rope.iterator.toint() + Int64(piece[Piece.ROW] + row) * self.rope_step(gather)
+
+    def rope_step(self, gather: Gather) -> Int32:
+        """Bytes from row to row of q_rope."""
+        return gather.q_rope.shape[1] * 2
+
+    def copy_tiles(self, there: Int32, source: Int64, exists: Int32, columns: int) -> None:
+        """Copy 16 bytes of each tile of `columns` columns of a row. If the row does not exist, nothing is read, and
+        they become 0."""
         copies = "".join(
             f"cp.async.cg.shared.global.L2::128B [{{$r0}}+{tile * KEYS * LINE}], [{{$r1}}+{tile * LINE}], 16, {{$r2}};"
-            for tile in range(self.config.head_dim // TILE)
+            for tile in range(columns // TILE)
         )
         cute.arch.inline_ptx(copies, read_only_args=[there, source, exists * 16])
 
