@@ -100,6 +100,97 @@ def test_nothing_is_copied(gpu: Gpu) -> None:
     assert gpu.operands["scales"].tolist() == pytest.approx([case.options["softmax_scale"], 1, 1])
 
 
+SPLIT = {"layout": "plain", "kv_dtype": "bfloat16", "heads": 128, "tokens": 5}
+"""A call whose kernel reads a query in two tensors."""
+
+
+def two_tensors(q: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The query's two parts as tensors of their own: dense, with rope columns of wider rows, and with heads in front of
+    tokens in memory."""
+    latent, rope = q[..., :512].clone(), q[..., 512:]
+    wide = torch.full((*rope.shape[:-1], 192), torch.nan, dtype=rope.dtype)
+    wide[..., 128:] = rope
+    heads_first = latent.movedim(1, 0).contiguous().movedim(0, 1)
+    return {"dense": (latent, rope.clone()), "wide": (latent, wide[..., 128:]), "first": (heads_first, wide[..., 128:])}
+
+
+@pytest.mark.parametrize("which", ["dense", "wide", "first"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_queries_in_two_tensors_are_not_copied(gpu: Gpu, which: str, batch_invariant: bool) -> None:
+    case = sparse_inputs.call(**SPLIT)
+    q = tensors_of(case)["q"]
+    latent, rope = two_tensors(q)[which]
+    for _ in range(2):  # the second call finds the plan of the first
+        assert_right(attend(case, q=(latent, rope), batch_invariant=batch_invariant), case)
+        assert gpu.operands["q"].data_ptr() == latent.data_ptr()
+        assert gpu.operands["q_rope"].data_ptr() == rope.data_ptr()
+        assert gpu.operands["q_rope"].shape[1] == (64 if which == "dense" else 192)
+        assert gpu.operands["q"].dim() == (3 if which == "first" else 2)
+        assert_right(attend(case, batch_invariant=batch_invariant), case)  # one tensor, by a plan of its own
+        assert "q_rope" not in gpu.operands
+    attend(case, q=(q[..., :512], q[..., 512:]), batch_invariant=batch_invariant)  # columns of one tensor
+    assert gpu.operands["q"].data_ptr() == q.data_ptr() and gpu.loads == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"layout": "v32", "kv_dtype": None}, {"heads": 16}, {"tokens": 1}, {"heads": 16, "tokens": 40}],
+    ids=str,
+)
+def test_a_pair_is_joined_for_other_kernels(gpu: Gpu, changed: dict[str, Any]) -> None:
+    case = sparse_inputs.call(**{name: value for name, value in (SPLIT | changed).items() if value is not None})
+    for pair in two_tensors(tensors_of(case)["q"]).values():
+        assert_right(attend(case, q=pair), case)
+        assert "q_rope" not in (gpu.operands if gpu.launches else {})
+
+
+def test_a_pair_of_no_tokens(gpu: Gpu) -> None:
+    case = sparse_inputs.call(**SPLIT)
+    none = {name: tensors_of(case)[name][:0] for name in ("indices", "lengths")}
+    for latent, rope in two_tensors(tensors_of(case)["q"]).values():
+        out, lse = attend(case, q=(latent[:0], rope[:0]), **none)
+        assert (out.shape, lse.shape) == ((0, 128, 512), (0, 128)) and not gpu.launches
+
+
+def test_launches_of_some_tokens_join_what_has_heads_in_front(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_shape, "launches", lambda shape, tokens, selected: [(0, 3), (3, tokens)])
+    case = sparse_inputs.call(**SPLIT)
+    for which, pair in two_tensors(tensors_of(case)["q"]).items():
+        gpu.launches.clear()
+        assert_right(attend(case, q=pair), case)
+        assert ["q_rope" in seen for _, seen in gpu.launches] == [which != "first"] * 2
+
+
+def test_a_pair_by_definition_and_as_an_operator() -> None:
+    case = sparse_inputs.call(**SPLIT)
+    pair = two_tensors(tensors_of(case)["q"])["first"]
+    assert_right(attend(case, q=pair), case)
+    given = tensors_of(case) | case.options | {"return_lse": True}
+
+    def run(*parts: torch.Tensor) -> Any:
+        return tsmla_bridge.sparse_mla(**(given | {"q": parts}))
+
+    assert_right(torch.compile(run, backend="eager", fullgraph=True)(*pair), case)
+    latent, rope = (part.clone().requires_grad_() for part in pair)
+    attend(case, q=(latent, rope), return_lse=False).float().sum().backward()
+    assert latent.grad is not None and rope.grad is not None
+
+
+def test_a_pair_that_is_no_query_is_refused(gpu: Gpu) -> None:
+    case = sparse_inputs.call(**SPLIT)
+    latent, rope = two_tensors(tensors_of(case)["q"])["dense"]
+    for pair, message in (
+        ((rope, latent), "q: got a pair of 64 and 512 columns; legal: 512 latent ones"),
+        ((latent[:, ::2], rope[:, ::2]), r"q: got a pair .* torch\.cat\(q, -1\) makes one of them"),
+        ((latent, rope.half()), "q: got a pair of dtypes bfloat16 and float16"),
+        ((latent, rope, rope), "q: got 3 tensors; legal: one, or the pair"),
+        ((latent, rope[:3]), "q: got a pair of shapes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(case, q=pair)
+    assert not gpu.launches
+
+
 def test_calls_like_the_latest_and_others(gpu: Gpu) -> None:
     first = sparse_inputs.call("v32")
     others = {

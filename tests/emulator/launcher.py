@@ -129,17 +129,22 @@ class StandInLauncher(launch.Launcher):
         assert address % operand.align == 0
         return over_memory(address, shape, operand.dtype)
 
+    def _in_one(self, operands: Operands) -> Operands:
+        """The operands with q [N, D], if it is split."""
+        config, q = self.config, operands["q"]
+        if not getattr(config, "split_q", False):
+            return operands
+        if config.heads_first:
+            q = q.transpose(0, 1).reshape(-1, q.shape[-1])
+        # of the rows of q_rope only the first columns
+        return operands | {"q": torch.cat((q, operands["q_rope"][:, : config.head_dim - q.shape[-1]]), -1)}
+
     def _mla_decode(self, operands: Operands) -> None:
         config = self.config
         for name in ("partial_out", "partial_lse", "split_info"):
             operands[name].view(torch.uint8).fill_(0xFF)  # anything else that lies there is spoilt
         out, lse = (operands[name].view(-1, config.num_heads, *operands[name].shape[1:]) for name in ("out", "lse"))
-        q = operands["q"]
-        if config.heads_first:
-            q = q.transpose(0, 1).reshape(-1, config.latent_dim)
-        if config.split_q:  # of its rows only the first columns
-            q = torch.cat((q, operands["q_rope"][:, : config.rope_dim]), -1)
-        q = q.view(-1, config.num_heads, config.head_dim)
+        q = self._in_one(operands)["q"].view(-1, config.num_heads, config.head_dim)
         offsets = operands["cu_seqlens_q"] if config.ragged else None
         written = torch.ones(len(q), dtype=torch.bool)
         if offsets is None:
@@ -214,7 +219,7 @@ class StandInLauncher(launch.Launcher):
         for operand in self.operands:
             if operand.output and operand.name not in ("out", "lse", "max_logits"):
                 operands[operand.name].view(torch.uint8).fill_(0xFF)
-        given = call_of(self.config, operands)
+        given = call_of(self.config, self._in_one(operands))
         arrays = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         spec = sparse_mla_spec(**(given | describe(arrays)), return_max_logits=self.config.max_logits)
         found = sparse_reference.sparse_mla(

@@ -1,5 +1,7 @@
 """The sparse kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
 
+import dataclasses
+
 import pytest
 
 from tests.kernels.object_checks import all_but_slow, check_compiled
@@ -194,3 +196,21 @@ def test_everything_stays_in_registers(name: str) -> None:
     config = SPARSE_MLA.from_options(CONFIGS[name])
     assert config.whole == (name in WHOLE)
     check_compiled(SPARSE_MLA, config, kernels=1 if config.whole else 2)  # attention and combine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "heads_first"),
+    [
+        ("bf16, D 576, 128 heads", True),
+        ("f16, D 576, 33 heads, batch invariant", False),
+        ("f16, D 576, 64 heads, many tokens", True),
+        ("bf16, D 576, 128 heads, few tokens of few columns", True),
+        ("bf16, D 576, two caches, 128 heads, many tokens", False),
+    ],
+)
+def test_queries_in_two_arrays_stay_in_registers(name: str, heads_first: bool) -> None:
+    config = SPARSE_MLA.from_options(CONFIGS[name])
+    assert config.takes_split_q
+    split = dataclasses.replace(config, split_q=True, heads_first=heads_first)
+    check_compiled(SPARSE_MLA, split, kernels=1 if config.whole else 2)
