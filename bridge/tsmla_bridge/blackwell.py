@@ -16,7 +16,7 @@ PACKAGE = "tokenspeed_mla"
 
 
 def package() -> ModuleType | None:
-    """The real package; None if it isn't installed, or its name belongs to tsmla_bridge's module."""
+    """The real package tokenspeed_mla; None if it isn't installed, or its name belongs to tsmla_bridge's module."""
     imported = sys.modules.get(PACKAGE)
     if imported is not None:
         return None if imported.__name__.startswith("tsmla_bridge") else imported
@@ -24,12 +24,12 @@ def package() -> ModuleType | None:
 
 
 def is_device(device: torch.device) -> bool:
-    """Whether this is a GPU that the package is written for."""
+    """Whether this is a GPU that the package tokenspeed_mla is written for."""
     return devices.kind(device) == "cuda" and devices.is_blackwell(devices.index_of(device))
 
 
 def runs(op: str, tensor: torch.Tensor) -> bool:
-    """Whether the package runs a call on this tensor: it does on a Blackwell GPU.
+    """Whether the package tokenspeed_mla runs a call on this tensor: it does on GPUs of compute capability 10.x.
 
     NotImplementedError if the package can't be called."""
     if not is_device(tensor.device):
@@ -40,7 +40,7 @@ def runs(op: str, tensor: torch.Tensor) -> bool:
 
 
 def why_not() -> list[str]:
-    """Why the package can't be called; empty if it can."""
+    """Why the package tokenspeed_mla can't be called; empty if it can."""
     if package() is not None:
         return []
     if PACKAGE in sys.modules:

@@ -30,7 +30,7 @@ class FlashMLASchedMeta:
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """The metadata that flash_mla_with_kvcache takes. One result serves any number of calls of any lengths. All
-    arguments are ignored: versions of the package differ in them."""
+    arguments are ignored: versions of flash_mla differ in them."""
     return FlashMLASchedMeta(), None
 
 
@@ -185,9 +185,9 @@ def flash_mla_with_kvcache(
 def _whole_rows(table: torch.Tensor) -> torch.Tensor:
     """A table widened to the full rows of the tensor that it was sliced from, as far as its memory goes.
 
-    The package's kernels read a row as far as its request's keys go, whatever the table's width. SGLang relies on that:
-    it captures its graphs with a slice of one column, all that the lengths of the capture need, of a buffer that it
-    fills before each replay."""
+    flash_mla's own kernels read a row as far as its request's keys go, whatever the table's width. SGLang relies on
+    that: it captures its graphs with a slice of one column, all that the lengths of the capture need, of a buffer that
+    it fills before each replay."""
     if table.dim() != 2 or table.stride(1) != 1 or not len(table):
         return table
     pitch, begin = table.stride(0), table.storage_offset()

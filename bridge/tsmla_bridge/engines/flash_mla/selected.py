@@ -18,7 +18,7 @@ _COLUMN_MULTIPLE = 4
 
 
 class Names(NamedTuple):
-    """The package's names of the arguments that make a Selection."""
+    """flash_mla's names of the arguments that make a Selection."""
 
     cache: str
     indices: str
@@ -185,7 +185,7 @@ def read_no_lse() -> None:
 
 
 def lse_of_selected(lse: torch.Tensor) -> torch.Tensor:
-    """The lse of a call with indices as the package gives it; unchanged after `read_no_lse`."""
+    """The lse of a call with indices as the package flash_mla gives it; unchanged after `read_no_lse`."""
     return as_the_packages(lse) if _lse_is_read else lse
 
 

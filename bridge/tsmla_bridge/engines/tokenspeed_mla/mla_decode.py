@@ -290,7 +290,7 @@ def _check_sizes(
     max_seq_len: int,
     min_split_kv: int,
 ) -> None:
-    """Refuse shapes, dtypes and bounds that the package refuses and the contract does not."""
+    """ValueError for shapes, dtypes and bounds that the package tokenspeed_mla refuses and the contract does not."""
     if query.dim() != 4 or query.shape[-1] != head_dim:
         raise ValueError(
             f"query: got shape {show(tuple(query.shape))}; legal: [B, S, H, D], D = kv_lora_rank + qk_rope_head_dim ="
@@ -321,7 +321,7 @@ def _check_mask(
     ranks: tuple[int, int, int],
     local_visible_lens: torch.Tensor | None,
 ) -> None:
-    """Refuse masks that the package refuses."""
+    """ValueError for masks that the package tokenspeed_mla refuses."""
     q_len = query.shape[1]
     if window_left < -1 or 0 <= window_left < q_len - 1:
         raise ValueError(f"window_left: got {window_left}; legal: -1, or at least S - 1 = {q_len - 1}")

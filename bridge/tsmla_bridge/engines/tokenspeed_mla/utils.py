@@ -9,7 +9,7 @@ import torch
 
 @functools.cache
 def get_num_sm(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device, by which engines size the decode workspace; 1 for a CPU.
+    """The number of multiprocessors of a CUDA device, by which engines size the decode workspace; 1 for a CPU.
 
     Args:
       device: a CUDA device, or a CPU.

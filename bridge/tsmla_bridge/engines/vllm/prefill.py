@@ -129,5 +129,5 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         result, lse = results if return_lse else (results, None)
         if out is not None and dense_out is None:
             result = out.copy_(result)
-        # The kernel that merges the parts reads lse as dense [H, T], without its strides, before vLLM 0.30.
+        # Before vLLM 0.30 the kernel that merges the parts reads lse as dense [H, T], whatever its strides.
         return result if lse is None else (result, lse.transpose(0, 1).contiguous())

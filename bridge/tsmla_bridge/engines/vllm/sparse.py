@@ -308,8 +308,8 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
     def _selected(
         self, q: tuple[torch.Tensor, ...], metadata: TsmlaMLASparseMetadata, step: int, joins: bool
     ) -> slots.Selected:
-        """The rows of the cache that the tokens' selected positions lie in, and how many of their columns count; and q
-        in one tensor, if it joins its two. `step` is the number of rows from one page to the next."""
+        """The rows of the cache that the tokens' selected positions lie in, and how many of their columns count; and,
+        if `joins`, q's two parts in one tensor. `step` is the number of rows from one page to the next."""
         parts = (q[0], q[-1]) if joins else None
         positions = self.topk_indices_buffer[: len(q[0])]
         requests = metadata.req_id_per_token[: len(positions)]
