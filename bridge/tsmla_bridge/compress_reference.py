@@ -56,7 +56,7 @@ def _entries(spec: CompressWriteSpec, arrays: Arrays) -> tuple[torch.Tensor, tor
     lens = arrays.seq_lens.long()
     begun = (lens - offsets.diff()) // compress.ratio
     entry = begun[request] + places - first[request]
-    # Rows before the first request's have places, too, but complete nothing.
+    # Rows of kv_score before the first request have places, too, but complete nothing.
     return request, entry, (entry < (lens // compress.ratio)[request]) & (places >= first[0])
 
 

@@ -31,7 +31,7 @@ one bit for bool."""
 
 
 def _jax() -> ModuleType:
-    """The module jax. ImportError, with the way out, where it isn't installed."""
+    """The module jax. ImportError that says how to install it, where it isn't installed."""
     try:
         return importlib.import_module("jax")
     except ImportError as error:

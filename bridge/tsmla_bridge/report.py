@@ -28,7 +28,7 @@ class Torch(NamedTuple):
 
 
 def examine() -> Torch:
-    """Ask torch for its GPUs. Starts CUDA where torch can use it; allocates nothing there."""
+    """Ask torch for its GPUs. Starts CUDA where torch can use it; makes no tensor."""
     operations = _operations()
     try:
         import torch

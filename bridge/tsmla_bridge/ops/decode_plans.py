@@ -149,7 +149,7 @@ class Plan(plans.Plan[DecodeSpec]):
         The parameters are separate: to make a bundle of them would take 0.4 us of each call."""
         kv_cache = tensors.without_head_axis(kv_cache)
         inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, q_rope)
-        assert not isinstance(workspace, int)  # address_in gives these plans none
+        assert not isinstance(workspace, int)  # these plans' address_in returns none
         read = {"q": q, "q's rope columns": q_rope, "kv_cache": kv_cache}
         results = self.attend(inputs.joined(), pair, workspace)
         return self.layout.hand_over(results, return_lse, out, lse, read)
@@ -374,7 +374,7 @@ class KernelPlan(Plan):
         if self.page_step > 1:
             block_tables = (block_tables * self.page_step).contiguous()
         elif self.table_is_slice:
-            tensors.table_width(block_tables)  # the memory of this one may end too early
+            tensors.table_width(block_tables)  # raises if the memory of this table ends too early
         if cu_seqlens_q is not None:
             out.zero_()  # the kernel walks requests: it does not write rows that belong to none
             if lse is not None:

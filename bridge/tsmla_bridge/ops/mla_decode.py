@@ -154,7 +154,7 @@ def mla_decode(
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
     check_workspace(workspace)
-    # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
+    # The latest plan's key: a plain tuple, equal to the DecodeOptions, which would take 0.3 us of every call to make.
     options = (latent_dim, max_q_len, causal, batch_invariant, fp8_probabilities, implementation)
     compiling = torch.compiler.is_compiling()
     query: Any = q  # one tensor as soon as there is a plan: all columns of q, or with `rope` the latent ones

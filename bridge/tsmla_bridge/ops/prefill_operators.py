@@ -61,8 +61,8 @@ class Operators(NamedTuple):
 def call(
     form: Form, inputs: Inputs, options: PrefillOptions, given_scales: Mapping[str, Any], asked: Asked
 ) -> torch.Tensor | Computed:
-    """The public function: a call that is traced, or has a derivative and does not name the reference, goes to the
-    operator; others go past it."""
+    """Run a call of the public function. One that is traced, or has a derivative and does not name the reference, goes
+    to the operator; others go past it."""
     values = inputs[:3]
     traced = torch.compiler.is_compiling() or operators.is_traced(*values, derivatives=False)
     spec = None if traced else form.spec(inputs, options, given_scales)

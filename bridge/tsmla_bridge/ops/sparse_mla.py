@@ -240,7 +240,7 @@ def sparse_mla(
     Raises:
       TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
-    # The latest plan's key: SparseOptions as a plain tuple, because to make them would take time in every call.
+    # The latest plan's key: a plain tuple, equal to the SparseOptions, which would take time in every call to make.
     options = (
         latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
         form, tokens_per_request, deterministic, return_max_logits, implementation,

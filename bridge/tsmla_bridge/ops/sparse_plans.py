@@ -85,7 +85,8 @@ def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
 
 
 def make_pair_plan(inputs: PairInputs, options: SparseOptions) -> Plan:
-    """The plan of a call whose q is a pair of tensors. Raises as make_plan does."""
+    """The plan of a call whose q is a pair of tensors. Raises as `describe` does; what else make_plan
+    raises a JoiningPlan raises when it runs."""
     width = inputs.q.shape[-1] + inputs.q_rope.shape[-1]
     one = inputs.with_q(inputs.q[..., :1].expand(*inputs.q.shape[:-1], width))  # only the shape, without memory
     spec, device = describe(one, options), inputs.q.device

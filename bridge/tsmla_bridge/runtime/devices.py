@@ -86,7 +86,7 @@ def is_blackwell(index: int) -> bool:
 
 @functools.cache
 def num_sms(index: int) -> int:
-    """Multiprocessors of the device."""
+    """The number of multiprocessors of the CUDA device with this index."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 

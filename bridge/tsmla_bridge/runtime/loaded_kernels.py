@@ -114,8 +114,8 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
 
 def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()) -> list[str]:
     """Why a kernel can't read the tensors `given` by name: they are not row-major without gaps, or they don't begin at
-    multiples of 16 bytes, which indices need not do. Rows of the tensors named in `wide` may be the first columns of
-    wider rows, if these begin at multiples of 16 bytes."""
+    multiples of 16 bytes, which int32 and int64 tensors need not do. Rows of the tensors named in `wide` may be the
+    first columns of wider rows, if these begin at multiples of 16 bytes."""
     found = []
     for name, tensor in given.items():
         if name in wide:

@@ -89,5 +89,5 @@ class ResultLayout:
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor."""
+    """The strides of a dense tensor of this shape."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

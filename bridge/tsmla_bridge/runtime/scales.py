@@ -135,7 +135,7 @@ def factors(
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in known) else torch.float32
     like = (dtype, known[0].device)
     if not any(isinstance(scale, torch.Tensor) for scale in given[:2]):
-        # As in the front end for jax: numbers beside an array are rounded before they are multiplied, too.
+        # As in the front end for jax: numbers beside an array are rounded to the factors' dtype, then multiplied.
         softmax, query = given[:2] if dtype == torch.float64 else map(_float32, given[:2])
         logits = _tensor(softmax * query, like)
     else:

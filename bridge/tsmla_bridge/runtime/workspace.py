@@ -126,8 +126,8 @@ def _default_device() -> str:
 
 
 def _num_sms(device: torch.device | str | int | None) -> int:
-    """Multiprocessors of the CUDA device that an argument names, or of the current one for None; 0 for a CPU.
-    ValueError if torch can't use the device, or if it is of another kind."""
+    """The number of multiprocessors of the CUDA device that an argument names, or of the current one for None; 0 for a
+    CPU. ValueError if torch can't use the device, or if it is of another kind."""
     try:
         named = torch.device(_default_device() if device is None else device)
         if named.type == "cpu":
