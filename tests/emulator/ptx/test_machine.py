@@ -190,6 +190,24 @@ def test_an_asynchronous_store_counts_at_its_mbarrier() -> None:
     assert np.array_equal(got, NUMBERS[:32].reshape(-1, 2)[:, ::-1].ravel()) and hazards == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lane_arrives_at_an_mbarrier_when_its_copies_are_there(seed: int) -> None:
+    """And the other lanes see them behind it: here the same lane of the other warp."""
+    body = """
+    @%p1 mbarrier.init.shared.b64 [%r3+1024], 64;
+    bar.sync 0;
+    cp.async.ca.shared.global [%r4], [%rd4], 4;
+    cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r3+1024];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0;
+    @!%p2 bra WAIT;
+    xor.b32 %r6, %r4, 128;
+    ld.shared.b32 %r7, [%r6];
+    st.global.b32 [%rd5], %r7;
+    """
+    got, hazards = run(body, NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got, np.roll(NUMBERS[:64], 32)) and hazards == []
+
+
 BARRIER = "@%p1 mbarrier.init.shared.b64 [%r3+1024], 1; bar.sync 0;"
 
 
