@@ -36,6 +36,7 @@ from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.latent.softmax import RowResults, sync_softmax
 from tsmla_kernels.sm90.latent.words import as_f16, times
 from tsmla_kernels.sm90.sparse.config import PARTIALS_PAD, SparseConfig
+from tsmla_kernels.sm90.sparse.greatest import NO_BLOCK, GreatestP, ReadBackSoftmax, tops_of
 from tsmla_kernels.sm90.sparse.memory import (
     GATHER_ROWS,
     Arrays,
@@ -69,8 +70,8 @@ class SparseScores:
     """K Q^T of gathered keys.
 
     Attributes:
-      k_dtype: the dtype in which the cache's e4m3 columns are multiplied.
-      keys_wide: KEYS_WIDE or FEWER_WIDE.
+      k_dtype: the dtype in which the cache's e4m3 columns are multiplied. keys_wide: KEYS_WIDE or FEWER_WIDE.
+      greatest_p: takes rows' greatest P; None without greatest logits, or if P is also multiplied by two scales.
       fragments: the offsets of the 32-byte fragments in a row. steps: the Steps of K Q^T, in order.
     """
 
@@ -80,15 +81,17 @@ class SparseScores:
         self.block, self.depth = ring.block, config.head_dim
         # A piece can have only one stage, so softmax warps can be too far ahead for the PIECE_BARRIERS barriers.
         self.sums_later = False
-        self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
-        self.k_dtype = self.p_dtype
-        more = config.layout != "plain" or config.lengths or config.sinks
+        self.p_rows, self.p_dtype, self.k_dtype = ring.p_rows, ring.p_dtype, ring.p_dtype
+        self.greatest_p = GreatestP(ring) if config.max_logits and not config.two_scales else None
+        more = config.layout == "v4" or (self.greatest_p is None and (config.lengths or config.sinks))
         self.keys_wide = FEWER_WIDE if config.max_logits and ring.p_rows == ROWS and more else KEYS_WIDE
         self.query = SparseQuery(config, ring)
         self.row_results = RowResults(config.shape, ring.inverses_kept)
         self.over_keys = KeyReduction(ring.p_rows).over_keys
         token_rows = config.num_heads if config.tokens > 1 else None
         self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows)
+        if self.greatest_p is not None:
+            self.key_softmax = ReadBackSoftmax(ring, self.over_keys, token_rows, self.greatest_p)
         narrow = config.e4m3_columns // 32
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
@@ -151,7 +154,8 @@ class SparseScores:
         )
         l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
         m = cute.make_rmem_tensor(l.layout, Float32)
-        highest = cute.make_rmem_tensor((self.p_rows // 8,), Int32) if const_expr(config.max_logits) else None
+        words = self.p_rows // 8 if self.greatest_p is None else 1
+        highest = cute.make_rmem_tensor((words,), Int32) if const_expr(config.max_logits) else None
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
             mma_qk=mma_qk,
@@ -243,7 +247,7 @@ class SparseScores:
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
         if const_expr(self.config.max_logits):
-            running.highest.fill(0)
+            running.highest.fill(0 if self.greatest_p is None else NO_BLOCK)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
@@ -283,6 +287,11 @@ class SparseScores:
                 self.ring.signal_if(held.signals & Int32(b + 1 < blocks.end), shared.ready, previous)
             else:
                 stored = held.signals
+        if const_expr(self.greatest_p is not None):
+            sync_softmax()  # the last P has been stored, and `changes` have been read
+            self.greatest_p.finish(
+                previous, kept(place.thread), running.highest, tops_of(held.exchanged, self.p_rows), shared
+            )
         if const_expr(self.config.early_q):
             self.request_next(number, held, shared)
         return Scored(index, phase, previous)
@@ -375,7 +384,7 @@ class SparseScores:
         call returns them, greatest logits."""
         t = kept(held.place.thread)  # so that rows' addresses are computed again for each piece, and need no registers
         tops = (None, None)
-        if const_expr(self.config.max_logits):
+        if const_expr(self.config.max_logits and self.greatest_p is None):
             greatest = cute.make_rmem_tensor((self.p_rows // 4,), Float32)
             greatest.store(cute.recast_tensor(held.running.highest, self.p_dtype).load().to(Float32))
             tops = self.over_keys(cute.arch.fmax, greatest, held.exchanged.of_lanes, t)
@@ -388,13 +397,12 @@ class SparseScores:
                 maximum = held.exchanged.maxima[row, 0]
                 highest = None
                 if const_expr(self.config.max_logits):
-                    highest = maximum + cute.math.log2(tops[e], fastmath=True)
+                    top = tops[e] if const_expr(self.greatest_p is None) else tops_of(held.exchanged, self.p_rows)[row]
+                    highest = maximum + cute.math.log2(top, fastmath=True)
                 self.row_results.finish_row(row, (totals[e], maximum), piece, number, held.results, sinks[e], highest)
 
     @cute.jit
-    def sinks_of(
-        self, piece: Described, t: Int32, held: Held
-    ) -> cute.Tensor | tuple[None, None]:  # fmt: skip
+    def sinks_of(self, piece: Described, t: Int32, held: Held) -> cute.Tensor | tuple[None, None]:
         """The sinks of the two rows that thread t finishes; None for each if heads have no sinks."""
         sinks = (None, None)
         if const_expr(self.config.sinks):
