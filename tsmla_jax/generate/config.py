@@ -1,4 +1,4 @@
-"""The configuration of a whole decoder, DeepSeek's or a model's like it, read from a Hugging Face `config.json`.
+"""The configuration of a whole decoder, DeepSeek's or one like it, read from a Hugging Face `config.json`.
 
 `tsmla_jax.nn` describes the attention (`MLAConfig`, `V32Config`, `V4Config`); this adds the rest of the model: sizes,
 the experts' routing, the residual streams of V4 and the token ids that end a text.
@@ -64,6 +64,9 @@ class MoEConfig:
       swiglu_limit: the experts' gate is clipped to at most this, and their other factor to at most this in magnitude;
         None clips nothing.
       num_zero: experts without weights, after the routed ones: each returns its input (LongCat-Flash).
+
+    Raises:
+      ValueError: a value is not legal; the error names the field of `config.json`.
     """
 
     num_experts: int

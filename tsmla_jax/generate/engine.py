@@ -473,7 +473,7 @@ class Engine:
     def _refuse_unfinite(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> None:
         """Raises FloatingPointError for the first text whose logits in this step are not finite, and ends that text."""
         for row, text in started.texts.items():
-            unfinite = np.flatnonzero(tokens[row] == NOT_FINITE)  # behind the drafts that were accepted
+            unfinite = np.flatnonzero(tokens[row] == NOT_FINITE)  # after the drafts that were accepted
             if not text.done and unfinite.size:
                 place, kind = len(text.generated) + int(unfinite[0]) + 1, started.seconds.partition("_")[0]
                 self._finish(session, text)

@@ -24,7 +24,7 @@ from tsmla_jax.nn.products.router import project
 
 
 def gather_tokens(tokens: jax.Array, valid: jax.Array, mesh: MeshShape) -> jax.Array:
-    """The ids of the tokens of all devices of the axis EXPERT, one device after the other, -1 for padding; i32 [N T]
+    """The ids of the tokens of all N devices of the axis EXPERT, one device after the other, -1 for padding; i32 [N T]
     from tokens [T] and valid [T]. All layers of a step share it."""
     tokens = jnp.where(valid, tokens, -1)
     return lax.all_gather(tokens, EXPERT, tiled=True) if mesh.expert > 1 else tokens

@@ -256,7 +256,7 @@ def _explain_indexer(
         _integers(rows, max_pages),
         _integers(rows),
         min(config.index_topk, here),
-        with_notes=True,  # they say which part of the operation a kernel runs
+        with_notes=True,  # the notes say which part of the operation a kernel runs
         cu_seqlens_q=None if by_token else _integers(sizes.requests + 1),
         **{returns if sizes.context == 1 else "return_scores": True},
     )

@@ -62,7 +62,7 @@ ATTENTION_WEIGHTS: dict[type, LayerWeights[Any]] = {
 
 
 class ProgressBar:
-    """One line on stderr that fills up: tqdm's if it is installed, else a plain one. None if stderr is no terminal."""
+    """A line on stderr that fills up: tqdm's if it is installed, else a plain one; nothing if stderr is no terminal."""
 
     def __init__(self, total: int, label: str, *, enabled: bool = True) -> None:
         """
@@ -206,7 +206,7 @@ class _Reader:
 
 
 def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
-    """The stored name of each tensor, by the name in saving's `_model_tensors`; one for the three of an int4 weight."""
+    """The stored names of a text model's tensors, by saving's `_model_tensors`; one for the three of an int4 weight."""
     if isinstance(config.attention, tuple):
         return stored_names(checkpoint)
     names = set(checkpoint.names())

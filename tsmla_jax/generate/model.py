@@ -1,4 +1,4 @@
-"""A decoder, DeepSeek's or a model's like it, as pure functions over a pytree of parameters.
+"""A decoder, DeepSeek's or one like it, as pure functions over a pytree of parameters.
 
 Attention is that of `tsmla_jax.nn`, over paged caches. V2 and V3 attend in the expanded form in chunks of prompts, and
 in the absorbed form in decode; in V3.2, GLM-5 and V4 one function of the sparse layers serves both. Every function
@@ -317,8 +317,8 @@ def _attend_few_tokens(
     options: StepOptions,
     selected: jax.Array | None,
 ) -> LayerResult | None:
-    """x plus the attention of norm(x), by the kernels for few tokens; None if these kernels can't run, in V4, and in
-    MLA's steps of prompts."""
+    """A LayerResult by the kernels for few tokens, whose x is x plus the attention of norm(x); None if these kernels
+    can't run, in V4, and in MLA's steps of prompts."""
     attention, named = config.attention, options.implementation
     if isinstance(attention, V32Config):
         asked = v32.functional.Options(scales.kv_scale, scales.q_scale, options.context_axis, None, named)

@@ -244,7 +244,7 @@ def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
         return not why_not_mxfp4(dtype, *down.shape[1:])
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         return False
-    # The kernel, which products=None asks for, takes no block of scales that has both gate rows and up rows.
+    # products=None means the kernel or nothing, and the kernel takes no block of scales with both gate and up rows.
     if down.shape[2] % BLOCK and None in (gate_up.products, down.products):
         return False
     return all(products_of(weight, dtype) is not None for weight in (gate_up, down))

@@ -42,7 +42,7 @@ class PageAllocator:
         return True
 
     def take(self) -> int:
-        """Takes one page out of a reservation, and returns it."""
+        """Takes one page out of a reservation, and returns it; ValueError if no page is reserved."""
         if self._reserved == 0:
             raise ValueError("take() without a reservation: reserve() first")
         self._reserved -= 1
@@ -51,7 +51,8 @@ class PageAllocator:
         return page
 
     def release(self, pages: list[int], unused: int) -> None:
-        """Gives back the pages of a finished request, and the `unused` pages that it had reserved and did not take."""
+        """Gives back the pages of a finished request, and the `unused` pages that it had reserved and did not take;
+        ValueError if fewer are reserved."""
         if unused > self._reserved:
             raise ValueError(f"unused = {unused}; legal: at most the {self._reserved} pages still reserved")
         self._reserved -= unused
@@ -74,7 +75,7 @@ class PageTable:
         self._unused = reserved
 
     def grow(self, tokens: int) -> None:
-        """Takes pages until `tokens` tokens fit."""
+        """Takes pages until `tokens` tokens fit; ValueError if this needs more pages than were reserved."""
         while len(self.pages) * self._page_size < tokens:
             if self._unused == 0:
                 raise ValueError(f"tokens = {tokens}; legal: at most {len(self.pages) * self._page_size}, as reserved")

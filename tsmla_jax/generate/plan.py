@@ -333,7 +333,7 @@ def _q_dtype(q_dtype: str, cache_dtype: str, dtype: str) -> str:
 
 
 def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The ids of a prompt, which may be an array, as ints."""
+    """The ids of a prompt, which may be an array, as ints; ValueError if the model can't continue it."""
     if not is_count(max_new_tokens, 1):
         raise ValueError(f"max_new_tokens = {max_new_tokens}; legal: an int, at least 1")
     if len(tokens) == 0:  # an array has no truth value

@@ -38,7 +38,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Prompts from a file of text, one a line; ValueError if it can't be read or holds none."""
+    """Prompts from a file of text, one a line, without blank lines; ValueError if it can't be read or holds none."""
     # Not splitlines, which cuts at form feeds and at separators of Unicode, too.
     lines = [line.removesuffix("\r") for line in read_text("--prompt-file", path).split("\n") if line.strip()]
     if not lines:
