@@ -121,7 +121,7 @@ def hf_field(
         nullable: null is legal and returned as None. The field must still be present unless it has a default.
 
     Raises:
-        ValueError: naming `where` and the field.
+        ValueError: the field is missing, of another type or an integer past float64; names `where` and the field.
     """
     value: Any = fields.get(name, _ABSENT)
     if value is None and nullable:

@@ -1,6 +1,6 @@
 """Mistral's own `params.json`, as the fields of a Hugging Face config of Mistral Small 4.
 
-Mistral Large 3 is published so, and has the layers and the routing of Mistral Small 4 in other sizes.
+Mistral Large 3 is published with this file, and has the layers and the routing of Mistral Small 4 in other sizes.
 """
 
 from __future__ import annotations

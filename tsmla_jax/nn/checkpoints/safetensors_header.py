@@ -29,8 +29,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class CheckpointError(ValueError):
-    """Something is missing, misshapen or broken in a checkpoint; the text names the file or folder and, if any, the
-    tensor."""
+    """Something in a checkpoint is missing, misshapen, broken or in a format that isn't read; the text names the file
+    or folder and, if any, the tensor."""
 
 
 @dataclasses.dataclass(frozen=True)

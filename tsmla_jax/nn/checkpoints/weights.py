@@ -93,7 +93,7 @@ class LayerWeights(Generic[_Config]):
         return specs
 
     def hf_attention_shapes(self, config: _Config) -> dict[str, tuple[int, ...]]:
-        """Names below `self_attn.` and shapes ([out, in]) of one layer in a Hugging Face checkpoint.
+        """Names below `self_attn.` and shapes of one layer in a Hugging Face checkpoint; projections are [out, in].
 
         Args:
             config: the layer's shape.
@@ -378,7 +378,8 @@ def _to_hf(name: str, shape: tuple[int, ...], array: np.ndarray[Any, Any]) -> np
 
 
 def _joined(params: Params) -> np.ndarray[Any, Any]:
-    """w_uk and w_uv as the rows of kv_b_proj, by heads."""
+    """kv_b_proj [H, N + V, L], whose rows for each head are those of w_uk and w_uv. ValueError if they have two
+    dtypes."""
     w_uk, w_uv = np.asarray(params["w_uk"]), np.asarray(params["w_uv"])
     if w_uk.dtype != w_uv.dtype:
         raise ValueError(

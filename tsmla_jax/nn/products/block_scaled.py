@@ -98,7 +98,8 @@ def quantized(x: jax.Array, weight: BlockScaled) -> tuple[jax.Array, jax.Array |
 
 
 def with_products(params: Any, products: str | None) -> Any:
-    """The pytree `params` with `products` set in each of its block-scaled weights."""
+    """The pytree `params` with `products` set in each of its block-scaled weights; ValueError unless it is one of
+    PRODUCTS."""
     if products not in PRODUCTS:
         raise ValueError(f"products: got {products!r}; legal: {', '.join(map(repr, PRODUCTS))}")
 

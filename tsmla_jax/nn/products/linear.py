@@ -53,6 +53,7 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 def linear(x: jax.Array, weight: jax.Array | BatchInvariant | BlockScaled) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K]: [..., N], in x's dtype if a plain weight has that dtype, too.
 
+    A `BatchInvariant` weight goes to `batch_invariant.linear`, and XLA multiplies by a plain one.
     A block-scaled weight whose `products` is "quantized" goes to block_scaled_matmul, with quantised x. For any other
     block-scaled weight the first of these decides:
     - x has more than MANY_WIDENED_ROWS rows; or it has one row, `products` is None and the matrix has at most

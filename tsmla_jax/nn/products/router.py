@@ -82,7 +82,7 @@ def _tile(tokens: int) -> tuple[int, int, int]:
 
 
 def _stages(tokens: int) -> int:
-    """How many loads of a program are under way: one more for many tokens, if the GPU has the shared memory for it."""
+    """The kernel's stages (loads run stages - 1 ahead): one more for many tokens, if the GPU has the shared memory."""
     return 3 if tokens > 1024 and triton.shared_memory() >= _THREE_STAGES else 2
 
 

@@ -129,8 +129,8 @@ def _computed_once(places: jax.Array) -> jax.Array:
 
 
 def _places_by_chunks(flat: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The place of each pair of flat [pairs], and cu_rows. Each chunk of _AT_ONCE pairs counts its pairs of each group,
-    and for each pair the earlier pairs of its group."""
+    """The place of each pair, and cu_rows, from the pairs' groups flat [pairs] and all groups. Each chunk of _AT_ONCE
+    pairs counts its pairs of each group, and for each pair the earlier pairs of its group."""
     pairs, count = flat.shape[0], -(-flat.shape[0] // _AT_ONCE)
     chunks = jnp.pad(flat, (0, count * _AT_ONCE - pairs), constant_values=group.shape[0] - 1).reshape(count, _AT_ONCE)
     one, chunk = jnp.arange(_AT_ONCE), jnp.arange(count)
