@@ -1,10 +1,10 @@
 """The gradient of mla_prefill: only the operator of the backward pass, causal, on random normal bf16; points are named
-as in prefill. "tsmla_deterministic" is the operator with gradients that repeat bit by bit. "tsmla_kv" is the operator
-of mla_prefill_kv, with gradients of kv and of the rope columns that all heads share. "tsmla_selected" is the operator
-of mla_prefill with a selection, at points of one request: a token selects 2048 random keys up to its own (half of
-the request's tokens if that is fewer), or all of them if they are fewer. cuDNN's is the operator that torch's autograd
-calls. A function holds all operands of its operator, because the replays of a CUDA graph read them where they were.
-Older records have calls through autograd, timed by CUDA events.
+as in prefill, without older tokens. "tsmla_deterministic" is the operator with gradients that repeat bit by bit.
+"tsmla_kv" is the operator of mla_prefill_kv, with gradients of kv and of the rope columns that all heads share.
+"tsmla_selected" is the operator of mla_prefill with a selection, at points of one request: a token selects 2048 random
+keys up to its own (half of the request's tokens if that is fewer), or all of them if they are fewer. cuDNN's is the
+operator that torch's autograd calls. A function holds all operands of its operator, because the replays of a CUDA graph
+read them where they were. Older records have calls through autograd, timed by CUDA events.
 
 Errors are relative (Frobenius) and against float64; they are measured on one request of 2048 tokens and 16 heads, and
 every row of a function with the same head dims repeats them.
@@ -32,8 +32,20 @@ MODES = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope", SE
 SELECTED = 2048
 
 
+def read_point(name: str) -> tuple[tuple[int, ...], int]:
+    """Tokens of each request, and heads.
+
+    Raises:
+      ValueError: there is no such point, or it has tokens before the new ones.
+    """
+    lens, kv_lens, heads = lengths_of(name)
+    if lens != kv_lens:
+        raise ValueError(f"--points: got {name!r}; legal: like 4096h128, 4096h16-256, ragged16h16")
+    return lens, heads
+
+
 class PrefillBackward(Case):
-    read = staticmethod(lengths_of)
+    read = staticmethod(read_point)
     points = (
         *(f"{length}h{h}" for h in (16, 64, 128) for length in (4096, 8192, 16384)), "ragged16h16",
         *(f"{length}h{h}{WIDE}" for h in (16, 64) for length in (4096, 8192, 16384)),
@@ -43,7 +55,7 @@ class PrefillBackward(Case):
 
     def __init__(self, point: str) -> None:
         super().__init__(point)
-        self.lens, _, self.heads = lengths_of(point)
+        self.lens, self.heads = read_point(point)
         k_dim, v_dim = self.dims = head_dims(point)
         widths, self.scale, self.nope = (k_dim, k_dim, v_dim, v_dim), k_dim**-0.5, k_dim - ROPE
         self.q, self.k, self.v, self.d_out = (randn(sum(self.lens), self.heads, n) for n in widths)
@@ -57,7 +69,7 @@ class PrefillBackward(Case):
         yield "mla_prefill", widths
         for options in ({}, {"deterministic": True}, {"shared_rope": True}):
             yield "mla_prefill_backward", widths | options
-        if len(lengths_of(point)[0]) == 1:
+        if len(read_point(point)[0]) == 1:
             for kernel in ("mla_prefill", "mla_prefill_backward"):
                 yield kernel, widths | {"selection": True}
 

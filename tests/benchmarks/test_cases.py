@@ -108,6 +108,12 @@ def test_a_wrong_point_says_what_is_legal(name: str) -> None:
         case(name).parse("nothing,of,that")
 
 
+def test_the_gradients_points_have_no_older_tokens() -> None:
+    """The operator is timed on new tokens alone: such a row would bear the name of another call."""
+    with pytest.raises(ValueError, match="--points: got '30on50h2'; legal: like 4096h128"):
+        case("prefill_backward").parse("30on50h2")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_default_points_are_what_their_texts_say(name: str) -> None:
     kind = case(name)
