@@ -311,7 +311,7 @@ def in_processes(
 
 
 def compile_all(wanted: Iterable[Object]) -> None:
-    """Compile what these calls load, in up to a process a core: before the clock runs, or with --compile_only on
+    """Compile what these calls load, in up to one process per core: before the clock runs, or with --compile_only on
     another machine, without a GPU. If TSMLA_CACHE_DIR names a folder, the objects go there, and a run elsewhere finds
     them in a copy of it. With --compile_only the program ends then."""
     from tsmla_kernels import catalog, object_cache

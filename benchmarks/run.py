@@ -35,7 +35,7 @@ def measure(points: list[Any], skipped: set[tuple[str, Any]], said: Any, argv: l
 
 
 def show_list() -> None:
-    """Print for each case whose functions can run here, ours and peers', and what each of the others lacks."""
+    """Print for each case which of ours and the peers can run here, and what each of the others lacks."""
     for name in CASES:
         try:
             reasons = {harness.OURS: peers.no_gpu()}

@@ -6,7 +6,7 @@ and 6), 2816 x 2048 of V2-Lite (64 and 6).
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
 experts both run two products. The first product makes silu(gate) * up, which "tsmla" also quantises. It reads tokens by
 their index; where models copy the rows first (COPIED_PAIRS), it reads the copy, and the copying is timed, too.
-"deep_gemm" is for experts only the two products, of random rows in the layout that it asks for, without what is
+For experts "deep_gemm" is only the two products, of random rows in the layout that it asks for, without what is
 between: masked below MANY_TOKENS, contiguous from there on. "cublas", for "linear" only, multiplies bf16 with weights
 that were widened before. Tokens choose experts at random, and all functions get the same choices. Some rows of ours are
 compared with float64 over activations that are not quantised (norm of the difference over norm): rel_err of exact

@@ -1,7 +1,7 @@
 """mla_prefill, causal. The inputs are random normal bf16, which "tsmla_fp8" takes rounded to e4m3. A point is requests
-x tokens and heads, as 4x4096h128; 16 or 32 ragged requests and heads, as ragged32h16; or new tokens after others and
-heads, as 512on65536h128. Head dims are 192 and 128, or both 256 where the name ends in -256. Errors are those of the
-last head, against float64 over the inputs that a function was given.
+x tokens and heads, as 4x4096h128; 16 or 32 ragged requests and heads, as ragged32h16; or new tokens, older ones
+and heads, as 512on65536h128. Head dims are 192 and 128, or both 256 where the name ends in -256. Errors are those of
+the last head, against float64 over the inputs that a function was given.
 """
 
 from __future__ import annotations
