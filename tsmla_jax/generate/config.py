@@ -231,8 +231,8 @@ class ModelConfig:
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. The end-of-text ids are those of the
-            directory's `generation_config.json`, if it has the field (null is none). docs/guides/generate.md says which
-            fields may be absent.
+            directory's `generation_config.json`, if it has the field (null means no ids). docs/guides/generate.md says
+            which fields may be absent.
 
         Raises:
           ValueError: there is no such file, or it is no JSON object; a field is missing, has an illegal value, or

@@ -182,7 +182,7 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """The parameters of `load_model`, put on the mesh. Without a mesh they are only checked, and stay where they are.
 
     Arrays that are on the mesh already stay where they are, except an output projection and stacks of experts that are
-    not split as this mesh needs them. Of stacks without shared experts only those move that every device has whole.
+    not split as this mesh needs them. Stacks without shared experts move only if every device has them whole.
 
     A device holds its own routed experts, its part of the output projection if that is split (`head_spec`), and all
     other weights whole. In its stacks the shared experts come after its own ones; with experts in MXFP4 they have
@@ -208,7 +208,8 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
 
 
 def put_head(mesh: Mesh, output: Any) -> Any:
-    """An output projection on the mesh (`head_spec`), also where it lies there in another way."""
+    """An output projection, split over the mesh as `head_spec` says, also if it is there already in another
+    sharding."""
     spec = head_spec(output.shape[0], mesh.shape[EXPERT] * mesh.shape[CONTEXT])
     there, sharding = put(mesh, spec, output), NamedSharding(mesh, spec)
     return there if there.sharding.is_equivalent_to(sharding, there.ndim) else jax.device_put(there, sharding)

@@ -175,8 +175,8 @@ def _apart_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Itera
 
 
 def _parts_of(values: Any, count: int) -> int:
-    """The least number of stacks, each with its own padding (`stack_size`), as which the values of `count` weights can
-    be read; 0 if no number fits. It is 1 if the stacks have no padding, however many they are.
+    """The least number of stacks, each with its own padding (`stack_size`), that the values of `count` weights may
+    consist of; 0 if no number fits. Stacks without padding count as 1, however many they are.
     """
     parts = (parts for parts in range(1, count + 1) if count % parts == 0)
     return next((n for n in parts if n * stack_size(count // n, *values.shape[1:]) == values.shape[0]), 0)

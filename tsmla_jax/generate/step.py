@@ -129,9 +129,7 @@ def no_drafts(rows: int, most: int = 0) -> Drafts:
 
 
 def no_prompts(tokens: int, rows: int, max_pages: int, replicas: int = 1) -> Prompts:
-    """Prompts on the host that are all padding yet: arrays to fill in. The arrays of several replicas lie one after
-    another.
-    """
+    """Prompts on the host that are all padding, to be filled in. The arrays of several replicas follow one another."""
 
     def full(fill: int, count: int, *shape: int) -> Any:
         return np.full((replicas * count, *shape), fill, np.int32)

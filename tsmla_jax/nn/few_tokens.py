@@ -1,4 +1,4 @@
-"""The parts of a decoder layer's step of up to 16 tokens, each as one kernel on Hopper.
+"""The parts of a decoder layer's step of up to 16 tokens, each as one kernel on Hopper (`attend_by_kernel` as two).
 
 Such a step spends its time on reading weights and on starting kernels. So the product after a norm computes the norm,
 the product before a residual adds it, and the kernel that writes the cache also makes the absorbed queries. A function
@@ -138,7 +138,7 @@ def matmul(
       norm: None for no norm.
       gated: whether the result is silu(gate) * up, [T, N / 2]: gate is the product with the weight's first N / 2 rows,
         up the one with its last N / 2 rows.
-      limit: if gated, `gate` is clipped to at most limit, and `up` to [-limit, limit].
+      limit: if gated, `gate` is clipped to at most limit, and `up` to [-limit, limit]; None means no limit.
       residual: [T, N] or None.
 
     Returns:

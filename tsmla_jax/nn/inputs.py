@@ -19,8 +19,8 @@ def check_config(config: object, kind: type) -> None:
 
 
 def check_params(params: object, names: Iterable[str]) -> None:
-    """Raises a TypeError unless params are a dict, or another mapping, and a ValueError that names the first of these
-    weights that they lack. Folded parameters are not looked through, because `fold` has joined some weights.
+    """Raises a TypeError unless params are a dict, or another mapping, and a ValueError for the first weight of
+    `names` that they lack. Folded parameters are not looked through, because `fold` has joined some weights.
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"params: got {type(params).__name__}; legal: a dict of the weights of param_shapes(config)")

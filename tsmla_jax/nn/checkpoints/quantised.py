@@ -34,7 +34,7 @@ _INT4: Legal = {
     "dynamic": (False,),
     "actorder": (),
 }
-# Endings of the tensors that a format has beside the weights, or in their place.
+# Endings of the names of tensors that a format has beside the weights or in their place.
 _TENSORS = re.compile(
     r"[._](weight_(packed|shape|scale|scale_2|scales|global_scale|zero_point|g_idx|offset|format)"
     r"|(input|output|activation)_(scale|global_scale|zero_point|offset)|qweight|qzeros|scales|g_idx|SCB|SCB_.*|codes"
