@@ -185,7 +185,9 @@ def sparse_mla(
       q: [T, H, D]; float16, bfloat16, or float8_e4m3fn over V3.2 and plain float8_e4m3fn rows. The reference also takes
         float32 and float64, and float8_e4m3fn over all rows. Also the pair (q[..., :L], q[..., L:]), as in mla_decode.
         Hopper's kernel reads a pair as it is over plain rows of q's own 16-bit dtype if there are more than 32 heads
-        and more than four tokens; other calls join it by a copy.
+        and more than four tokens (two with more than 64 heads, any number in batch_invariant calls), except a latent
+        part [H, ..., L] where a batch_invariant call takes several launches. Other calls join a pair by a copy, unless
+        its parts are columns of one tensor.
       kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
         float8_e4m3fn, bfloat16 or float16 (for the reference of any float). Pages may lie a multiple of their size
         apart: one layer's slice of a pool, whose slots cost some further small kernels a call.
