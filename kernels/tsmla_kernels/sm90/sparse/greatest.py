@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.constants import LOWEST
-from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeyScores, KeySoftmax, OverKeys
+from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeyScores, OverKeys
 from tsmla_kernels.sm90.latent.memory import SOFTMAX_THREADS, Shared
 from tsmla_kernels.sm90.latent.query import two_halves
 from tsmla_kernels.sm90.latent.ring import Ring
@@ -85,18 +85,22 @@ class GreatestP:
         return words
 
     @cute.jit
-    def greatest_of(self, words: cute.Tensor, highest: Int32) -> Int32:
-        """The greatest of `highest` and of these words, for even and for odd keys."""
+    def greatest_of(self, pairs: cute.Tensor, highest: Int32) -> Int32:
+        """The greatest of `highest` and of these pairs of P, for even and for odd keys."""
         for i in cutlass.range_constexpr(0, 4 * self.chunks, 2):
-            highest = greatest(highest, words[i], words[i + 1])
+            highest = greatest(highest, pairs[i], pairs[i + 1])
         return highest
 
 
-class ReadBackSoftmax(KeySoftmax):
-    """The softmax of a block's S^T that also takes the greatest P of the block before, among the exponentials."""
+class ReadBackSoftmax:
+    """The softmax of a block's S^T that also takes the greatest P of the block before, among the exponentials.
+
+    Attributes:
+      p_rows, p_dtype, over_keys, token_rows: as in KeySoftmax.
+    """
 
     def __init__(self, ring: Ring, over_keys: OverKeys, token_rows: int | None, greatest_p: GreatestP) -> None:
-        super().__init__(ring.p_rows, ring.p_dtype, over_keys, token_rows)
+        self.p_rows, self.p_dtype, self.over_keys, self.token_rows = ring.p_rows, ring.p_dtype, over_keys, token_rows
         self.greatest_p = greatest_p
 
     @cute.jit

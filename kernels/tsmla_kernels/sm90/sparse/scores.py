@@ -90,8 +90,9 @@ class SparseScores:
         self.over_keys = KeyReduction(ring.p_rows).over_keys
         token_rows = config.num_heads if config.tokens > 1 else None
         self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows)
+        self.softmax: KeySoftmax | ReadBackSoftmax = self.key_softmax
         if self.greatest_p is not None:
-            self.key_softmax = ReadBackSoftmax(ring, self.over_keys, token_rows, self.greatest_p)
+            self.softmax = ReadBackSoftmax(ring, self.over_keys, token_rows, self.greatest_p)
         narrow = config.e4m3_columns // 32
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
@@ -278,7 +279,7 @@ class SparseScores:
                     self.mask_keys(s, held.valid[place.warp, previous], place.lane)
                 first = fresh & Int32((exist[0] | exist[1] | exist[2] | exist[3]) != 0)
             fresh = fresh ^ first
-            self.key_softmax.softmax_of_keys(s, first, taken.scale, held, shared, previous)
+            self.softmax.softmax_of_keys(s, first, taken.scale, held, shared, previous)
             if const_expr(self.config.two_scales):
                 self.scale_p(b, held)
             self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
