@@ -38,7 +38,8 @@ _registered = False
 
 @contextlib.contextmanager
 def planned_for(arch: str) -> Iterator[None]:
-    """Inside, this thread's `explain` judges calls for a GPU of this architecture, of NUM_SMS, whatever there is."""
+    """Context manager: inside it this thread's `explain` judges calls for a GPU of this architecture with NUM_SMS
+    multiprocessors, whatever GPU there is."""
     token = _planned.set(arch)
     try:
         yield
@@ -47,7 +48,7 @@ def planned_for(arch: str) -> Iterator[None]:
 
 
 def gpus() -> list[Any]:
-    """The CUDA devices of this process and of those that it computes with, none if it has none itself."""
+    """The CUDA devices of this process and of the processes that it computes with; none if this process has none."""
     return [] if gpu() is None else jax.devices("cuda")
 
 

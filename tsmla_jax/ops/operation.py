@@ -136,8 +136,8 @@ class Operation:
         return self.spec(**given)
 
     def choose(self, *, implementation: Preference, **arguments: Any) -> tuple[Any, Implementation]:
-        """The spec of a call and the implementation that runs it. A public function begins with choose(**locals()),
-        which are its arguments there: their names and order are written once, in its signature.
+        """The spec of a call and the implementation that runs it. A public function begins with choose(**locals()):
+        its arguments are all its locals there, so their names and order are written once, in its signature.
 
         Raises what `spec` and `select` raise.
         """

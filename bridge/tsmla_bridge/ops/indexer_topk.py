@@ -91,7 +91,7 @@ def indexer_topk(
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The cached keys with the k best scores of the indexer for every query token, as tsmla_jax.indexer_topk defines
-    it: select_topk(order="position") of indexer_logits, in memory that does not grow with the tokens times the keys.
+    it: select_topk(order="position") of indexer_logits, which only "reference" holds for all tokens and keys at once.
 
     Args:
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache, any float with a plain one.

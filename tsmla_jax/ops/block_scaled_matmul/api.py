@@ -1,4 +1,4 @@
-"""block_scaled_matmul: the product of e4m3 activations and weights that have scales for blocks."""
+"""block_scaled_matmul: the product of activations, e4m3 or wider, and a weight that has scales for blocks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def block_scaled_matmul(
     """The product of activations and the transpose of a weight: e4m3 with a scale for every 128 x 128 block, or e2m1
     with a scale for every 32 columns of a row (MXFP4).
 
-    out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] * weight_scales[n / 128, k / 128]. Products
-    and their sums are float32. As fp8_gemm_nt in DeepGEMM and the linear layers of DeepSeek-V3's own inference code
+    With operands of e4m3 out[t, n] = sum over k of x[t, k] * x_scales[t, k / 128] * weight[n, k] *
+    weight_scales[n / 128, k / 128]; wider x has no scales, and weights of e2m1 have scales
+    2^(weight_scales[n, k / 32] - 127). Sums are float32, but Hopper's tensor cores keep fewer bits of a sum of 128
+    products of e4m3. As fp8_gemm_nt in DeepGEMM and the linear layers of DeepSeek-V3's own inference code
     (arXiv:2412.19437, section 3.3).
 
     Args:
@@ -80,8 +82,9 @@ def block_scaled_matmul(
 
 
 def out_specs(spec: ProductSpec, x: jax.Array, weight: jax.Array) -> PartitionSpec | tuple[PartitionSpec, ...]:
-    """The spec of the product, or of its values and scales: rows as x's, or whole if they are picked; columns as the
-    weight's rows where they do not share a mesh axis, or whole if both halves of the weight make a column."""
+    """The PartitionSpec of the product, or those of its values and scales. Rows are split as x's are, or whole if an
+    index picks them. Columns are split as the weight's rows are; they are whole if these lie over the same mesh axis as
+    the product's rows, or if the product is gated, whose columns are each made of both halves of the weight."""
     rows = None if spec.num_picked is not None else jax.typeof(x).sharding.spec[0]
     columns = None if spec.gated else jax.typeof(weight).sharding.spec[-2]
     out = PartitionSpec(rows, None if columns == rows else columns)

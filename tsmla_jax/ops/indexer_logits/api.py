@@ -49,8 +49,9 @@ def indexer_logits(
       [T, M * Z] float32; column s scores the key at position s of the token's sequence, and is -inf if token t does not
       see that key.
 
-    Derivatives: q, weights and k_cache in reverse mode, by "xla" in memory of one float32 sum a key and of one block of
-    keys; with packed keys or values of 8 bits "xla" has none, and that of "cute" is the derivative of "reference".
+    Derivatives: q, weights and k_cache in reverse mode, by "xla" in memory of one float32 sum for each number of a key
+    and of one block of keys; with packed keys or values of 8 bits "xla" has none, and that of "cute" is the derivative
+    of "reference".
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of

@@ -2,7 +2,7 @@
 
 Beyond the operands and the result there is one block of keys and of per-head scores at a time, some MiB; pages past the
 longest sequence of a block of tokens are never visited. The gradient, which plain keys have, is taken by blocks, too,
-and needs one float32 sum a key.
+and needs one float32 sum for each number of a key.
 """
 
 from __future__ import annotations

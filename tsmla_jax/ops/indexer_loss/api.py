@@ -70,7 +70,7 @@ def indexer_loss(
       the model's graph.
 
     Derivatives: index_q, index_weights and index_cache in reverse mode; 0 in q, kv_cache, lse and sinks. The memory
-      beside the operands is two values a token, a sum a key and a block of keys.
+      beside the operands is two values a token, one sum for each number of a key, and a block of keys.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot, a length or a page out of range.

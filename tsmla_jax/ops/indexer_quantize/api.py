@@ -29,8 +29,8 @@ def indexer_quantize(
     """Quantise indexer queries to e4m3 and fold their scales, and the logits' constants, into the head weights.
 
     Args:
-      q: [T, Hi, Di] (64 heads of 128).
-      weights: [T, Hi], the head weights as projected.
+      q: [T, Hi, Di] (64 heads of 128); float16, bfloat16, float32 or float64.
+      weights: [T, Hi] of such a dtype, the head weights as projected.
       cos, sin: [T, R / 2] float32 of each token's position: columns [rope_offset, rope_offset + R) of q are rotated in
         float32 first, and not rounded before they are quantised. Without cos and sin, q must be rotated already.
       rope_offset, rope_layout: as in write_indexer_cache.

@@ -44,9 +44,9 @@ def indexer_selected_logits(
       [T, K] float32 (float64 for float64 weights), -inf where a row has no key. NaN in a slot that isn't selected
       never reaches a result.
 
-    Derivatives: q, weights and k_cache in reverse mode, in memory of one sum a key, in weights' dtype, and of one block
-    of keys. A key that several tokens selected gets the sum of their gradients, which a GPU adds in an order that may
-    differ between calls.
+    Derivatives: q, weights and k_cache in reverse mode, in memory of one sum for each number of a key, in weights'
+    dtype, and of one block of keys. A key that several tokens selected gets the sum of their gradients, which a GPU
+    adds in an order that may differ between calls.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a slot outside the cache or a length

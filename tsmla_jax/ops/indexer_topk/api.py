@@ -120,7 +120,7 @@ def indexer_topk(
     implementation: Preference = None,
 ) -> Array | tuple[Array, ...]:
     """The cached keys with the k best indexer scores for every query token: select_topk(order="position") of
-    indexer_logits, in memory that does not grow with query tokens times keys.
+    indexer_logits, which only "reference" holds for all tokens and keys at once.
 
     Args:
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.

@@ -28,7 +28,8 @@ def merge_attention_states(
     parallelism.
 
     Args:
-      outs: N partial results [..., H, L], a sequence or one array with N in front; float16 to float64.
+      outs: N partial results [..., H, L], a sequence or one array with N in front; float16, bfloat16, float32 or
+        float64.
       lses: their logsumexps [..., H], natural logarithm; float32 or float64. An lse of -inf, or of +inf as
         FlashAttention and FlashMLA write it, means that the part saw no key: its out is then ignored, even if it is
         NaN.

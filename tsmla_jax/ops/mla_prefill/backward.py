@@ -45,8 +45,8 @@ class Operands(NamedTuple):
 
 
 HEADED = 7
-"""How many operands, from the first on, vmap may batch, beside the sinks after them; its calls have the others in
-common."""
+"""How many operands, from the first on, have an axis of vmap's calls where these are folded into one. The sinks after
+them have one, too; all other operands are then the same in every call."""
 
 
 def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:

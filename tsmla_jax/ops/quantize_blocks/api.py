@@ -31,7 +31,8 @@ def quantize_blocks(
 
     Returns:
       values [..., K] float8_e4m3fn and scales [..., ceil(K / 128)] float32. The largest magnitude of a block is taken
-      to be at least 1e-10; a block with a NaN or an infinity has values that are NaN.
+      to be at least 1e-10; the values and the scale of a block with a NaN or an
+      infinity are NaN.
 
     Raises:
       TypeError, ValueError: an argument is not legal.

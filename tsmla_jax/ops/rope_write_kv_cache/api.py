@@ -34,7 +34,8 @@ def rope_write_kv_cache(
     implementation: Preference = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P Z D"]]:
     """The query of mla_decode, rotated and quantised, and the cache with the new tokens written: rope, quantisation,
-    concatenation and write_kv_cache as one launch (engines call it the fused rope, quantise and cache update).
+    concatenation and write_kv_cache, on Hopper as one launch (engines call it the fused rope, quantise and cache
+    update).
 
     The result is that of the separate steps: q_rope and k_rope are rotated in float32 and rounded to their dtype;
     [q_nope | q_rope] / q_scale becomes q, and [latent | k_rope] / kv_scale goes to the slots, in place when the cache

@@ -78,7 +78,8 @@ def select_topk(
     """The positions of the k largest of seq_lens[t] logits of each row, exact; or their slots, or their bits.
 
     Args:
-      logits: [T, N]; columns outside a row's part are never used, whatever they hold.
+      logits: [T, N] float16, bfloat16, float32 or float64; columns outside a row's part are never used, whatever they
+        hold.
       seq_lens: [T] int32, 0 to N.
       k: static, at least 1 (2048 in V3.2).
       order: the order of a row's positions: "value" (largest logit first) or "position" (ascending), which is faster on

@@ -1,7 +1,8 @@
 """An indexer's scores of plain keys and their gradient: blocks of tokens, and for each of them blocks of columns.
 
 Column s of a token is a key: the one in slot indices[t, s], or the one at position s of the token's text. Memory holds
-the operands, the results, one sum for each key, and one gathered block at a time (some tens of MiB).
+the operands, the results, one gathered block at a time (some tens of MiB), and in the gradient one sum for each number
+of a key.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def write_v4_cache(
     Args:
       kv_cache: [P, Z, D] of bf16, f16, f32, f64 or float8_e4m3fn, or uint8 [P, page_bytes] (the packed 584-byte
         layout).
-      kv: [T, D], norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps to
-        [-448, 448].
+      kv: [T, D] floats, norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps
+        to [-448, 448].
       slot_mapping: [T] int32, page * page_span + offset; -1 is skipped. Slots must differ, as in write_kv_cache.
       kv_scale: the per-tensor scale of an fp8 cache; None is 1. Not legal for other caches.
       page_size: how many rows a packed page has (64), or a plain page whose stride is larger than its rows.

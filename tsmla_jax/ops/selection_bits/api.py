@@ -39,7 +39,7 @@ def selection_bits(
 
     Returns:
       [T, W] int32: bit j of word w of row t is 1 iff the row selects key starts[t] + 32 w + j. A word is 32 bits; its
-      sign has no meaning. The memory is T * num_keys / 8 bytes, so a long context is taken in chunks.
+      sign has no meaning. The words take 4 T W bytes, so a long context is taken in chunks.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
