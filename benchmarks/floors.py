@@ -9,9 +9,9 @@ BYTES_PER_KEY = {"bf16": 2 * (LATENT + ROPE), "fp8": LATENT + ROPE}
 # Measured on an H200: the reads of a large copy, and a plain bf16 matrix product on random data. That fp8 is twice as
 # fast is assumed, from the tensor cores' rates.
 BYTES_PER_S = 4.35e12
+FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
 # Measured on an H100. Its products are taken to be as fast as an H200's, which has the same cores.
 H100_BYTES_PER_S = 3.09e12
-FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
 
 
 def bytes_per_s(device: str) -> float:

@@ -2,7 +2,7 @@
 written: the driver's own (memcpy_us) and a kernel of torch's (kernel_copy_us). `copy_us` is the faster of the two.
 
 A point is an operation, its dtypes and tokens. Slots to write are drawn at random, all different, and pages to gather
-at random, from a cache of twice as many tokens. `bytes` counts every value read or written once.
+at random, from a cache with room for twice as many tokens. `bytes` counts every value read or written once.
 """
 
 from __future__ import annotations
