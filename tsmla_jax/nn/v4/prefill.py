@@ -128,7 +128,7 @@ def prefill(
             x.reshape(-1, E) with the cu_seqlens of `nn.Segments`.
         cu_seqlens_q: [B + 1] i32, where each text starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a text's length.
-        cos_sin: the result of `rope_table` for at least max_q_len positions.
+        cos_sin: the result of `rope_table` for at least min(max_q_len, T) positions.
         selected: [T, K] i32, only for csa layers: entries to attend to in place of the indexer's choice. -1 and
             entries that a token does not see select nothing.
         index_loss: whether a csa layer computes the indexer's loss. Without it, and with `selected`, no parameter of
