@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 import jax
 import numpy as np
+
+
+def is_finite(value: object) -> bool:
+    """Whether a config's value is a finite number; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -45,9 +51,10 @@ class YarnConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not math.isfinite(value):
-                legal = "a finite number above 0, or None" if field.name == "attention_factor" else "a finite number"
-                raise ValueError(f"YarnConfig: {field.name}: got {value}; legal: {legal}")
+            optional = field.name == "attention_factor"
+            if not (is_finite(value) or (optional and value is None)):
+                legal = "a finite number above 0, or None" if optional else "a finite number"
+                raise ValueError(f"YarnConfig: {field.name}: got {value!r}; legal: {legal}")
         if self.attention_factor is not None and not self.attention_factor > 0:
             raise ValueError(f"YarnConfig: attention_factor: got {self.attention_factor}; legal: above 0, or None")
         if not self.factor >= 1.0:

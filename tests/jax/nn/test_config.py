@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.jax.nn.hf_fields import V3
-from tsmla_jax.nn import MLAConfig, QueryScale, V32Config, YarnConfig
+from tsmla_jax.nn import MLAConfig, QueryScale, V4Config, V32Config, YarnConfig
 from tsmla_jax.nn.mla.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.yarn import inverse_frequencies, yarn_mscale
 
@@ -141,6 +142,24 @@ def test_bad_files(tmp_path: Path) -> None:
         MLAConfig.from_hf(tmp_path)
     with pytest.raises(TypeError, match="source: got int; legal: a mapping, or the path"):
         MLAConfig.from_hf(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (partial(MLAConfig, 8, 1), "rope_theta"),
+        (partial(MLAConfig, 8, 1), "a_layernorm_eps"),
+        (partial(QueryScale, period=8), "beta"),
+        (partial(V4Config, "csa", hidden_size=8, num_attention_heads=8, q_lora_rank=8), "ratio"),
+        (partial(V4Config, "csa", 4, 8, 8, 8), "rope_theta"),
+        (partial(V4Config, "csa", 4, 8, 8, 8), "rms_norm_eps"),
+        (partial(YarnConfig, original_max_position_embeddings=8), "factor"),
+        (partial(YarnConfig, 2.0, 8), "attention_factor"),
+    ],
+)
+def test_a_text_in_place_of_a_number_is_refused_by_name(make: partial[object], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{make.func.__name__}: {name}: got '2'; legal: "):
+        make(**{name: "2"})
 
 
 def test_bad_direct_values() -> None:

@@ -5,7 +5,6 @@ It holds only the fields of the model's config that attention needs.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,7 +20,7 @@ from tsmla_jax.nn.checkpoints.known_fields import (
     check_mla,
     check_values,
 )
-from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
+from tsmla_jax.nn.yarn import YarnConfig, is_finite, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]
 OutputGate = Literal["head", "element"]
@@ -54,8 +53,8 @@ class QueryScale:
     period: int
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta >= 0):
-            raise ValueError(f"QueryScale: beta: got {self.beta}; legal: a finite number, at least 0")
+        if not (is_finite(self.beta) and self.beta >= 0):
+            raise ValueError(f"QueryScale: beta: got {self.beta!r}; legal: a finite number, at least 0")
         if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period <= 0:
             raise ValueError(f"QueryScale: period: got {self.period!r}; legal: a positive integer")
 
@@ -129,11 +128,11 @@ class MLAConfig:
             raise ValueError(f"MLAConfig: qk_rope_head_dim: got {got}; legal: even, as rope rotates pairs")
         if self.scale_latents and self.q_lora_rank is None:
             raise ValueError("MLAConfig: q_lora_rank: got None; legal with scale_latents: a positive integer")
-        if not 1.0 < self.rope_theta < math.inf:
-            raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta}; legal: a finite number above 1")
-        if not 0 <= self.a_layernorm_eps < math.inf:
+        if not (is_finite(self.rope_theta) and self.rope_theta > 1):
+            raise ValueError(f"MLAConfig: rope_theta: got {self.rope_theta!r}; legal: a finite number above 1")
+        if not (is_finite(self.a_layernorm_eps) and self.a_layernorm_eps >= 0):
             raise ValueError(
-                f"MLAConfig: a_layernorm_eps: got {self.a_layernorm_eps}; legal: a finite number, at least 0"
+                f"MLAConfig: a_layernorm_eps: got {self.a_layernorm_eps!r}; legal: a finite number, at least 0"
             )
         if self.output_gate not in ("head", "element", None):
             raise ValueError(f"MLAConfig: output_gate: got {self.output_gate!r}; legal: 'head', 'element', None")

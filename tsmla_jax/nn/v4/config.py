@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -12,7 +11,7 @@ import jax
 
 from tsmla_jax.nn.checkpoints.hf_config import hf_field, read_hf_config, rope_fields
 from tsmla_jax.nn.checkpoints.known_fields import check_v4
-from tsmla_jax.nn.yarn import YarnConfig
+from tsmla_jax.nn.yarn import YarnConfig, is_finite
 from tsmla_kernels.contract.rules import static_int
 
 Kind = Literal["sliding", "csa", "hca"]
@@ -83,18 +82,19 @@ class V4Config:
     def __post_init__(self) -> None:
         if self.kind not in _RATIOS:
             raise ValueError(f"V4Config: kind: got {self.kind!r}; legal: {', '.join(_RATIOS)}")
-        if (self.ratio == 0) != (self.kind == "sliding") or self.ratio < 0:
-            raise ValueError(f"V4Config: ratio: got {self.ratio}; legal: 0 for a sliding layer, above 0 for the others")
+        if type(self.ratio) is not int or (self.ratio == 0) != (self.kind == "sliding") or self.ratio < 0:
+            legal = "0 for a sliding layer, above 0 for the others"
+            raise ValueError(f"V4Config: ratio: got {self.ratio!r}; legal: {legal}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and field.name != "ratio" and (type(value) is not int or value <= 0):
                 raise ValueError(f"V4Config: {field.name}: got {value!r}; legal: a positive integer")
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_head_dim):
             raise ValueError(f"V4Config: rope_dim: got {self.rope_dim}; legal: even, up to head_dim and index_head_dim")
-        if not 1.0 < self.rope_theta < math.inf:
-            raise ValueError(f"V4Config: rope_theta: got {self.rope_theta}; legal: a finite number above 1")
-        if not 0 <= self.rms_norm_eps < math.inf:
-            raise ValueError(f"V4Config: rms_norm_eps: got {self.rms_norm_eps}; legal: a finite number, at least 0")
+        if not (is_finite(self.rope_theta) and self.rope_theta > 1):
+            raise ValueError(f"V4Config: rope_theta: got {self.rope_theta!r}; legal: a finite number above 1")
+        if not (is_finite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise ValueError(f"V4Config: rms_norm_eps: got {self.rms_norm_eps!r}; legal: a finite number, at least 0")
         if self.num_attention_heads % self.o_groups:
             got, groups = self.num_attention_heads, self.o_groups
             raise ValueError(f"V4Config: num_attention_heads: got {got}; legal: a multiple of o_groups = {groups}")
