@@ -69,7 +69,7 @@ def rope_write_kv_cache(tokens: int, dtypes: tuple[str, str]) -> Call:
 
     def run() -> Any:
         launcher(torch.cuda.current_stream().cuda_stream, views)
-        return arrays  # the launch reads and writes their memory
+        return arrays  # among them are the results, whose memory the launch writes
 
     return run, size_of(*arrays[1:-1]) + tokens * cache[0, 0].nbytes
 

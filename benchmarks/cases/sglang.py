@@ -112,7 +112,7 @@ class Sparse(packed.PackedCase):
         return found
 
     def run(self) -> Run:
-        selected.read_no_lse()  # as with TSMLA_SGLANG=flash_mla
+        selected.read_no_lse()  # as TSMLA_SGLANG=flash_mla does, since SGLang reads no lse
         return functools.partial(
             flash_mla.flash_mla_with_kvcache, **self.arguments, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0]
         )
