@@ -1,5 +1,6 @@
-"""Whole models with this attention: a checkpoint is loaded, texts are generated, and parameters are saved again. The
-models are DeepSeek's V2 to V4, and the others that model_types.py names. `tsmla generate` is `command.py`.
+"""Whole models with the attention of `tsmla_jax.nn`: a checkpoint is loaded, texts are generated, and parameters are
+saved again. The models are DeepSeek's V2 to V4, and the others that model_types.py names. `tsmla generate` is
+`command.py`.
 """
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig

@@ -152,7 +152,7 @@ class Engine:
           max_new_tokens: at least 1.
 
         Returns:
-          False, and nothing changes, if no replica has a row and pages for it, or max_batch texts are under way.
+          True; or False, and nothing changes, if no replica has room for it or max_batch texts are under way.
 
         Raises:
           ValueError: an empty prompt, an id outside the vocabulary, a max_new_tokens below 1, a text that would never
@@ -305,7 +305,7 @@ class Engine:
         )
 
     def _start(self) -> bool:
-        """Starts a step; False if there is nothing to do."""
+        """Starts a step and returns True; False if there is nothing to do."""
         session = self._opened()
         if not session.started:
             self._marked = time.perf_counter()
@@ -404,7 +404,7 @@ class Engine:
             self._on_compile(step, seconds)
 
     def _run(self, kind: StepKind, work: Prompts | Drafts) -> jax.Array:
-        """Starts a step on the device, and a copy of its tokens to the host."""
+        """The tokens of a step, which this starts on the device, with a copy of them to the host."""
         if isinstance(work, Prompts):
             self._compile(kind, self._no_prompts(kind, work.tokens.size // self.plan.mesh.replicas))
         else:
@@ -455,7 +455,7 @@ class Engine:
         return found
 
     def _take(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> list[Tokens]:
-        """Gives the tokens of a step to its texts."""
+        """Gives the tokens of a step to its texts, and returns them by text."""
         now = time.perf_counter()
         setattr(self.figures, started.seconds, getattr(self.figures, started.seconds) + now - self._marked)
         self._marked = now
@@ -482,7 +482,7 @@ class Engine:
                 )
 
     def _append(self, session: Session, text: Text, tokens: list[int]) -> Tokens:
-        """Adds generated tokens to a text, and ends the text if it has reached its limit or an end-of-text token."""
+        """The `Tokens` of a text to which tokens are added; it ends at its limit or at an end-of-text token."""
         text.generated += tokens
         text.scheduled = max(text.scheduled, len(text.generated))
         if text.drafter:

@@ -244,7 +244,7 @@ def takes_scaled_products(dtype: Any, gate_up: Weight, down: Weight) -> bool:
         return not why_not_mxfp4(dtype, *down.shape[1:])
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         return False
-    # products=None means the kernel or nothing, and the kernel takes no block of scales with both gate and up rows.
+    # With products=None only the kernel will do, and it takes no block of scales that has both gate and up rows.
     if down.shape[2] % BLOCK and None in (gate_up.products, down.products):
         return False
     return all(products_of(weight, dtype) is not None for weight in (gate_up, down))
@@ -410,7 +410,7 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
         rows_in = lax.dynamic_slice_in_dim(x_sorted, start, block)
         own_gate_up, own_down = jax.tree.map(lambda weight: weight[expert], (gate_up, down))
         rows_out = gated_mlp(rows_in, own_gate_up, own_down, limit)
-        # An expert's last block runs over into the next expert's rows; that expert's own blocks come later and
+        # An expert's last block may run over into the next expert's rows; that expert's own blocks come later and
         # overwrite them.
         return lax.dynamic_update_slice_in_dim(out, rows_out, start, axis=0)
 

@@ -35,7 +35,7 @@ class PageAllocator:
         return len(self._free) - self._reserved
 
     def reserve(self, pages: int) -> bool:
-        """Sets `pages` pages aside for one request; False, and nothing changes, when fewer are available."""
+        """Sets `pages` pages aside for a request, and returns True; False, and nothing changes, if there are fewer."""
         if pages > self.available:
             return False
         self._reserved += pages

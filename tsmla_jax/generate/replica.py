@@ -65,7 +65,7 @@ class Replica:
         return bool(self._free_rows) and need <= self.allocator.available
 
     def admit(self, text_id: int, tokens: Sequence[int], limit: int, need: int, drafter: NgramDrafter | None) -> Text:
-        """Takes a row and all pages for a new text, and queues its prompt; ValueError without enough free pages."""
+        """A new text, with a row and all pages taken and its prompt queued; ValueError without enough free pages."""
         if not self.allocator.reserve(need):
             raise ValueError(f"need = {need}; legal: at most the {self.allocator.available} pages that are free")
         table = PageTable(self.allocator, self._span, need)
