@@ -185,8 +185,8 @@ class Checkpoint:
         )
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
-        """Raises CheckpointError if values of a tensor are NaN or infinite. For tensors by which experts or keys are
-        chosen: later results may not show such values.
+        """Raises CheckpointError if values of a tensor are NaN or infinite. It is for tensors by which experts or keys
+        are chosen, since later results may not show such values.
 
         Args:
             name: the tensor's name in the checkpoint.

@@ -152,7 +152,7 @@ class MLAConfig:
     @property
     def softmax_scale(self) -> float:
         """(N + R)^-0.5, times ms(factor, mscale_all_dim)^2 with yarn and a non-zero mscale_all_dim, and, with
-        scale_latents, times the queries' factor.
+        scale_latents, times sqrt(hidden_size / q_lora_rank), by which the queries would be multiplied.
         """
         scale = self.qk_head_dim**-0.5
         if self.scale_latents and self.q_lora_rank is not None:

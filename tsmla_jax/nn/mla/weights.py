@@ -12,7 +12,7 @@ from tsmla_jax.nn.mla.shapes import param_shapes as param_shapes
 
 
 def hf_name(name: str) -> str:
-    """The name, after `self_attn.`, of the tensor of a parameter, or of kv_b_proj, which w_uk and w_uv come from."""
+    """The name, after `self_attn.`, of the tensor behind a parameter; w_uk and w_uv have one, named by kv_b_proj."""
     return f"{name.removesuffix('_bias')}.bias" if name.endswith("_bias") else f"{name}.weight"
 
 

@@ -46,9 +46,9 @@ class BlockScaled:
       values, scales: those arrays; K is the axis that a product sums over.
       products: how products with the weight are computed. "quantized": by block_scaled_matmul (a stack's by
         grouped_block_scaled_matmul), with activations quantised to e4m3 with a scale for 128 terms. "exact": by the
-        same operations, with activations as they are; `linear` leaves many rows to XLA, and those of few tokens may be
-        kernels of `nn.few_tokens`. None: as "exact" where the kernel of block_scaled_matmul is chosen (`products_of`),
-        but one row times a small matrix is left to XLA; elsewhere by `grouped_matmul` or XLA.
+        same operations, with activations as they are; `linear` leaves many rows to XLA, and products of few tokens may
+        be kernels of `nn.few_tokens`. None: as "exact" where the kernel of block_scaled_matmul is chosen
+        (`products_of`), but one row times a small matrix is left to XLA; elsewhere by `grouped_matmul` or XLA.
     """
 
     values: jax.Array

@@ -1,6 +1,6 @@
 """V4's RMS norm and rope for rows of 16 bits, as one kernel on a GPU, where XLA needs three to seven.
 
-A token's row is the same whatever other tokens come with it: the width and number of its rows fix the order of
+A token's rows are the same whatever other tokens come with it: their width and number fix the order of
 summation. The kernel is written in Pallas for GPUs (Triton); where it does not run, XLA computes the norm and
 `tsmla_jax.sparse.apply_rope` the rope.
 """

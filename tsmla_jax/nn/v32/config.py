@@ -102,8 +102,8 @@ def layers_with_indexer(fields: Mapping[str, Any], where: str) -> tuple[bool, ..
     layer index_skip_topk_offset - 1 on, and all layers before that one.
 
     Args:
-        fields: the fields of a Hugging Face config that `check_v32` lets pass: other entries than full and shared are
-            not found here.
+        fields: the fields of a Hugging Face config that `check_v32` lets pass: illegal entries of the two lists are
+            not noticed here.
         where: how an error names the config.
 
     Raises:

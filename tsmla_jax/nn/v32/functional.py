@@ -365,8 +365,8 @@ def bits_are_shorter(step: Step, page_size: int, selected: int) -> bool:
 
 
 def _given(config: V32Config, selected: jax.Array | None, positions: jax.Array) -> jax.Array | None:
-    """The given positions [T, K], with -1 for positions after the token's own. If none are given: None, and a
-    ValueError for a layer without an indexer."""
+    """The given positions [T, K], with -1 for positions after the token's own. If none are given, None; but
+    ValueError if the layer has no indexer."""
     if selected is not None:
         describe_ints("selected", selected, "T K", (positions.shape[0], "T, x's tokens"))
         selected = jnp.asarray(selected)

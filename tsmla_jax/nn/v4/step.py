@@ -104,7 +104,7 @@ def make_step(
         step: a step of ragged tokens over the window caches: block_tables [B, M] are the pages of these caches (columns
             for pages wholly before the window are not read), slot_mapping [T] the slots of the new tokens' latents.
         state_slots: [B] i32, each request's compressor states.
-        compressed_tables: [B, Mc] i32, pages of the compressed caches (not read for sliding layers).
+        compressed_tables: [B, Mc] i32, pages of the compressed caches (sliding layers do not use them).
         cos_sin: the result of `rope_table`.
         page_size: Z, rows a page of the window cache, static.
         compressed_page_size: rows a page of the compressed caches; None takes page_size.
