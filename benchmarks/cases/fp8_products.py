@@ -1,7 +1,7 @@
-"""Products with e4m3 weights that have a scale for each 128 x 128, beside DeepGEMM's. A point is "linear" or "experts";
-tokens; and the weight's rows and columns. For experts these are the rows and columns of the joined gate and up
-projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 experts, 8 a token), 4096 x 4096 of V4 (256
-and 6), 2816 x 2048 of V2-Lite (64 and 6).
+"""Products with e4m3 weights that have a scale for each block of 128 x 128, beside DeepGEMM's. A point is "linear" or
+"experts"; tokens; and the weight's rows and columns. For experts these are the rows and columns of the joined gate and
+up projections, and say whose experts they are: 4096 x 7168 of DeepSeek-V3 (256 experts, 8 a token), 4096 x 4096 of V4
+(256 and 6), 2816 x 2048 of V2-Lite (64 and 6).
 
 "tsmla" multiplies activations of e4m3, which are quantised outside of what is timed; "tsmla_exact" those of bf16. For
 experts both run two products. The first product makes silu(gate) * up, which "tsmla" also quantises. It reads tokens by

@@ -482,7 +482,7 @@ class Engine:
                 )
 
     def _append(self, session: Session, text: Text, tokens: list[int]) -> Tokens:
-        """The `Tokens` of a text to which tokens are added; it ends at its limit or at an end-of-text token."""
+        """Adds tokens to a text, and ends it at its limit or an end-of-text token; returns its `Tokens`."""
         text.generated += tokens
         text.scheduled = max(text.scheduled, len(text.generated))
         if text.drafter:

@@ -77,7 +77,7 @@ class Replica:
         return text
 
     def release(self, text: Text) -> None:
-        """Frees the row and the pages of a text."""
+        """Frees the row and the pages of a text, and drops its prompt if that still waits."""
         if text in self.arrived:
             self.arrived.remove(text)
         text.table.release()
