@@ -454,9 +454,12 @@ def make_checkpoint(
       fp8: store the projections as e4m3 with one scale per 128 x 128 block; not for v4.
       tied: no lm_head; the embedding is the output projection.
       seed: the seed of all random weights.
+
+    Raises:
+      ValueError: fp8 with model "v4".
     """
     if fp8 and model == "v4":
-        raise ValueError("fp8 = True; legal for v4: False (its checkpoints have formats of their own)")
+        raise ValueError("fp8: got True with model 'v4'; legal: False, as its checkpoints have formats of their own")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer, words = make_tokenizer()
     vocab_size = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])

@@ -268,10 +268,16 @@ def main(arguments: list[str] | None = None) -> None:
         if (found := getattr(options, name)) < least:
             parser.error(f"--{name}: got {found}; legal: at least {least}")
     shape = Shape(**{name: getattr(options, name) for name in Shape._fields})
-    if shape.rows % options.fsdp or shape.tokens % options.context:
-        raise SystemExit(f"--rows must be a multiple of --fsdp, --tokens one of --context: got {options}")
-    if options.fsdp * options.context > len(jax.devices()):
-        raise SystemExit(f"got {len(jax.devices())} devices; JAX_NUM_CPU_DEVICES=4 makes a CPU four simulated ones")
+    for name, size, axis, parts in (
+        ("rows", shape.rows, "fsdp", options.fsdp), ("tokens", shape.tokens, "context", options.context),
+    ):  # fmt: skip
+        if size % parts:
+            parser.error(f"--{name}: got {size}; legal: a multiple of --{axis}, {parts}")
+    if (wanted := options.fsdp * options.context) > (count := len(jax.devices())):
+        parser.error(
+            f"--fsdp, --context: got {wanted} devices; legal: at most {count}, which jax has (JAX_NUM_CPU_DEVICES=4"
+            " makes a CPU four simulated ones)"
+        )
     on_gpu = jax.default_backend() == "gpu"
     dtype = jnp.bfloat16 if on_gpu else jnp.float32
     print(f"{jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}, fsdp {options.fsdp} x context {options.context}")

@@ -68,7 +68,7 @@ def attend(
     rows, length, heads, columns = (*spec, *(None,) * (4 - len(spec)))
     for name, axes in (("length", length), ("columns", columns)):
         if _devices(mesh, axes) > 1:
-            raise ValueError(f"attention=tsmla: {spec=} splits the {name} over {axes!r}; legal: rows and heads only")
+            raise ValueError(f"spec: got {spec}, which splits the {name} over {axes!r}; legal: rows and heads only")
     if decoder_segment_ids is None:
         decoder_segment_ids = jnp.ones(query.shape[:2], jnp.int32)
 
@@ -131,19 +131,23 @@ def attend_in(
     config = op.config
     attention_type = getattr(op.attention_type, "value", op.attention_type)
     if attention_type not in ATTENTION_TYPES:
-        raise ValueError(f"attention=tsmla: got {attention_type=}; legal: {' or '.join(ATTENTION_TYPES)}")
-    if model_mode == "autoregressive":
-        raise ValueError("attention=tsmla trains and prefills; decode with attention=dot_product, or in an engine")
-    if op.attn_logits_soft_cap or op.dropout_rate:
         raise ValueError(
-            f"attention=tsmla: got {op.attn_logits_soft_cap=} and {op.dropout_rate=}; legal: neither of them"
+            f"attention_type: got {attention_type}; legal with attention=tsmla: {', '.join(ATTENTION_TYPES)}"
         )
+    if model_mode == "autoregressive":
+        raise ValueError(
+            f"model_mode: got {model_mode}, which attention=tsmla doesn't run; decode with attention=dot_product, or in"
+            " an engine"
+        )
+    for name, value in (("attn_logits_soft_cap", op.attn_logits_soft_cap), ("dropout_rate", op.dropout_rate)):
+        if value:
+            raise ValueError(f"{name}: got {value}; legal with attention=tsmla: None or 0")
     if asked := [name for name in OTHERS if others.get(name) is not None and others[name] is not False]:
-        raise ValueError(f"attention=tsmla: got {', '.join(asked)}; legal: none of them")
+        raise ValueError(f"{', '.join(asked)}: got a value; legal with attention=tsmla: None or False")
     packed = config.packing and config.dataset_type != "synthetic"
     if packed and config.max_segments_per_seq < 1:
         raise ValueError(
-            f"attention=tsmla with packing needs config.max_segments_per_seq >= 1, got {config.max_segments_per_seq}"
+            f"max_segments_per_seq: got {config.max_segments_per_seq}; legal with packing=true: at least 1"
         )
     rows, heads, length, columns = op._logical_to_mesh_axes(op.flash_axis_names_q)
     out, max_logits = attend(

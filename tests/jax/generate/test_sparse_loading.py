@@ -336,5 +336,5 @@ def test_the_demo_writes_them_too(model: str, tmp_path: Path) -> None:
     layer = config.layer(1).attention
     assert config.dtype == "bfloat16" and getattr(layer, "head_dim", 512) == 512
     assert load_model(tmp_path, config)["embed"].shape == (config.vocab_size, 256)
-    with pytest.raises(ValueError, match="fp8 = True; legal for v4: False"):
+    with pytest.raises(ValueError, match="fp8: got True with model 'v4'; legal: False"):
         make_checkpoint.make_checkpoint(tmp_path, model="v4", fp8=True)

@@ -91,6 +91,21 @@ def test_sizes_that_examples_refuse(
     assert f"--{name}: got {value}; legal: at least {least}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--fsdp=2", "--rows=3"], "--rows: got 3; legal: a multiple of --fsdp, 2\n"),
+        (["--context=2", "--tokens=255"], "--tokens: got 255; legal: a multiple of --context, 2\n"),
+        (["--fsdp=64", "--rows=64"], "--fsdp, --context: got 64 devices; legal: at most "),
+    ],
+)
+def test_meshes_that_train_mesh_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    pytest.importorskip("optax", reason="needs optax: pip install 'tsmla-jax[flax]'")
+    with pytest.raises(SystemExit):
+        load("train_mesh").main(["--context=1", *arguments])
+    assert said in capsys.readouterr().err
+
+
 def test_a_mesh_whose_loss_is_no_number_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's max passes over NaN behind the first number."""
     pytest.importorskip("optax", reason="needs optax: pip install 'tsmla-jax[flax]'")

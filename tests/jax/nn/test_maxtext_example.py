@@ -149,19 +149,21 @@ def test_other_choices_stay_maxtexts() -> None:
 @pytest.mark.usefixtures("example")
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = operands()
-    with pytest.raises(ValueError, match="attention=tsmla trains and prefills"):
+    with pytest.raises(ValueError, match="model_mode: got autoregressive, which attention=tsmla doesn't run"):
         call(AttentionOp(), *arrays, model_mode="autoregressive")
-    with pytest.raises(ValueError, match="got previous_chunk, compressed_mask; legal: none of them"):
+    with pytest.raises(
+        ValueError, match="previous_chunk, compressed_mask: got a value; legal with attention=tsmla: None"
+    ):
         call(AttentionOp(), *arrays, previous_chunk=arrays[0], compressed_mask=arrays[0])
-    with pytest.raises(ValueError, match=r"needs config.max_segments_per_seq >= 1, got -1"):
+    with pytest.raises(ValueError, match="max_segments_per_seq: got -1; legal with packing=true: at least 1"):
         call(AttentionOp(max_segments_per_seq=-1), *arrays)
     op = AttentionOp()
     op.attention_type = SimpleNamespace(value="chunk")
-    with pytest.raises(ValueError, match="got attention_type='chunk'; legal: global or mla"):
+    with pytest.raises(ValueError, match="attention_type: got chunk; legal with attention=tsmla: global, mla"):
         call(op, *arrays)
     op = AttentionOp()
     op.dropout_rate = 0.1
-    with pytest.raises(ValueError, match=r"op.dropout_rate=0.1; legal: neither"):
+    with pytest.raises(ValueError, match=r"^dropout_rate: got 0\.1; legal with attention=tsmla: None or 0"):
         call(op, *arrays)
     monkeypatch.setitem(AttentionOp.rules, "activation_length", "tensor")
     monkeypatch.setitem(AttentionOp.rules, "activation_heads", None)
