@@ -95,9 +95,10 @@ def packed_write_spec(
         raise ValueError(f"kv_cache: got {got}; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     cache = cache_spec("kv_cache", kv_cache)
     check_rank("latent", latent, "T 512")
-    check_ints("slot_mapping", slot_mapping, "T", (latent.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
+    tokens = (latent.shape[0], "T, latent's tokens")
+    check_ints("slot_mapping", slot_mapping, "T", tokens, dtypes=slot_dtypes)
     check_packed_rows(latent, k_rope)
-    _angle_width(cos, sin, latent.shape[0], V32_PACKED.rope_dim // 2)
+    _angle_width(cos, sin, tokens, V32_PACKED.rope_dim // 2)
     rope_interleave = static_bool("rope_interleave", rope_interleave)
     _check_layout(rope_layout)
     return PackedWriteSpec(
@@ -144,8 +145,9 @@ def indexer_write_spec(
     cache = indexer_cache_spec(k_cache)
     check_array("k", k, "T Di", FLOATS)
     check_size("k", k, 1, cache.head_dim, "Di, k_cache's key width")
-    check_ints("slot_mapping", slot_mapping, "T", (k.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
-    rotation = _rotation(cos, sin, k.shape[0], cache.head_dim, rope_offset, rope_layout)
+    tokens = (k.shape[0], "T, k's tokens")
+    check_ints("slot_mapping", slot_mapping, "T", tokens, dtypes=slot_dtypes)
+    rotation = _rotation(cos, sin, tokens, cache.head_dim, rope_offset, rope_layout)
     return IndexerWriteSpec(k.shape[0], cache, k.dtype, rotation, slot_mapping.dtype)
 
 
@@ -163,13 +165,14 @@ def indexer_quantize_spec(
     num_tokens, num_heads, head_dim = q.shape
     check_at_least_one("q", q.shape, 1, "Hi")
     check_at_least_one("q", q.shape, 2, "Di")
-    check_array("weights", weights, "T Hi", FLOATS, (num_tokens, "T, q's tokens"), (num_heads, "Hi, q's heads"))
-    rotation = _rotation(cos, sin, num_tokens, head_dim, rope_offset, rope_layout)
+    tokens = (num_tokens, "T, q's tokens")
+    check_array("weights", weights, "T Hi", FLOATS, tokens, (num_heads, "Hi, q's heads"))
+    rotation = _rotation(cos, sin, tokens, head_dim, rope_offset, rope_layout)
     return IndexerQuantizeSpec(num_tokens, num_heads, head_dim, q.dtype, weights.dtype, rotation)
 
 
 def _rotation(
-    cos: Array | None, sin: Array | None, tokens: Dim, head_dim: int, offset: int, layout: str
+    cos: Array | None, sin: Array | None, tokens: tuple[Dim, str], head_dim: int, offset: int, layout: str
 ) -> Rotation | None:
     """The rotation by cos and sin; None if these are not given."""
     _check_layout(layout)
@@ -185,18 +188,19 @@ def _rotation(
     return Rotation(2 * half, offset, layout)
 
 
-def _angle_width(cos: Array | None, sin: Array | None, tokens: Dim, half: int | None) -> int | None:
-    """R / 2 of cos and sin [T, R / 2], which must be `half` if that is given; None if neither cos nor sin is given."""
+def _angle_width(cos: Array | None, sin: Array | None, tokens: tuple[Dim, str], half: int | None) -> int | None:
+    """R / 2 of cos and sin [T, R / 2], which must be `half` if that is given; None if neither cos nor sin is given.
+    `tokens`: T, and the words that say whose."""
     if cos is None or sin is None:
         if cos is not sin:
             missing = "cos" if cos is None else "sin"
             raise ValueError(f"{missing}: got None; legal: cos and sin, or neither")
         return None
     for name, array in (("cos", cos), ("sin", sin)):
-        check_array(name, array, "T R / 2", ("float32",), (tokens, "T, the tokens"))
+        check_array(name, array, "T R / 2", ("float32",), tokens)
         width = cos.shape[1] if half is None else half
         if array.shape[1] != width:
-            raise ValueError(f"{name}: got shape {show(array.shape)}; legal: [T, R / 2] = {show((tokens, width))}")
+            raise ValueError(f"{name}: got shape {show(array.shape)}; legal: [T, R / 2] = {show((tokens[0], width))}")
     return int(cos.shape[1])
 
 

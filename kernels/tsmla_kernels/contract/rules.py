@@ -112,10 +112,11 @@ def static_int(name: str, value: object, minimum: int = 0, maximum: int | None =
     try:
         result = operator.index(value)  # type: ignore[arg-type]
     except Exception as e:  # jax's tracers raise a class that can't be named without importing jax
-        raise TypeError(
-            f"{name}: got {type(value).__name__}; legal: a static int >= {minimum} (under jax.jit bind it with"
-            " functools.partial or static_argnames: it can't be traced)"
-        ) from e
+        kind = type(value)
+        is_traced = kind.__module__.partition(".")[0] == "jax"
+        advice = " (under jax.jit bind it with functools.partial or static_argnames: it can't be traced)"
+        got = f"{name}: got {kind.__name__}; legal: a static int >= {minimum}"
+        raise TypeError(got + advice if is_traced else got) from e
     if result < minimum:
         raise ValueError(f"{name}: got {result}; legal: an int >= {minimum}")
     if maximum is not None and result > maximum:

@@ -91,6 +91,9 @@ def test_a_rotation_is_that_of_the_rows(op: str) -> None:
         (PACKED.name, 5, jnp.zeros((TOKENS, 16)), r"sin: got shape \[6, 16\]; legal: \[T, R / 2\] = \[6, 32\]"),
         (KEYS.name, 1, jnp.zeros((TOKENS, 64)), "k: got shape .*Di, k_cache's key width"),
         (KEYS.name, 3, jnp.zeros((TOKENS, 64)), r"sin: got shape \[6, 32\]; legal: \[T, R / 2\] = \[6, 64\]"),
+        (PACKED.name, 3, jnp.zeros(5, jnp.int32), "slot_mapping: got .*T, latent's tokens"),
+        (PACKED.name, 4, jnp.zeros((5, 32)), "cos: got .*T, latent's tokens"),
+        (KEYS.name, 2, jnp.zeros(5, jnp.int32), "slot_mapping: got .*T, k's tokens"),
         (QUANTIZE.name, 1, jnp.zeros((TOKENS, 3)), "weights: got shape .*Hi, q's heads"),
     ],
 )

@@ -230,13 +230,19 @@ def test_calls_of_the_kernel_with_weights_of_16_bits(monkeypatch: pytest.MonkeyP
         ((x, weight, None, None, cu_rows[:1]), r"cu_rows: got shape \[1\]; axis 0 must be at least 2 \(E \+ 1\)"),
         (
             (x, weight.astype(jnp.float8_e4m3fn), None, None, cu_rows),
-            r"weight_scales: got None with a weight of float8_e4m3fn; legal: None, with a weight of bfloat16, float16",
+            r"weight_scales: got None with a weight of float8_e4m3fn; legal: an array, or None with a weight of bf",
+        ),
+        (
+            (x, weight.astype(jnp.float32), None, None, cu_rows),
+            r"weight: got dtype float32; legal: float8_e4m3fn, uint8, bfloat16, float16$",
         ),
     ):
         with pytest.raises(ValueError, match=text):
             multiply(*change)
     with pytest.raises(ValueError, match=r"weight: got dtype bfloat16; legal: float8_e4m3fn, uint8"):
         tsmla_jax.block_scaled_matmul(x, weight[0], None, jnp.ones((4, 2)))
+    with pytest.raises(ValueError, match=r"weight: got dtype bfloat16; legal: float8_e4m3fn, uint8$"):
+        tsmla_jax.block_scaled_matmul(x, weight[0], None, None)
 
 
 def gated_of(product: np.ndarray, limit: float | None) -> np.ndarray:
