@@ -143,10 +143,9 @@ def _spec(operands: _Operands, form: _Form) -> ProductSpec:
     x, weight, x_scales = operands.x, operands.weight, operands.x_scales
     weight_scales, cu_rows = operands.weight_scales, operands.cu_rows
     if weight_scales is None:
-        plain = PLAIN if cu_rows is not None else ()
-        check_dtype("weight", weight, (FP8, PACKED, *plain))
-        or_none = f", or None with a weight of {listed(plain)}" if plain else ""
-        raise ValueError(f"weight_scales: got None with a weight of {weight.dtype}; legal: an array{or_none}")
+        check_dtype("weight", weight, (FP8, PACKED, *PLAIN))
+        or_none = f"or None with a weight of {listed(PLAIN)}"  # only groups may have none
+        raise ValueError(f"weight_scales: got None with a weight of {weight.dtype}; legal: an array, {or_none}")
     stack = "" if cu_rows is None else "E "
     check_array("x", x, "T K", (FP8, *QUANTIZED))
     check_at_least_one("x", x.shape, 1, "K")

@@ -241,8 +241,6 @@ def test_calls_of_the_kernel_with_weights_of_16_bits(monkeypatch: pytest.MonkeyP
             multiply(*change)
     with pytest.raises(ValueError, match=r"weight: got dtype bfloat16; legal: float8_e4m3fn, uint8"):
         tsmla_jax.block_scaled_matmul(x, weight[0], None, jnp.ones((4, 2)))
-    with pytest.raises(ValueError, match=r"weight: got dtype bfloat16; legal: float8_e4m3fn, uint8$"):
-        tsmla_jax.block_scaled_matmul(x, weight[0], None, None)
 
 
 def gated_of(product: np.ndarray, limit: float | None) -> np.ndarray:
