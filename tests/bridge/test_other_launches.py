@@ -94,6 +94,26 @@ def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
         tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots, implementation="cute")
 
 
+def test_rows_of_the_cache_itself_are_written_by_torch(gpu: Gpu) -> None:
+    """As a compaction of a cache has them: a kernel would read some of them after it has overwritten them."""
+    cache, slots = torch.randn(2, 16, 64).bfloat16(), torch.arange(1, 9, dtype=torch.int32)
+    rows = cache.view(32, 64)[:8]
+    want = torch.cat((rows[:1], rows, cache.view(32, 64)[9:]))
+    with pytest.raises(NotImplementedError, match="latent lies in memory of kv_cache, which the kernel writes"):
+        tsmla_bridge.write_kv_cache(cache, rows, None, slots, implementation="cute")
+    tsmla_bridge.write_kv_cache(cache, rows, None, slots)
+    assert not gpu.launches and torch.equal(cache.view(32, 64), want)
+
+    packed = torch.zeros(2, 16, 656, dtype=torch.uint8)
+    halves = packed.view(-1)[: 8 * 1152].view(torch.bfloat16).view(8, 576)
+    with pytest.raises(NotImplementedError, match=r"latent lies in memory of kv_cache.* k_rope lies in memory"):
+        tsmla_bridge.write_packed_kv_cache(packed, halves[:, :512], halves[:, 512:], slots, implementation="cute")
+    keys = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    with pytest.raises(NotImplementedError, match="slot_mapping lies in memory of k_cache"):
+        own = keys.view(-1)[:32].view(torch.int32)
+        tsmla_bridge.write_indexer_cache(keys, torch.zeros(8, 128).bfloat16(), own, implementation="cute")
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_slots_of_int64_are_read_where_they_lie(gpu: Gpu, named: bool) -> None:
     latent, k_rope = torch.randn(6, 64).bfloat16(), torch.randn(6, 16).bfloat16()

@@ -90,7 +90,7 @@ def _write(
     read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
 
     def why_not() -> list[str]:
-        return WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
+        return WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, rows, ("kv_cache",))
 
     by_kernel = loaded_kernels.is_chosen(WRITE_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.cache_write, spec, slot_mapping)

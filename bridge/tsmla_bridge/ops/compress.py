@@ -129,7 +129,7 @@ def _compress(
     )
 
     def why_not() -> list[str]:
-        return COMPRESS_WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(given)
+        return COMPRESS_WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(given, written=_WRITTEN)
 
     by_kernel = loaded_kernels.is_chosen(COMPRESS_WRITE_KV_CACHE, implementation, cache.device, why_not)
     where = (lens, offsets, arrays.state_slots, arrays.positions, arrays.block_tables)

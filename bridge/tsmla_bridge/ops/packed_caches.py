@@ -92,7 +92,7 @@ def _write_packed(
 
     def why_not() -> list[str]:
         read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
-        return WRITE_PACKED_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
+        return WRITE_PACKED_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, rows, ("kv_cache",))
 
     by_kernel = loaded_kernels.is_chosen(WRITE_PACKED_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.num_slots, slot_mapping)
@@ -171,7 +171,7 @@ def _write_keys(
 
     def why_not() -> list[str]:
         read = {"k_cache": k_cache, "slot_mapping": slot_mapping, **rows}
-        return WRITE_INDEXER_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
+        return WRITE_INDEXER_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, rows, ("k_cache",))
 
     by_kernel = loaded_kernels.is_chosen(WRITE_INDEXER_CACHE, implementation, k_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.as_plain().num_slots, slot_mapping)

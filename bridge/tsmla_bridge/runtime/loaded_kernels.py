@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tsmla_bridge.runtime import devices, scales
+from tsmla_bridge.runtime import devices, scales, tensors
 from tsmla_bridge.runtime.tensors import Scale, dtype_name
 from tsmla_kernels import contract, launch
 from tsmla_kernels.kernel import PROVEN, Config, Kernel, untested, written_for
@@ -112,10 +112,13 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
     return f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
 
 
-def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()) -> list[str]:
+def layout_reasons(
+    given: Mapping[str, torch.Tensor], wide: Collection[str] = (), written: Collection[str] = ()
+) -> list[str]:
     """Why a kernel can't read the tensors `given` by name: they are not row-major without gaps, or they don't begin at
     multiples of 16 bytes, which int32 and int64 tensors need not do. Rows of the tensors named in `wide` may be the
-    first columns of wider rows, if these begin at multiples of 16 bytes."""
+    first columns of wider rows, if these begin at multiples of 16 bytes. Nor can it read memory of the tensors named in
+    `written`, which it writes: whether a row is read before it is overwritten would depend on the order of the CTAs."""
     found = []
     for name, tensor in given.items():
         if name in wide:
@@ -127,6 +130,10 @@ def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()
         is_index = tensor.dtype in (torch.int32, torch.int64)
         if not (dense and (is_index or tensor.data_ptr() % ROW_ALIGN == 0)):
             found.append(unreadable(name, tensor))
+    for name in written:
+        others = {other: tensor for other, tensor in given.items() if other != name}
+        shared = tensors.sharing_memory(given[name], others)
+        found += [f"{other} lies in memory of {name}, which the kernel writes" for other in shared]
     return found
 
 

@@ -285,11 +285,19 @@ def check_apart(name: str, written: torch.Tensor, read: Mapping[str, Any]) -> No
 
     read: the call's tensors, and None, by argument.
     """
+    if found := sharing_memory(written, read):
+        raise ValueError(f"{name}: got memory of {found[0]}; legal: memory of its own")
+
+
+def sharing_memory(written: torch.Tensor, read: Mapping[str, Any]) -> list[str]:
+    """The arguments in `read` whose memory overlaps that of the dense tensor `written`; see `check_apart`."""
     first = written.data_ptr()
     last = first + written.nbytes
-    for argument, tensor in read.items():
-        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() < last and first < _end(tensor):
-            raise ValueError(f"{name}: got memory of {argument}; legal: memory of its own")
+    return [
+        argument
+        for argument, tensor in read.items()
+        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() < last and first < _end(tensor)
+    ]
 
 
 def _end(tensor: torch.Tensor) -> int:
