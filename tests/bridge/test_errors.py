@@ -46,6 +46,37 @@ def test_a_legal_call_before_makes_nothing_legal(argument: str, value: Any) -> N
         tsmla_bridge.mla_decode(**arguments | {argument: value})
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_a_static_argument_that_changes_in_place_is_read_in_each_call(kind: Any) -> None:
+    """A tensor of one number, as lens.max() makes it, is a legal int; kept plans must not know it by its identity."""
+    generator = torch.Generator().manual_seed(0)
+    q, cache = torch.randn(5, 2, 24, generator=generator), torch.randn(6, 4, 24, generator=generator)
+    tables, lens = torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([9, 7], dtype=torch.int32)
+    starts, indices = torch.tensor([0, 2, 5], dtype=torch.int32), torch.arange(20, dtype=torch.int32).view(5, 4)
+    options = {"softmax_scale": 0.1, "latent_dim": 16}
+
+    def decode(bound: Any) -> torch.Tensor:
+        return tsmla_bridge.mla_decode(q, cache, tables, lens, cu_seqlens_q=starts, max_q_len=bound, **options)
+
+    def select(window: Any) -> torch.Tensor:
+        return tsmla_bridge.sparse_mla(q, cache, indices, compressed_kv_cache=2 * cache, window=window, **options)
+
+    for call in (decode, select):
+        number = kind(1)
+        assert torch.equal(call(number), call(1))
+        number[...] = 3
+        assert torch.equal(call(number), call(3)) and not torch.equal(call(number), call(1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", ["bfloat16"], {}])
+def test_what_is_no_dtype_is_named(dtype: Any) -> None:
+    cache, ints = torch.zeros(2, 4, 8), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^out_dtype: got (str|list|dict); legal: a torch.dtype$"):
+        tsmla_bridge.gather_kv_cache(cache, ints[None], ints, ints, total_len=1, out_dtype=dtype)
+    with pytest.raises(TypeError, match=r"^dtype: got (str|list|dict); legal: a torch.dtype$"):
+        tsmla_bridge.init_cache(1, dtype=dtype)
+
+
 def test_a_legal_scale_before_makes_no_other_legal() -> None:
     arguments = {name: as_torch(value) for name, value in bad_input.DECODE.items()}
     wrong = (-0.1, 0.0, 1e-50, 1e39, float("inf"), float("nan"))

@@ -166,7 +166,7 @@ def _gather(
         **given,
         kv_scale=kv_scale,
         total_len=total_len,
-        out_dtype=None if out_dtype is None else tensors.dtype_name(out_dtype),
+        out_dtype=None if out_dtype is None else tensors.named_dtype("out_dtype", out_dtype),
     )
 
     def why_not() -> list[str]:

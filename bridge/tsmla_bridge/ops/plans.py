@@ -63,9 +63,12 @@ def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key:
 
     Args:
       inputs: a NamedTuple of the call's tensors, None for those that it lacks.
-      options: a NamedTuple of its other arguments.
+      options: a NamedTuple of its other arguments. The plan is not kept if one is a tensor or has no hash.
       latest_key: what the latest plan is kept under; the options by default.
     """
+    types = tuple(map(type, options))
+    if any(issubclass(kind, torch.Tensor) for kind in types):
+        return make(inputs, options)  # a tensor's hash is of its identity, and its value may change
     try:
         properties = [
             None
@@ -74,10 +77,10 @@ def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key:
             for tensor in inputs
         ]
         # The options' types are in the key because True equals 1 and 8.0 equals 8, but only one of the two is legal.
-        key = (options, *map(type, options), *properties)
+        key = (options, *types, *properties)
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor, or an option without a hash
-        plan, key = None, None
+        return make(inputs, options)
     if plan is None:
         plan = make(inputs, options)
         if len(_plans) >= MAX_PLANS:

@@ -16,7 +16,7 @@ import torch
 from tsmla_bridge import operators, products_reference
 from tsmla_bridge.products_reference import Result
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
-from tsmla_bridge.runtime.tensors import DTYPES, dtype_name
+from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_kernels.catalog import BLOCK_SCALED_MATMUL, GROUPED_BLOCK_SCALED_MATMUL, QUANTIZE_BLOCKS
 from tsmla_kernels.contract import products, values
 from tsmla_kernels.contract.products import ProductSpec
@@ -165,7 +165,7 @@ def _dense(
     out: Result | None = None,
 ) -> Result:
     given = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales}
-    form = {"gated": gated, "limit": limit, "out_dtype": _name(out_dtype)}
+    form = {"gated": gated, "limit": limit, "out_dtype": tensors.named_dtype("out_dtype", out_dtype)}
     spec = tensors.describe_call(products.product_spec, **given, **form)
     return _multiply(BLOCK_SCALED_MATMUL, products_reference.block_scaled_matmul, spec, given, implementation, out)
 
@@ -185,7 +185,7 @@ def _grouped(
 ) -> Result:
     given = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales, "cu_rows": cu_rows}
     given |= {"rows": rows}
-    form = {"gated": gated, "limit": limit, "out_dtype": _name(out_dtype)}
+    form = {"gated": gated, "limit": limit, "out_dtype": tensors.named_dtype("out_dtype", out_dtype)}
     spec = tensors.describe_call(products.grouped_product_spec, **given, **form)
     data_checks.check(values.grouped_product, spec, cu_rows, *(() if rows is None else (rows,)))
     definition = products_reference.grouped_block_scaled_matmul
@@ -272,13 +272,6 @@ def _traced(name: str, arguments: tuple[Any, ...], out: Result | None) -> Result
     values, *scales = _tensors_of(out, 2 if of_two else 1)
     getattr(torch.ops.tsmla, f"{name}_into")(*arguments, values, scales[0] if scales else None)
     return out
-
-
-def _name(out_dtype: Any) -> str:
-    """The contract's name of the result's dtype; TypeError if it is no torch.dtype."""
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype: got {type(out_dtype).__name__}; legal: a torch.dtype")
-    return dtype_name(out_dtype)
 
 
 def _quantize(x: torch.Tensor, power_of_two: bool, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:

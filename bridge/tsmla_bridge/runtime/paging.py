@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tsmla_bridge.runtime.tensors import describe, dtype_name, same_device
+from tsmla_bridge.runtime.tensors import describe, named_dtype, same_device
 from tsmla_kernels.contract import paging
 
 
@@ -29,9 +29,7 @@ def init_cache(
       TypeError, ValueError: an argument other than device is not legal; the message names it, what it got and what is
         legal. For device torch raises its own errors.
     """
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: got {type(dtype).__name__}; legal: a torch.dtype")
-    shape = paging.check_new_cache(num_pages, page_size, head_dim, dtype_name(dtype))
+    shape = paging.check_new_cache(num_pages, page_size, head_dim, named_dtype("dtype", dtype))
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

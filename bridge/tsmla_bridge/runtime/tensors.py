@@ -88,6 +88,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def named_dtype(name: str, dtype: Any) -> str:
+    """`dtype_name` of an argument; TypeError if it is no torch.dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: got {type(dtype).__name__}; legal: a torch.dtype")
+    return dtype_name(dtype)
+
+
 def accumulation_dtype(dtype: str) -> torch.dtype:
     """The dtype to compute in: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == "float64" else torch.float32
