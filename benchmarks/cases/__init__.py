@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 CASES = {
     "decode_bf16": "decode:DecodeBf16", "decode_fp8": "decode:DecodeFp8", "sparse_mla": "sparse_mla:SparseDecode",
-    "sparse_mla_prefill": "sparse_mla_prefill:SparsePrefill", "prefill": "prefill:Prefill",
+    "sparse_mla_prefill": "sparse_mla_prefill:SparsePrefill", "sparse_mla_plain": "sparse_mla_plain:SparsePlain",
+    "prefill": "prefill:Prefill",
     "prefill_backward": "prefill_backward:PrefillBackward", "sparse_backward": "sparse_backward:SparseBackward",
     "segment_attention": "segment_attention:SegmentAttention",
     "select_topk": "select_topk:SelectTopk", "indexer_logits": "indexer_logits:Logits",

@@ -78,9 +78,12 @@ def package_dense(given: dict[str, Any]) -> Run:
     return lambda: library.dense_decode_fwd(*arguments, schedule, splits)[:2]
 
 
-def fa3(q: Any, rows: Any, indices: Any, scale: float) -> Run:
-    """FA3 over bf16 rows [N, 576]: to it each row is a page, and a token's slots [T, K] are its block table."""
-    counts = torch.full((len(q),), indices.shape[1], dtype=torch.int32, device=q.device)
+def fa3(q: Any, rows: Any, indices: Any, scale: float, lengths: Any = None) -> Run:
+    """FA3 over bf16 rows [N, 576]: to it each row is a page, and a token's slots [T, K] are its block table. lengths
+    [T]: how many of its slots a token selects, if not all."""
+    counts = lengths
+    if lengths is None:
+        counts = torch.full((len(q),), indices.shape[1], dtype=torch.int32, device=q.device)
     return dense.fa3(q[:, None], rows[:, None], indices, counts, scale)
 
 

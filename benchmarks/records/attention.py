@@ -234,6 +234,39 @@ def sparse_prefill() -> tb.Record:
     )  # fmt: skip
 
 
+# ---- plain rows of 16 bits
+
+PLAIN = ("flashmla", "fa3")
+PLAIN_MODES = {
+    "steps": "8,192 rows a request",
+    "random": "131,072 rows",
+    "prompt": "the first tokens of a text",
+}
+
+
+def sparse_plain() -> tb.Record:
+    columns: Sequence[tb.Column] = (
+        ("T, H, slots of", lambda p: f"{p['length']}, {p['h']}, {PLAIN_MODES[p['mode']]}"), tb.FLOOR,
+        *(tb.time(PEERS[peer], peer) for peer in PLAIN), tb.our_time(), tb.over("/ best peer", OURS, *PLAIN),
+        tb.OF_FLOOR,
+    )  # fmt: skip
+
+    def caption(loaded: tb.Loaded) -> str:
+        said = compared(loaded.points, PLAIN)
+        return (
+            "Microseconds, medians, bf16 queries over plain bf16 rows of 576 columns, 2,048 slots a token. FlashMLA has"
+            f" its queries padded to 64 or 128 heads. {said}. {tb.provenance(loaded.rows)}"
+        )
+
+    def short(loaded: tb.Loaded) -> list[str]:
+        return [tb.table(loaded.points, columns)]
+
+    return tb.Record(
+        "sparse_mla_plain", "", ("mode", "length", "h"), caption, short=short,
+        order=lambda point: ([*PLAIN_MODES].index(point["mode"]), *point.key[1:]),
+    )  # fmt: skip
+
+
 # ---- prompts, expanded
 
 PREFILL_PEERS = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
@@ -408,6 +441,6 @@ def segment_attention() -> tb.Record:
 
 
 RECORDS = (
-    decode("bf16"), decode("fp8"), sparse(), sglang(), sparse_prefill(), prefill(), prefill_backward(),
+    decode("bf16"), decode("fp8"), sparse(), sglang(), sparse_prefill(), sparse_plain(), prefill(), prefill_backward(),
     sparse_backward(), segment_attention(),
 )  # fmt: skip

@@ -32,6 +32,7 @@ from benchmarks.cases import (
     select_topk,
     sparse_backward,
     sparse_mla,
+    sparse_mla_plain,
     sparse_mla_prefill,
 )
 from tsmla_kernels import object_cache
@@ -41,6 +42,7 @@ POINTS = {
     "decode_bf16": ["2,2,4,100,fixed", "2,1,4,100,varlen"], "decode_fp8": ["2,2,4,100,varlen"],
     "sparse_mla": ["v32,2,1,4", "shared80,2,4,16", "v4-512,1,2,4"],
     "sparse_mla_prefill": ["random,6,4", "shared95,6,16", "prompt,6,4", "prompt80,80,4", "v4,6,4"],
+    "sparse_mla_plain": ["steps,6,4", "random,6,16", "prompt,80,4"],
     "prefill": ["2x40h2", "30on50h2"], "prefill_backward": ["40h2"], "select_topk": ["3,100"],
     "sparse_backward": ["random,512,4", "shared80,576,4"],
     "indexer_logits": ["2,2,128", "1,64,128"], "indexer_topk": ["2,2,128"],
@@ -69,19 +71,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, sizes in (
         (sparse_mla, {"CONTEXT": 256, "LONG": 512, "COMPRESSED": 128}),
         (sparse_mla_prefill, {"CONTEXT": 256, "COMPRESSED": 128}),
+        (sparse_mla_plain, {"CONTEXT": 128, "REQUESTS": 4, "SELECTED": 64}),
         (sparse_backward, {"TOKENS": 6, "SELECTED": 16, "CONTEXT": 128, "CHECKED": 5}), (select_topk, {"K": 16}),
         (indexer_topk, {"K": 16}), (bridge_overhead, {"CALLS": 2, "ROUNDS": 1, "WARM": 1}),
     ):  # fmt: skip
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(sparse_mla, "MODES", {"v32": 64, "shared80": 64, "v4-512": 32, "v4-1024": 32})
+    monkeypatch.setattr(sparse_mla_plain, "MODES", {"steps": 128, "random": 256, "prompt": 0})
     few = {"random": 64, "shared80": 64, "shared95": 64, "prompt": 64, "prompt80": 64, "v4": 32}
     monkeypatch.setattr(sparse_mla_prefill, "SELECTED", few)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     gradients = prefill_backward.errors_of, prefill_backward._checked
     gradients += (sparse_backward.errors_of,)
-    caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, *gradients
+    caches = sparse_mla.caches_of, sparse_mla_prefill.caches_of, sparse_mla_plain.rows_of, *gradients
     for cached in caches:
         cached.cache_clear()
     yield
@@ -258,6 +262,7 @@ OBJECTS = {  # of each kernel
     ),
     "sparse_mla": ("v32,8,1,16/v4-512,8,1,16", {"sparse_mla": 2}),
     "sparse_mla_prefill": ("random,512,16", {"sparse_mla": 2, "sparse_mla_union": 1}),
+    "sparse_mla_plain": ("steps,64,128/prompt,4096,64", {"sparse_mla": 2}),
     "sparse_backward": (
         "random,576,16/shared80,512,64",
         {"sparse_mla": 1, "sparse_mla_union": 1, "sparse_mla_backward": 4},

@@ -361,6 +361,16 @@ def test_sparse_prefill_is_compared_by_heads(tmp_path: Path) -> None:
     assert is_png(tmp_path / "benchmarks" / "figures" / "sparse_mla_prefill_relative.png")
 
 
+def test_sparse_attention_over_plain_rows_is_compared_with_the_best_peer(tmp_path: Path) -> None:
+    times = {"tsmla": 50.0, "flashmla": 100.0, "fa3": 80.0}
+    fields = {"mode": "steps", "length": 64, "h": 128, "keys": 2048, "floor_us": 25.0, "rel_err": 0.002}
+    put(tmp_path, "sparse_mla_plain", [{**FIXED, **fields, "peer": peer, "us": us} for peer, us in times.items()])
+    assert written(with_markers(tmp_path, "sparse_mla_plain")) == 0
+    page = page_of(tmp_path)
+    assert "1 points; tsmla's time over the best peer's: geometric mean 0.62" in page
+    assert "| 64, 128, 8,192 rows a request | 25.0 | 100.0 | 80.0 | **50.0** | 0.62 | 50% |" in page
+
+
 def test_a_sparse_layer_is_shown_by_step(tmp_path: Path) -> None:
     case = {**FIXED, "page": 64, "keys": 32768, "k": 2048, "h": 16, "same": 0.99, "part": "step"}
     rows = [{**case, "b": b, "peer": "tsmla", "kernels": "", "us": 40.0} for b in (8, 1)]
