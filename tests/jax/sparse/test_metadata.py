@@ -84,6 +84,15 @@ def test_positions_become_slots() -> None:
     assert wide.tolist() == sparse.remap_slots(got, 4, 6).tolist() == [[18, 7, -1], [15, 12, 3]]
 
 
+def test_numbers_too_large_for_int32_do_not_wrap() -> None:
+    tables, last = ints([[2**26, -1, 2**25 - 1]]), 2**31 - 1
+    positions = ints([[0, 64, 191]])
+    assert sparse.positions_to_slots(positions, tables, 64).tolist() == [[-1, -1, last]]
+    assert sparse.positions_to_slots(positions, tables, 64, page_span=128).tolist() == [[-1, -1, -1]]
+    assert sparse.remap_slots(ints([last, 2**30 - 1, -5]), 64, 128).tolist() == [-1, last - 64, -1]
+    assert sparse.expand_pools(ints([[2**30, 1]]), ints([9]), 4, tail=False).tolist() == [[-1] * 4 + [4, 5, 6, 7]]
+
+
 def test_a_position_past_the_table_has_no_slot() -> None:
     """As `slots` and a top-k say it: the last key must not count once more for each position past it."""
     tables = ints([[3, 1], [0, 2]])

@@ -22,6 +22,7 @@ from tsmla_jax.ops.selected import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import rules
 from tsmla_kernels.contract.layouts import check_page_span
+from tsmla_kernels.contract.paging import has_slots
 
 if TYPE_CHECKING:
     from tsmla_jax.array_types import Array, Int32
@@ -147,7 +148,7 @@ def positions_to_slots(
     page_span: int | None = None,
 ) -> Int32[Array, "N K"]:
     """Cache slots of positions within a sequence: block_table[position // Z] * span + position % Z; -1 for a position
-    that is negative or past the table.
+    that is negative or past the table, or whose page is negative or too large for slots of int32.
 
     Args:
       positions: [N, K] int32; a negative one is "nothing here".
@@ -170,7 +171,8 @@ def positions_to_slots(
     positions = checks.positions(positions, capacity)
     safe = jnp.clip(positions, 0, capacity - 1)
     pages = jnp.take_along_axis(block_tables, safe // page_size, axis=1)
-    return jnp.where((positions >= 0) & (positions < capacity), pages * span + safe % page_size, -1)
+    inside = (positions >= 0) & (positions < capacity) & has_slots(pages, span)
+    return jnp.where(inside, pages * span + safe % page_size, -1)
 
 
 def expand_pools(
@@ -182,7 +184,7 @@ def expand_pools(
     always sees the tail: the keys after the last such pool, up to its own.
 
     Args:
-      pools: [N, K] int32; a negative one is "nothing here".
+      pools: [N, K] int32; a negative one, or one too large for positions of int32, is "nothing here".
       positions: [N] int32, the position of each row's token, -1 for padding.
       pool_size: how many keys a pool has; static.
       tail: whether the tail's pool_size - 1 columns follow those of the pools; static.
@@ -199,7 +201,9 @@ def expand_pools(
     pool_size = contract.static_int("pool_size", pool_size, minimum=1)
     pools, positions = jnp.asarray(pools), jnp.asarray(positions)
     keys = pools[:, :, None] * pool_size + jnp.arange(pool_size, dtype=jnp.int32)
-    found = jnp.where((pools >= 0)[:, :, None], keys, -1).reshape(pools.shape[0], pools.shape[1] * pool_size)
+    found = jnp.where(has_slots(pools, pool_size)[:, :, None], keys, -1).reshape(
+        pools.shape[0], pools.shape[1] * pool_size
+    )
     if contract.static_bool("tail", tail):
         seen = positions[:, None] + 1
         keys = seen // pool_size * pool_size + jnp.arange(pool_size - 1, dtype=jnp.int32)
@@ -210,7 +214,8 @@ def expand_pools(
 def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> Int32[Array, "*N"]:
     """Slots of pages of `page_size` rows as rows of an array whose pages are `page_span` rows apart.
 
-    slot -> (slot // page_size) * page_span + slot % page_size; negative slots become -1.
+    slot -> (slot // page_size) * page_span + slot % page_size; -1 for a negative slot, and for one whose row would be
+    too large for int32.
 
     Args:
       slots: int32 of any shape.
@@ -224,4 +229,5 @@ def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> In
     span = check_page_span("page_span", page_span, page_size)
     rules.check_dtype("slots", describe("slots", slots), ("int32",))
     slots = jnp.asarray(slots)
-    return jnp.where(slots >= 0, (slots // page_size) * span + slots % page_size, -1)
+    pages = slots // page_size
+    return jnp.where(has_slots(pages, span), pages * span + slots % page_size, -1)
