@@ -1,6 +1,7 @@
 """`make figures` on made-up results: what it writes, and that nothing is shown that the file does not hold."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from benchmarks import figures, table
 from benchmarks.records import RECORDS, attention, operations
 from examples.whole_models.figures import RECORDS as MODELS
+
+RESULTS = Path(figures.__file__).parent / "results"
 
 
 def row(peer: str, us: float, **changes: object) -> dict[str, object]:
@@ -586,3 +589,21 @@ def test_sglangs_slices_name_whose_flash_mla_ran(tmp_path: Path) -> None:
     assert f"| {step} | flashmla | 1.50 | **1.05** | 0.700 | 120 | 90 | 0.75 |" in readme
     assert "v2-lite decode through flashmla, 16 bits: 0.70 (1 point), attention 0.75 (1 point)" in readme
     assert "| v2-lite decode, 16 bits, 4096, 16 | fa3, flashmla | 1.00 | **0.90** | 0.900 | 80 | 50 | 0.62 |" in readme
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("*/*_slices.json")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_steps_of_engines_are_left_out_by_the_rule_of_their_page(path: Path) -> None:
+    """Steps that took over 1.25 times what their kernels took, or one run 1.25 times what another one took."""
+    for row in json.loads(path.read_text()):
+        if "decode" in row["mode"] and "us_of_runs" in row:
+            runs = row["us_of_runs"]
+            busy = row["us"] > 1.25 * row.get("kernels_us", math.inf) or max(runs) > 1.25 * min(runs)
+            assert row.get("disturbed", False) == busy, (
+                row["mode"],
+                row["backend"],
+                row["kv"],
+                row["b"],
+                row["context"],
+            )
