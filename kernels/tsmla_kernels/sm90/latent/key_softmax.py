@@ -27,12 +27,6 @@ def p_row(lane, warp):
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 
-def p_matrix_row(lane: Int32, warp: Int32, pitch: int, p_rows: int) -> Int32:
-    """The byte offset, in a P whose matrices of 8 rows by 8 keys are `pitch` bytes apart, of the row that a lane first
-    passes to stmatrix, as in p_row. A warp's P lies in the places of its own 16 keys."""
-    return ((warp * 2 + lane // 8 % 2) * (p_rows // 8) + lane // 16) * pitch + lane % 8 * 16
-
-
 class Exchange(NamedTuple):
     """Shared-memory scratch for reducing over the keys of the four softmax warps.
 
@@ -74,18 +68,11 @@ class KeySoftmax:
     Attributes:
       p_rows: how many rows P has. p_dtype: the dtype of P. over_keys: reduces over all keys (see OverKeys).
       token_rows: how many rows a token has, if tokens see different keys; None if all rows see the same keys.
-      p_step: bytes from eight rows of P to the next eight, for the same keys.
     """
 
     def __init__(
-        self,
-        p_rows: int,
-        p_dtype: type[cutlass.Numeric],
-        over_keys: OverKeys,
-        token_rows: int | None = None,
-        p_step: int = 1024,
+        self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys, token_rows: int | None = None
     ) -> None:
-        self.p_step = p_step
         self.p_rows, self.p_dtype, self.over_keys, self.token_rows = p_rows, p_dtype, over_keys, token_rows
 
     @cute.jit
@@ -161,5 +148,5 @@ class KeySoftmax:
         """Store a warp's P, which registers have as keys by rows, to shared memory as rows by keys."""
         for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
             four = [p_words[i, v + j] for j in range(2) for i in range(2)]
-            store_transposed(address + self.p_step * v, *four)
+            store_transposed(address + 1024 * v, *four)  # eight rows of 128 bytes
         cute.arch.sync_warp()

@@ -40,9 +40,6 @@ class RingLayout(NamedTuple):
         arrive, because racecheck tracks only arriving lanes.
       filling_warps: how many warps arrive on `full`.
       cluster: how many CTAs may write a stage.
-      p_pitch: if it is set, P has no swizzle: it is made of matrices of 8 rows by 8 keys, of 128 bytes, which are
-        `p_pitch` bytes apart. First come those of the first 8 keys.
-      parts: how many parts of a stage's keys are released one after another, each with a barrier `empty` of its own.
     """
 
     stages: int
@@ -59,8 +56,6 @@ class RingLayout(NamedTuple):
     releasing_lanes: int
     filling_warps: int = 1
     cluster: int = 1
-    p_pitch: int | None = None
-    parts: int = 1
 
 
 class Ring:
@@ -79,7 +74,7 @@ class Ring:
         self.elements = self.stages * self.stage_elements
         self.pieces_kept, self.inverses_kept = layout.pieces_kept, layout.inverses_kept
         self.releasing_lanes, self.filling_warps = layout.releasing_lanes, layout.filling_warps
-        self.cluster, self.p_pitch, self.parts = layout.cluster, layout.p_pitch, layout.parts
+        self.cluster = layout.cluster
 
     def advance(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """The stage after `index`, and the parity of its barriers."""
@@ -111,7 +106,7 @@ class Ring:
     def p_of_stages(self, ring: cute.Pointer):
         """The P of all stages."""
         atom = warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype)
-        tile = self.p_tile(atom)
+        tile = cute.tile_to_shape(atom, (self.p_rows, self.block), (0, 1)).outer
         layout = cute.make_layout(
             (*tile.shape, self.stages),
             stride=(*tile.stride, self.stage_elements * self.dtype.width // self.p_dtype.width),
@@ -119,18 +114,10 @@ class Ring:
         begin = ring + self.p_offset // self.itemsize
         return cute.make_tensor(cute.recast_ptr(begin, atom.inner, dtype=self.p_dtype), layout)
 
-    def p_tile(self, atom: cute.ComposedLayout) -> cute.Layout:
-        """The layout of a stage's P before it is swizzled; `atom` is the swizzle's."""
-        if self.p_pitch is None:
-            return cute.tile_to_shape(atom, (self.p_rows, self.block), (0, 1)).outer
-        next_rows, rows = self.p_pitch * 8 // self.p_dtype.width, self.p_rows // 8
-        return cute.make_layout(((8, rows), (8, self.block // 8)), stride=((8, next_rows), (1, rows * next_rows)))
-
     @cute.jit
     def stage_p(self, shared: Shared, address: Int32):
         """The P of the stage at `address`, for WGMMA."""
-        align = 1024 if const_expr(self.p_pitch is None) else 16
-        pointer = cute.make_ptr(self.p_dtype, address + self.p_offset, cute.AddressSpace.smem, assumed_align=align)
+        pointer = cute.make_ptr(self.p_dtype, address + self.p_offset, cute.AddressSpace.smem, assumed_align=1024)
         swizzle = warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype).inner
         return cute.make_tensor(
             cute.recast_ptr(pointer, swizzle, dtype=self.p_dtype), cute.slice_(shared.p.layout, (None, None, 0))
@@ -168,9 +155,7 @@ class Ring:
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(shared.full + i, self.filling_warps)
-                for part in cutlass.range_constexpr(self.parts):
-                    there = shared.empty + (self.parts * i + part)
-                    cute.arch.mbarrier_init(there, 8 * self.releasing_lanes * self.cluster)
+                cute.arch.mbarrier_init(shared.empty + i, 8 * self.releasing_lanes * self.cluster)
                 cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # eight lanes of each softmax warp arrive in `signal`
 
     @cute.jit
@@ -235,12 +220,6 @@ class Ring:
         else:
             with cute.arch.elect_one():
                 self.arrive(empty + index)
-
-    def release_part(self, part: int, index: Int32, empty: cute.Pointer) -> None:
-        """Release a part of a stage, as `release` does a stage, without a branch (see signal_if)."""
-        cute.arch.sync_warp()
-        holds = Int32(cute.arch.lane_idx() < self.releasing_lanes)
-        self.signal_if(holds, empty, index * self.parts + part)
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
