@@ -87,50 +87,69 @@ class KeySoftmax:
         If token_rows is set, `first` has a bit for each token: whether the block has the token's first keys. The four
         warps have different keys of the same rows, so they vote and reduce together.
         """
-        changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
-        m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
-        t, lane = held.place.thread, held.place.lane
+        lags = any_of_warps(first | self.make_relative(s, scale, held.running))
+        if lags != 0:
+            self.update_maxima(s, first, held, held.running.highest, shared, index)
+        if held.place.lane == 0:
+            shared.moved[held.place.thread // 32, index] = lags
+        self.exponentials(s, held, held.running.highest)
+
+    @cute.jit
+    def make_relative(self, s: cute.Tensor, scale: Float32, running: Running) -> Int32:
+        """Scale S, and subtract the rows' maxima. Return 1 if a P of the lane would exceed 2**RESCALE_BITS, otherwise
+        0."""
         for v in cutlass.range_constexpr(self.p_rows // 8):
             for e in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
-                    s[e, i, v] = s[e, i, v] * scale - m[e, v]
-        highest = held.running.highest
+                    s[e, i, v] = s[e, i, v] * scale - running.m[e, v]
         top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
-        lags = any_of_warps(first | Int32(top > RESCALE_BITS))
-        if lags != 0:
-            tops = cute.make_rmem_tensor(l.layout, Float32)
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                for e in cutlass.range_constexpr(2):
-                    tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
-            found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
-            if t % 4 == 0 and t < 2 * self.p_rows:
-                four = cute.make_rmem_tensor((4,), Float32)
-                if const_expr(self.token_rows is not None):
-                    first = (first >> (t // 2 // self.token_rows)) & 1
-                for e in cutlass.range_constexpr(2):
-                    # A maximum only rises, except in the first block, where it starts as 0 and may also fall, but not
-                    # below LOWEST, because -inf - -inf is NaN.
-                    rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
-                    factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
-                    four[2 * e], four[2 * e + 1] = rise, factor
-                    row = t // 2 + e
-                    rescale[row, index] = factor
-                    maxima[row, 0] = maxima[row, 0] + rise
-                cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
-            sync_softmax()
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                four = cute.make_rmem_tensor((4,), Float32)
-                cute.autovec_copy(
-                    cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
-                )
-                for e in cutlass.range_constexpr(2):
-                    l[e, v] = l[e, v] * four[2 * e + 1]
-                    for i in cutlass.range_constexpr(2):
-                        s[e, i, v] = s[e, i, v] - four[2 * e]
-                if const_expr(highest is not None):
-                    highest[v] = times(highest[v], two_halves(four[1], four[3]))
-        if lane == 0:
-            moved[t // 32, index] = lags
+        return Int32(top > RESCALE_BITS)
+
+    @cute.jit
+    def update_maxima(
+        self, s: cute.Tensor, first: Int32, held: KeyScores, highest: cute.Tensor | None, shared: Shared, index: Int32
+    ):
+        """Update the rows' maxima, and make S, l and `highest`, unless it is None, relative to the new ones. `first` is
+        as in softmax_of_keys."""
+        changes, maxima, l, rescale = held.exchanged.changes, held.exchanged.maxima, held.running.l, shared.rescale
+        t, lane = held.place.thread, held.place.lane
+        tops = cute.make_rmem_tensor(l.layout, Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
+        found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
+        if t % 4 == 0 and t < 2 * self.p_rows:
+            four = cute.make_rmem_tensor((4,), Float32)
+            if const_expr(self.token_rows is not None):
+                first = (first >> (t // 2 // self.token_rows)) & 1
+            for e in cutlass.range_constexpr(2):
+                # A maximum only rises, except in the first block, where it starts as 0 and may also fall, but not below
+                # LOWEST, because -inf - -inf is NaN.
+                rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
+                factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
+                four[2 * e], four[2 * e + 1] = rise, factor
+                row = t // 2 + e
+                rescale[row, index] = factor
+                maxima[row, 0] = maxima[row, 0] + rise
+            cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
+        sync_softmax()
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            four = cute.make_rmem_tensor((4,), Float32)
+            cute.autovec_copy(
+                cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
+            )
+            for e in cutlass.range_constexpr(2):
+                l[e, v] = l[e, v] * four[2 * e + 1]
+                for i in cutlass.range_constexpr(2):
+                    s[e, i, v] = s[e, i, v] - four[2 * e]
+            if const_expr(highest is not None):
+                highest[v] = times(highest[v], two_halves(four[1], four[3]))
+
+    @cute.jit
+    def exponentials(self, s: cute.Tensor, held: KeyScores, highest: cute.Tensor | None):
+        """Write P to `held.p_words`, and add the rows' sums to l. Take the greatest P into `highest`, unless it is
+        None."""
+        l, p_words = held.running.l, held.p_words
         pair = cute.make_rmem_tensor((2,), self.p_dtype)
         for v in cutlass.range_constexpr(self.p_rows // 8):
             p = [[cute.math.exp2(s[e, i, v], fastmath=True) for i in range(2)] for e in range(2)]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32
 
-from tsmla_kernels.sm90.constants import LOWEST
-from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeyScores, OverKeys
+from tsmla_kernels.sm90.latent.key_softmax import Exchange, KeyScores, KeySoftmax
 from tsmla_kernels.sm90.latent.memory import SOFTMAX_THREADS, Shared
 from tsmla_kernels.sm90.latent.query import two_halves
 from tsmla_kernels.sm90.latent.ring import Ring
-from tsmla_kernels.sm90.latent.softmax import RESCALE_BITS, any_of_warps, sync_softmax, tree
+from tsmla_kernels.sm90.latent.softmax import any_of_warps
 from tsmla_kernels.sm90.latent.words import greatest, times
 from tsmla_kernels.sm90.warp import kept
 
@@ -93,70 +92,24 @@ class GreatestP:
 
 
 class ReadBackSoftmax:
-    """The softmax of a block's S^T that also takes the greatest P of the block before, among the exponentials.
+    """The softmax of a block's S^T that also takes the greatest P of the block before, among the exponentials."""
 
-    Attributes:
-      p_rows, p_dtype, over_keys, token_rows: as in KeySoftmax.
-    """
-
-    def __init__(self, ring: Ring, over_keys: OverKeys, token_rows: int | None, greatest_p: GreatestP) -> None:
-        self.p_rows, self.p_dtype, self.over_keys, self.token_rows = ring.p_rows, ring.p_dtype, over_keys, token_rows
-        self.greatest_p = greatest_p
+    def __init__(self, steps: KeySoftmax, greatest_p: GreatestP) -> None:
+        self.steps, self.greatest_p = steps, greatest_p
 
     @cute.jit
     def softmax_of_keys(
         self, s: cute.Tensor, first: Int32, scale: Float32, held: KeyScores, shared: Shared, index: Int32
     ):  # fmt: skip
         """Turn S into P as KeySoftmax does, and take the greatest P of the block before into `held.running.highest`."""
-        changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
-        m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
-        t, lane = held.place.thread, held.place.lane
-        for v in cutlass.range_constexpr(self.p_rows // 8):
-            for e in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    s[e, i, v] = s[e, i, v] * scale - m[e, v]
-        top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
-        here, changed = kept(t), Float32(1.0)  # so that addresses made from it take no registers during the products
-        lags = any_of_warps(first | Int32(top > RESCALE_BITS))
+        # `kept`, so that addresses made from the thread's index take no registers during the products.
+        here, changed = kept(held.place.thread), Float32(1.0)
+        lags = any_of_warps(first | self.steps.make_relative(s, scale, held.running))
         if lags != 0:
-            tops = cute.make_rmem_tensor(l.layout, Float32)
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                for e in cutlass.range_constexpr(2):
-                    tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
-            found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
-            if t % 4 == 0 and t < 2 * self.p_rows:
-                four = cute.make_rmem_tensor((4,), Float32)
-                if const_expr(self.token_rows is not None):
-                    first = (first >> (t // 2 // self.token_rows)) & 1
-                for e in cutlass.range_constexpr(2):
-                    rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
-                    factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
-                    four[2 * e], four[2 * e + 1] = rise, factor
-                    row = t // 2 + e
-                    rescale[row, index] = factor
-                    maxima[row, 0] = maxima[row, 0] + rise
-                cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
-            sync_softmax()
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                four = cute.make_rmem_tensor((4,), Float32)
-                cute.autovec_copy(
-                    cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
-                )
-                for e in cutlass.range_constexpr(2):
-                    l[e, v] = l[e, v] * four[2 * e + 1]
-                    for i in cutlass.range_constexpr(2):
-                        s[e, i, v] = s[e, i, v] - four[2 * e]
-            changed = self.greatest_p.factor_of(changes, here)
-        if lane == 0:
-            moved[t // 32, index] = lags
+            self.steps.update_maxima(s, first, held, None, shared, index)
+            changed = self.greatest_p.factor_of(held.exchanged.changes, here)
+        if held.place.lane == 0:
+            shared.moved[held.place.thread // 32, index] = lags
         words = self.greatest_p.read_before(index, here, shared)
-        pair = cute.make_rmem_tensor((2,), self.p_dtype)
-        for v in cutlass.range_constexpr(self.p_rows // 8):
-            p = [[cute.math.exp2(s[e, i, v], fastmath=True) for i in range(2)] for e in range(2)]
-            for e in cutlass.range_constexpr(2):
-                l[e, v] += p[e][0] + p[e][1]
-            for i in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    pair[e] = p[e][i].to(self.p_dtype)
-                p_words[i, v] = cute.recast_tensor(pair, Int32)[0]
+        self.steps.exponentials(s, held, None)
         self.greatest_p.take(words, changed, held.running.highest)

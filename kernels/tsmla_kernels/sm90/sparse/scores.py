@@ -92,7 +92,7 @@ class SparseScores:
         self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys, token_rows)
         self.softmax: KeySoftmax | ReadBackSoftmax = self.key_softmax
         if self.greatest_p is not None:
-            self.softmax = ReadBackSoftmax(ring, self.over_keys, token_rows, self.greatest_p)
+            self.softmax = ReadBackSoftmax(self.key_softmax, self.greatest_p)
         narrow = config.e4m3_columns // 32
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
