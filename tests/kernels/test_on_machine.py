@@ -35,6 +35,7 @@ FAST = {
     "mla_prefill_sinks_gradient": (
         "torch.bfloat16 [3, 1] over [0, 2] causal deterministic far sinks",
         "torch.bfloat16 [3, 1] over [0, 2] causal deterministic sinks at",
+        "torch.bfloat16 [3, 1] over [0, 2] causal sinks at",
     ),
     "mla_prefill_selection": ("torch.float8_e4m3fn [130, 1] over [300, 64] causal",),
     "packed_block_scaled_matmul": ("packed 7 rows", "packed gated groups of [0, 3, 0, 0, 9, 1] torch.bfloat16"),
