@@ -38,7 +38,8 @@ class NoKernels(ModuleType):
 
 if importlib.util.find_spec("sgl_kernel") is None:
     for name in ("sgl_kernel", "sgl_kernel.flash_mla", "sgl_kernel.flash_attn"):
-        sys.modules.setdefault(name, NoKernels(name))
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            sys.modules[name] = NoKernels(name)
 
 import sglang.srt.layers.attention.merge_state as merge_state  # noqa: E402
 import sglang.srt.mem_cache.memory_pool as memory_pool  # noqa: E402

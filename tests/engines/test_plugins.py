@@ -54,11 +54,15 @@ logging.basicConfig(level=logging.INFO)
 version = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.5.17" if name == "sglang" else version(name)
 sys.modules["sgl_kernel"] = types.ModuleType("sgl_kernel")
+sys.modules["sgl_kernel"].__path__ = []
 import tsmla_bridge.engines.sglang as plugin
 assert plugin.version_of("sglang") == "0.5.17"
 plugin.register()
 plugin.register()
+import sgl_kernel.flash_mla
 from sgl_kernel.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+assert sgl_kernel.flash_mla.get_mla_metadata is get_mla_metadata
+assert sys.modules["sgl_kernel.flash_mla"] is plugin.sgl_kernel_flash_mla is sgl_kernel.flash_mla
 print(flash_mla_with_kvcache.__module__, get_mla_metadata())
 """
 
@@ -100,6 +104,8 @@ import flash_mla
 from flash_mla import fused_norm_rope_attn_rope_cast
 from flash_mla.flash_mla_interface import FlashMLASchedMeta
 from tsmla_bridge.engines.flash_mla import selected
+assert flash_mla.flash_mla_interface.FlashMLASchedMeta is FlashMLASchedMeta
+assert flash_mla.fused_norm_rope_attn_rope_cast is fused_norm_rope_attn_rope_cast
 print(flash_mla.__name__, selected._lse_is_read)
 """
 

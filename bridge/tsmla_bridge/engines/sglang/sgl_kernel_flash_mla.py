@@ -6,7 +6,10 @@ parameters have sgl-kernel's order.
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +22,28 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 NAME = "sgl_kernel.flash_mla"
 
 
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds this module under sgl-kernel's name. Python then makes it an attribute of the package sgl_kernel, too, and
+    the package need not be imported before."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
+        """The specification of this module, or None for other names."""
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname == NAME else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put this module in the place of the new one."""
+        sys.modules[NAME] = sys.modules[__name__]
+
+
+_FINDER = _Finder()
+
+
 def install() -> None:
     """Make `import sgl_kernel.flash_mla` give this module in this process; RuntimeError if sgl-kernel's own was
     imported already."""
     refuse_imported()
-    sys.modules[NAME] = sys.modules[__name__]
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 def refuse_imported() -> None:
