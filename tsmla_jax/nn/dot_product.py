@@ -315,14 +315,15 @@ def _bits(mask: jax.Array, rows: Sequence[int], num_keys: int) -> jax.Array:
     if jnp.dtype(mask.dtype) != jnp.bool_:
         raise ValueError(f"mask: got dtype {mask.dtype}; legal: bool, or None")
     batch, num_queries = rows
-    legal = f"[{batch} or 1, 1, {num_queries} or 1, {num_keys} or 1]"
+    sizes = [str(size) if size == 1 else f"{size} or 1" for size in (batch, num_queries, num_keys)]
+    legal = f"[{sizes[0]}, 1, {sizes[1]}, {sizes[2]}]"
     shape = (*(1,) * (4 - len(shape)), *shape)
-    sizes = zip(shape, (batch, shape[1], num_queries, num_keys), strict=len(shape) == 4)
-    if len(shape) != 4 or any(size not in (1, whole) for size, whole in sizes):
+    pairs = zip(shape, (batch, shape[1], num_queries, num_keys), strict=len(shape) == 4)
+    if len(shape) != 4 or any(size not in (1, whole) for size, whole in pairs):
         raise ValueError(f"mask: got shape {given}; legal: {legal}, with or without first axes of 1, or None")
     if shape[1] != 1:
         raise NotImplementedError(
-            f"mask: got shape {given} with {shape[1]} heads; legal: 1, {legal}: all heads see the same keys"
+            f"mask: got shape {given} with {shape[1]} heads; legal: {legal}, where all heads see the same keys"
         )
     words = selection_words(num_keys)
     whole = jnp.broadcast_to(jnp.reshape(mask, shape)[:, 0], (batch, num_queries, num_keys))

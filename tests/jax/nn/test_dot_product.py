@@ -157,12 +157,12 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "dropout's dtype": (NotImplementedError, r"dropout_rate: got 0\.5; legal: 0", {"dropout_rate": np.float32(0.5)}),
     "heads": (
         NotImplementedError,
-        r"mask: got shape \(2, 4, 6, 5\) with 4 heads; legal: 1",
+        r"mask: got shape \(2, 4, 6, 5\) with 4 heads; legal: \[2 or 1, 1, 6 or 1, 5 or 1\], where all heads see",
         {"mask": jnp.ones((B, N, 6, 5), bool)},
     ),
     "a rank of the mask": (
         NotImplementedError,
-        r"mask: got shape \(2, 6, 5\) with 2 heads; legal: 1",
+        r"mask: got shape \(2, 6, 5\) with 2 heads; legal: \[2 or 1, 1, 6 or 1, 5 or 1\], where all heads see",
         {"mask": jnp.ones((B, 6, 5), bool)},
     ),
     "no heads": (ValueError, r"query: got shape \(2, 6, 0, 32\); legal: N and H", {"query": Q[:, :, :0]}),
