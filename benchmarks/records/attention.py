@@ -1,4 +1,4 @@
-"""Records of attention: decode over dense and packed caches, prompts, gradients, and packed rows."""
+"""Records of attention: decode over dense and packed caches, prompts, gradients, and rows of several texts."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ def sparse_backward() -> tb.Record:
     )  # fmt: skip
 
 
-# ---- packed rows
+# ---- rows of several texts
 
 SEGMENT_PEERS = {"cudnn": "cuDNN", "tsmla": "**tsmla**", "tsmla_kv": "tsmla, kv"}
 KINDS = {"forward": "forward_us", "with its gradient": "us"}

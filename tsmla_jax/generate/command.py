@@ -173,8 +173,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """Whether the error comes from a program that jax runs, by the name of its class: an import of jax at the top of
-    this module would delay the refusal of a flag."""
+    """Whether the error comes from a program that jax runs. The name of its class says so."""
     return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 

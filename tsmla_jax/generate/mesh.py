@@ -185,7 +185,7 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     not split as this mesh needs them. Stacks without shared experts move only if every device has them whole.
 
     A device holds its own routed experts, its part of the output projection if that is split (`head_spec`), and all
-    other weights whole. In its stacks the shared experts come after its own ones; with experts in MXFP4 they have
+    other weights whole. In its stacks the shared experts come after its routed ones; with experts in MXFP4 they have
     parameters of their own.
 
     Raises:

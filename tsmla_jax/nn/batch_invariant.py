@@ -345,9 +345,9 @@ def _rows(x: jax.Array, offsets: jax.Array | None, eps: float) -> jax.Array:
 
 
 def _sum_kernel(columns: int, eps: float, x_ref: Any, *others: Any) -> None:
-    """Compute the results of some rows.
+    """Compute the norm factors of some rows of x, or with offsets what `_log_sums` returns for these rows.
 
-    others: the offsets, if there are any, and the results.
+    others: the reference to the offsets, if there are any, and then the one to the results.
     """
     *offsets_ref, out_ref = others
     count, width = x_ref.shape

@@ -229,8 +229,8 @@ class KernelPlan(Plan):
         split_q = rope is not None
         config = sm90_decode.decode_config(spec, split_q=split_q, heads_first=heads_first)
         launches = sm90_decode.launches(config, spec.batch, width)
-        # In [H, T, L] a head's rows are those of all requests. A launch of some requests would take the number of its
-        # own rows for the step from head to head.
+        # In [H, T, L] the step from one head to the next is the number of all requests' rows. A launch that serves only
+        # some requests would step by the number of their rows, so several launches read a copy of q as [T, H, L].
         self.copies_q = heads_first and len(launches) > 1
         if self.copies_q:
             heads_first, config = False, sm90_decode.decode_config(spec, split_q=split_q)

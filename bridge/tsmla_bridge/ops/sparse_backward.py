@@ -76,9 +76,9 @@ def check_derivable(
 
 
 def gradients(inputs: SparseInputs, options: SparseOptions, factors: Factors, saved: Saved) -> Gradients:
-    """The gradients of q, the caches and the sinks. The kernel's are deterministic if the call or torch asks for that,
-    those of torch operations if torch does. NotImplementedError if the call has no gradient, or if the device or the
-    implementation asks for the kernel and it can't run."""
+    """The gradients of q, the caches and the sinks. The kernel's gradients are deterministic if the call or torch asks
+    for that; the gradients of torch operations are if torch does. NotImplementedError if the call has no gradient, or
+    if the device or the implementation asks for the kernel and it can't run."""
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     spec = describe(inputs, options._replace(deterministic=deterministic))
     check_sparse_gradient(spec)

@@ -102,7 +102,8 @@ def make_pair_plan(inputs: PairInputs, options: SparseOptions) -> Plan:
         found = serving_pair(
             spec, lengths=inputs.lengths is not None, sinks=inputs.sinks is not None, heads_first=heads_first
         )
-        # In [H, T, L] a launch of some tokens would take the number of its own rows for the step from head to head.
+        # In [H, T, L] the step from one head to the next is the number of all tokens. A launch that serves only some
+        # tokens would step by their number, so calls with several launches take a copy of q as [T, H, L].
         if found is not None and not (heads_first and len(found.launches(spec.num_tokens, spec.num_selected)) > 1):
             return KernelPlan(spec, inputs, found)
     return JoiningPlan(spec, inputs, options)

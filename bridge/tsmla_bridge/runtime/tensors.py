@@ -201,7 +201,8 @@ def row_step(rows: torch.Tensor) -> int:
         elif stride != step * count:
             return 0
         count *= size
-    step = width if step is None else step  # 0 for rows that are one and the same in memory, which TMA can't repeat
+    # The step is 0 if all rows are the same row in memory. TMA can't read a row repeatedly, so the result is 0, too.
+    step = width if step is None else step
     return step if step >= width and step * rows.element_size() % ROW_BYTES == 0 else 0
 
 

@@ -152,9 +152,9 @@ def sparse_workspace_size(
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
     On an H200 the partial results of any number of tokens take some 18 MB, or 35 with up to 32 heads. With 8, 16 or 32
-    heads tokens may share gathers: that takes 52 to 70 MB in all, and for each token up to 164 bytes, and 3.2 for each
-    column of indices. The partial results of batch_invariant calls take some 256 MiB at most, because many tokens take
-    several launches. Each token and head takes 4 bytes more.
+    heads tokens may share gathers. This takes 52 to 70 MB, plus up to 164 bytes for each token, plus up to 3.2 bytes
+    for each column of each token's indices. The partial results of batch_invariant calls take some 256 MiB at most,
+    because many tokens take several launches. Each token and head takes 4 bytes more.
 
     Args:
       max_tokens: T.

@@ -179,9 +179,9 @@ class _Kind:
 
 
 def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: Any) -> None:
-    """Compute one tile.
+    """Compute one tile of the product.
 
-    others: the scales of x with tile.half, the weight, its scales if it is narrow, and the results.
+    others: the scales of x with tile.half, the weight, the weight's scales if it is narrow, and the product.
     """
     tile, block, narrow = kind.tile, kind.block, kind.narrow
     row_scales, others = others[: int(tile.half)], others[int(tile.half) :]

@@ -207,7 +207,7 @@ def _place(sizes: _Sizes, groups_ref: Any, *refs: Any) -> None:
     """Write the rows and places of this program's pairs, the groups of the blocks that these pairs begin, and its share
     of the blocks without rows.
 
-    refs: the ranks of all pairs, if there are several programs, and the results.
+    refs: the ranks of all pairs, if there are several programs, and then the results: rows, blocks' groups and places.
     """
     *ranks_ref, rows_ref, block_groups_ref, places_ref = refs
     num_groups, block, most, size = sizes

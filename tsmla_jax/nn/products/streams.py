@@ -117,7 +117,7 @@ def _read(
     """Compute half of one token's mix: the token's first program reads the streams, its second makes the weights of the
     writing and of the mixing.
 
-    others: the mix's base and scale, the norm's weight, and the results.
+    others: the mix's base and scale, the norm's weight, and the three results, which are named below.
     """
     base_ref, scale_ref, norm_ref, read_ref, write_ref, mix_ref = others
     token, (_, count, width) = pl.program_id(0), streams_ref.shape

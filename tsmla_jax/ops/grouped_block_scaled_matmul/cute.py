@@ -1,5 +1,5 @@
-"""grouped_block_scaled_matmul by the CuTe DSL kernel: one custom call, one launch. The weights' rows are partitioned,
-x's are whole on every device."""
+"""grouped_block_scaled_matmul by the CuTe DSL kernel: one custom call, one launch. The weights' rows are partitioned.
+The rows of x are whole on every device."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class TsmlaBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        # SGLang 0.5.17 has no translator; a later one's translates only for the unified memory pool.
+        # SGLang 0.5.17 has no translator. Later versions have one, which translates only for the unified memory pool.
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.device = torch.device(runner.device)
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype

@@ -50,9 +50,9 @@ versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
 
 def takes_fp8_queries(kv_cache_dtype: str | None, dtype: torch.dtype) -> bool:
-    """Whether queries are quantised, as the cache is. Only a bfloat16 model's are: a call with fp8 queries returns
-    bfloat16, which vLLM multiplies by weights of the model's dtype. TSMLA_VLLM_FP8_QUERIES=0 leaves all queries in 16
-    bits."""
+    """Whether queries are quantised, as the cache is. Only the queries of bfloat16 models are: a call with fp8 queries
+    returns bfloat16, which vLLM multiplies by weights of the model's dtype. TSMLA_VLLM_FP8_QUERIES=0 leaves all queries
+    in 16 bits."""
     wanted = os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
     return wanted and kv_cache_dtype in FP8_CACHES and dtype == torch.bfloat16
 
@@ -181,8 +181,9 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
-            # A prompt's last tokens go to prefill, as its others do. If they were decoded, the kernel of another
-            # request's decode would depend on whether they run beside it. vLLM raises this to a token and its drafts.
+            # vLLM decodes a prompt's last chunk if the chunk has no more tokens than this threshold. With a larger
+            # threshold, the kernel that decodes the other requests would depend on whether such a chunk runs beside
+            # them. With speculative decoding vLLM raises the threshold to one token and the drafts.
             self.reorder_batch_threshold = 1
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, TsmlaMLAMetadata, supports_dcp_with_varlen=True
