@@ -86,7 +86,7 @@ class Record:
       peer: a function of a row that gives the name of its peer.
       order: a key by which points are sorted, instead of the file's order.
       readme: the README that has the part.
-      part: the part's name, if it is not the record's.
+      part: the part's name, if it is not the record's name.
       rows_of: the rows to show, if not all.
       full_caption: the caption of the full page, if it differs from `caption`, which then has to link to that page.
     """

@@ -222,7 +222,7 @@ class Rollout(NamedTuple):
     tokens: [B, P + N].
     log_probs: [B, N - 1], for each new token except the last the log-probability of the token that follows it.
     inputs: [layers, B, N - 1, E], the inputs of each layer at the same tokens.
-    caches: each layer's.
+    caches: the cache of each layer.
     selected: the keys that each layer of V3.2 chose, None for other models.
     """
 
@@ -320,7 +320,7 @@ def roll_out(model: Model, texts: Texts, params: Params, dtype: Any) -> Rollout:
         chosen.append(choices)
 
     def whole(of_prompt: Any, of_new: Any) -> Any:
-        """The choice for each token of the packed texts [B * (P + N), K]; the last token's is not asked for."""
+        """The choice for each token of the packed texts [B * (P + N), K]; the last token's choice is not asked for."""
         if of_prompt is None:
             return None
         new = jnp.pad(jnp.stack(of_new, axis=1), ((0, 0), (0, 1), (0, 0)), constant_values=-1)

@@ -31,7 +31,7 @@ WINDOW_PAGES = 4
 LONG = 1 << 17  # slots of a request to select from in shared80
 UNION = "tsmla union"
 MODES = {"v32": 2048, "shared80": 2048, "v4-512": 512, "v4-1024": 1024}
-"""How many slots a token selects in each mode, without the window's."""
+"""How many slots a token selects in each mode, without the window's slots."""
 
 
 class Point(NamedTuple):

@@ -56,7 +56,7 @@ SELECTIONS = {TOPK: "topk", TOPK_BITS: "topk bits"}
 FORMS = {**EXPANDED, **SELECTIONS, UNION: "union", "widen": "widen"}
 """The form of each function; all others are direct."""
 SELECTED = {"random": 2048, "shared80": 2048, "shared95": 2048, "prompt": 2048, "prompt80": 2048, "v4": 512}
-"""The most slots that a token selects in each mode, without the window's."""
+"""The most slots that a token selects in each mode, without the window's slots."""
 CONTEXT, COMPRESSED = 1 << 17, 1 << 15  # V3.2's slots to select from, and V4's compressed ones
 SHARED = {"shared80": 0.8, "shared95": 0.95, "prompt80": 0.8}
 """The part of a token's slots that the token before has, too, by mode; in prompt80 the least part."""

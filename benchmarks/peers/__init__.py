@@ -70,7 +70,7 @@ def find(name: str) -> Path | None:
 
 @functools.cache
 def no_gpu() -> str | None:
-    """Why no kernel can be timed here, ours or a peer's; None if they can."""
+    """Why no kernel, ours or a peer's kernel, can be timed here; None if kernels can be timed."""
     return None if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "no Hopper GPU"
 
 

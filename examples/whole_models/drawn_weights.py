@@ -1,4 +1,4 @@
-"""The weights of drawn.py as a load format of vLLM's. Imported with vLLM."""
+"""The weights of drawn.py as a load format of vLLM. This module is imported with vLLM."""
 
 from __future__ import annotations
 

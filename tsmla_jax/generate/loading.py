@@ -103,7 +103,7 @@ class ProgressBar:
 
 
 class _Reader:
-    """Reads tensors by the names of saving's `_model_tensors`, and remembers which of the checkpoint's were read."""
+    """Reads tensors by saving's names (`_model_tensors`), and remembers which of the checkpoint's tensors were read."""
 
     def __init__(
         self,
@@ -253,12 +253,13 @@ def load_model(
     Args:
       checkpoint_dir: the directory, with one safetensors file or shards and their index.
       config: the model, as `ModelConfig.from_hf(checkpoint_dir)` reads it.
-      dtype: the dtype of the parameters; None takes the config's. The router and its bias are f32, in which routing is
-        computed, and so are V4's norms, sinks, position biases and streams.
+      dtype: the dtype of the parameters; None takes the config's dtype. The router and its bias are f32, in which
+        routing is computed, and so are V4's norms, sinks, position biases and streams.
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128; experts in MXFP4
         stay so (`MXFP4`), if kernels take their sizes. Experts that share one tensor are widened, and all other
-        matrices, such as V4's attention's. False widens all. None keeps them unless jax's default backend is cpu.
+        matrices, such as those of V4's attention. False widens all. None keeps them unless jax's default backend is
+        cpu.
       fp8_products: how to multiply by block-scaled matrices. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
         block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel is chosen, and

@@ -111,7 +111,7 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: Any = None) -> jax.Arr
     Args:
       x: bfloat16, float16 or float32.
       weight: in x's dtype.
-      out_dtype: bfloat16, float16 or float32, the dtype of the result; None is x's. Terms are added in float32.
+      out_dtype: bfloat16, float16 or float32, the dtype of the result; None is x's dtype. Terms are added in float32.
 
     Raises:
       TypeError: x, weight or out_dtype is of another dtype.

@@ -105,7 +105,7 @@ class Implementation:
 class Operation:
     """A public function with its implementations.
 
-    function: the public function; its name is the operation's.
+    function: the public function, which has the operation's name.
     spec: takes the function's arguments by keyword (without `implementation`); returns the contract's spec of the call.
     implementations: returns the table of implementations by name, for some of IMPLEMENTATIONS.
     """

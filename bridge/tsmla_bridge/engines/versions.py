@@ -23,7 +23,7 @@ class Engine(NamedTuple):
 
     distribution: its name on the package index.
     tested: the versions whose own code the tests run, oldest first.
-    significant: how many leading numbers of a version must equal a tested one's.
+    significant: how many leading numbers of a version must equal those of a tested version.
     flags: the command line that chooses the backends.
     sparse_flags: the settings for models with DeepSeek-V3.2's sparse attention, None if there is no backend for them.
     """

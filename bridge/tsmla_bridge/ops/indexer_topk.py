@@ -300,7 +300,7 @@ def _chunks(
             cut |= {name: given[name].narrow(0, first, rows) for name in ("block_tables", "seq_lens")}
             tables, seen = cut["block_tables"], cut["seq_lens"]
         else:
-            # The rows up to the chunk's last one: how many there are tells the kernel which of them are the chunk's.
+            # The rows up to the chunk's last row: their number tells the kernel which of them belong to the chunk.
             through = first + rows
             of_rows = {"row_lens": scratch.row_lens[:through], "row_requests": scratch.row_requests[:through]}
             tables, seen = call.block_tables, scratch.row_lens.narrow(0, first, rows)

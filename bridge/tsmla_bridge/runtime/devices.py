@@ -123,7 +123,7 @@ def made_current(index: int) -> AbstractContextManager[Any]:
 
 
 def index_of(device: torch.device) -> int:
-    """The index of a CUDA device, the current one's if it names none."""
+    """The index of a CUDA device; for a device without an index, the current device's index."""
     return current_device() if device.index is None else device.index
 
 

@@ -213,7 +213,7 @@ def all_of(parts: Sequence[LaunchPart]) -> launch.Launch:
 def view(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> launch.ArrayView:
     """A tensor's memory as an operand.
 
-    shape: the operand's, if it isn't the tensor's.
+    shape: the operand's shape, if the tensor has another.
     """
     return launch.ArrayView(
         tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, dtype_name(tensor.dtype)

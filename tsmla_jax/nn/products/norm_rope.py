@@ -66,7 +66,7 @@ def norm_rope(
       columns: which columns of x hold the rows.
       norm: the norm: a weight [D] and an eps, or an eps alone if there is no weight; None means no norm.
       rope: the rotation; None means no rotation.
-      dtype: dtype of the result; None is x's.
+      dtype: dtype of the result; None is x's dtype.
       by_kernel: whether to use the kernel if it can run. A program with it is not partitioned automatically over
         devices, is exported only with `tsmla_jax.export_disabled_checks()`, has no derivative, and runs under
         `jax.shard_map` with check_vma=False. The kernel takes the same positions and tables as `apply_rope`, but does

@@ -161,7 +161,7 @@ def _inputs(config: V4Config) -> list[tuple[str, int]]:
 
 
 def _matrices(config: V4Config) -> list[str]:
-    """The names of the other matrices, without o_a_proj and the compressors'."""
+    """The names of the other matrices, without o_a_proj and the compressors' matrices."""
     return ["q_b_proj", "o_b_proj", *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
 
 

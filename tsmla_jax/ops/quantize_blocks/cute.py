@@ -62,6 +62,6 @@ def _transformable(power_of_two: bool, arch: str, num_sms: int) -> Callable[...,
 
 
 def _partition(shapes: Sequence[Any]) -> transforms.Partition:
-    """Rows as x's, columns whole."""
+    """Specs with the rows split as the rows of x are, and the columns whole."""
     rows = P(*transforms.named_axes(shapes[0])[:-1], None)
     return (rows,), (rows, rows)

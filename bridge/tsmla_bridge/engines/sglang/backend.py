@@ -1,7 +1,7 @@
 """The attention backend for SGLang: dense MLA over its paged pool on Hopper.
 
-The class and its hooks are SGLang's (sglang/srt/layers/attention/base_attn_backend.py). Imported when the backend is
-chosen, not when it is registered.
+SGLang defines the class and its hooks (sglang/srt/layers/attention/base_attn_backend.py). This module is imported when
+the backend is chosen, not when it is registered.
 """
 
 from __future__ import annotations

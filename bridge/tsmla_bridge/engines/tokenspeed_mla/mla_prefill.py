@@ -45,7 +45,7 @@ def tokenspeed_mla_prefill(
       softmax_scale: factor of the logits.
       is_causal: bottom-right aligned, else a query sees all keys of its request.
       return_lse: also return the logsumexp of the scaled logits.
-      cum_seq_lens_q, max_seq_len_q: the offsets and the bound of the queries; by default the keys'.
+      cum_seq_lens_q, max_seq_len_q: the offsets and the bound of the queries; by default those of the keys.
       enable_pdl: ignored; results do not depend on it.
       out: where the result goes, contiguous bfloat16 [Tq, H, V].
 

@@ -109,7 +109,7 @@ class HopperBackend(MLACommonBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return True  # the cache is vLLM's: pages of rows, which a connector moves as they are
+        return True  # vLLM allocates the cache: pages of rows, which a connector moves as they are
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> None:

@@ -1,7 +1,7 @@
 """The MLA decode backend for vLLM: dense latent attention over its paged cache on Hopper.
 
-The classes and their hooks are vLLM's (vllm/model_executor/layers/attention/mla_attention.py). Imported when the
-backend is chosen, not when it is registered.
+vLLM defines the classes and their hooks (vllm/model_executor/layers/attention/mla_attention.py). This module is
+imported when the backend is chosen, not when it is registered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The MLA prefill backend for vLLM: expanded attention of new tokens, and of chunks of cached context.
 
-The class and its hooks are vLLM's (vllm/v1/attention/backends/mla/prefill/base.py). Imported when the backend is
-chosen, not when it is registered.
+vLLM defines the class and its hooks (vllm/v1/attention/backends/mla/prefill/base.py). This module is imported when the
+backend is chosen, not when it is registered.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
-        """vLLM's reasons against this backend, and the kernel's."""
+        """The reasons against this backend: those that vLLM gives, and those that the kernel gives."""
         reasons: list[str] = super().validate_configuration(device_capability, selector_config)
         spec = describe(selector_config.dtype, selector_config.mla_dimensions)
         return reasons + MLA_PREFILL.reasons(spec)

@@ -1,9 +1,9 @@
 """The sparse MLA backend for vLLM: latent attention over the keys that the indexer selected, on Hopper, for models with
 DeepSeek-V3.2's sparse attention (GLM-5 among them).
 
-The classes and their hooks are vLLM's (vllm/model_executor/layers/attention/sparse_mla_attention.py). vLLM's own layer
-runs the indexer and writes both caches; the backend gets a buffer of selected positions. Imported when the backend is
-chosen, not when it is registered.
+vLLM defines the classes and their hooks (vllm/model_executor/layers/attention/sparse_mla_attention.py). vLLM's own
+layer runs the indexer and writes both caches; the backend gets a buffer of selected positions. This module is imported
+when the backend is chosen, not when it is registered.
 """
 
 from __future__ import annotations
