@@ -258,8 +258,7 @@ def load_model(
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj, and MLPs and experts whose width is no multiple of 128; experts in MXFP4
         stay so (`MXFP4`), if kernels take their sizes. Experts that share one tensor are widened, and all other
-        matrices, such as those of V4's attention. False widens all. None keeps them unless jax's default backend is
-        cpu.
+        matrices, as those of V4's attention. False widens all. None keeps them unless jax's default backend is cpu.
       fp8_products: how to multiply by block-scaled matrices. "quantized" quantises their activations to e4m3 for
         each 128 columns, as DeepSeek's code does; "exact" keeps the activations' dtype and widens the weights, in
         block_scaled_matmul's kernel unless a product has many rows; None is "exact" where that kernel is chosen, and
