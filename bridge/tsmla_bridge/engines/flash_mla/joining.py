@@ -4,13 +4,11 @@ on a GPU; torch's operations do so on a CPU and without Triton."""
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge.runtime.devices import capability
+from tsmla_bridge.engines.triton_kernels import may_signal, triton_kernel
 
 _BLOCK = 256
 """Columns that one program of the kernel writes."""
@@ -57,19 +55,13 @@ def _join_by_torch(near: Columns, far: Columns, out: torch.Tensor, lengths: torc
         torch.add(per_token(far.lengths, tokens), window, out=lengths)
 
 
-def _may_signal(device: torch.device) -> bool:
-    """Whether a kernel on this device may let the next one begin before it has ended: from Hopper on."""
-    return device.type == "cuda" and capability(device.index)[0] >= 9
-
-
 @functools.cache
 def _kernel() -> Any:
-    """The kernel of `joined`; None without Triton, which torch for CUDA brings along."""
-    if importlib.util.find_spec("triton") is None:
+    """The kernel of `joined`; None without Triton."""
+    found = triton_kernel("tsmla_bridge.engines.flash_mla.joining_kernel", "join")
+    if found is None:
         return None
-    triton, language = importlib.import_module("triton"), importlib.import_module("triton.language")
-    can_signal = hasattr(getattr(language.extra, "cuda", None), "gdc_launch_dependents")
-    compiled = importlib.import_module("tsmla_bridge.engines.flash_mla.joining_kernel").join
+    triton, compiled = found
 
     def run(near: Columns, far: Columns, out: torch.Tensor, lengths: torch.Tensor | None) -> None:
         (tokens, window), count, width = near.slots.shape, far.slots.shape[1], out.shape[1]
@@ -78,7 +70,7 @@ def _kernel() -> Any:
             near.slots, near.lengths, far.slots, far.lengths, out, lengths,
             near.slots.stride(0), far.slots.stride(0), tokens // (requests.pop() if requests else tokens),
             window, count, width, HAS_NEAR=near.lengths is not None, HAS_FAR=lengths is not None, BLOCK=_BLOCK,
-            SIGNALS=can_signal and _may_signal(near.slots.device),
+            SIGNALS=may_signal(near.slots.device),
         )  # fmt: skip
 
     return run

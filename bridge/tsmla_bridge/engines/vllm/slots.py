@@ -5,11 +5,11 @@ operations do so on a CPU and without Triton."""
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
+
+from tsmla_bridge.engines.triton_kernels import may_signal, triton_kernel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,12 +70,11 @@ def _make_by_torch(
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel of `selected`; None without Triton, which torch for CUDA brings along."""
-    if importlib.util.find_spec("triton") is None:
+    """The kernel of `selected`; None without Triton."""
+    found = triton_kernel("tsmla_bridge.engines.vllm.slots_kernel", "tsmla_slots")
+    if found is None:
         return None
-    triton, language = importlib.import_module("triton"), importlib.import_module("triton.language")
-    can_signal = hasattr(getattr(language.extra, "cuda", None), "gdc_launch_dependents")
-    compiled = importlib.import_module("tsmla_bridge.engines.vllm.slots_kernel").tsmla_slots
+    triton, compiled = found
 
     def run(positions: torch.Tensor, requests: torch.Tensor, pages: Pages, parts: Pair | None, out: Selected) -> None:
         (tokens, columns), table = positions.shape, pages.table
@@ -88,7 +87,7 @@ def _kernel() -> Any:
             positions, requests, table, *(parts or (None, None)), out.slots, out.counts, out.joined,
             positions.stride(0), table.stride(0), *strides, columns, table.shape[1], pages.step, heads,
             PAGE_SIZE=pages.page_size, COLUMNS=triton.next_power_of_2(columns), LATENT=latent_dim, ROPE=rope_dim,
-            HEADS=_HEADS, JOINS=parts is not None, SIGNALS=can_signal and positions.is_cuda,
+            HEADS=_HEADS, JOINS=parts is not None, SIGNALS=may_signal(positions.device),
         )  # fmt: skip
 
     return run
