@@ -438,6 +438,13 @@ def test_v4_rope_of_two_spellings() -> None:
             V4Config.from_hf(change, 1)
 
 
+def test_v4_partial_rotary_factor_is_not_cut() -> None:
+    """100 * 0.58 is 57.99999999999999."""
+    fields = V4 | {"head_dim": 100, "index_head_dim": 100, "partial_rotary_factor": 0.58}
+    assert V4Config.from_hf(fields | {"qk_rope_head_dim": 58}, 1).rope_dim == 58
+    assert V4Config.from_hf(fields | {"qk_rope_head_dim": None}, 1).rope_dim == 58
+
+
 def test_v32_fields_of_transformers() -> None:
     """What it saves says nothing more than its defaults."""
     saved = json.loads(hf_config("deepseek_v32", **V32_FIELDS).to_json_string())

@@ -133,9 +133,8 @@ class V4Config:
         kind = _layer_kind(fields, where, layer)
         rope_dim = hf_field(fields, "qk_rope_head_dim", int, where, default=None)
         if rope_dim is None:
-            rope_dim = int(
-                sizes["head_dim"] * hf_field(fields, "partial_rotary_factor", float, where, default=64 / 512)
-            )
+            factor = hf_field(fields, "partial_rotary_factor", float, where, default=64 / 512)
+            rope_dim = _rotated(sizes["head_dim"], factor)
         _check_rope_dim(fields, where, sizes["head_dim"], rope_dim)
         rates = hf_field(fields, "compress_rates", dict, where, default={})
         legacy = {"csa": "compress_rate_csa", "hca": "compress_rate_hca"}
@@ -178,9 +177,14 @@ def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
     return known[entries[layer]]
 
 
+def _rotated(head_dim: int, factor: float) -> int:
+    """How many columns of a head are rotated, as in transformers, but a product such as 100 * 0.58 is 58."""
+    return int(head_dim * factor + 1e-6)
+
+
 def _check_rope_dim(fields: Mapping[str, Any], where: str, head_dim: int, rope_dim: int) -> None:
     factor = hf_field(fields, "partial_rotary_factor", float, where, default=None)
-    if factor is not None and int(head_dim * factor) != rope_dim:
+    if factor is not None and _rotated(head_dim, factor) != rope_dim:
         legal = f"{rope_dim} / {head_dim}, the rotated part of head_dim"
         raise ValueError(f"{where}: partial_rotary_factor: got {factor}; legal: {legal}")
 

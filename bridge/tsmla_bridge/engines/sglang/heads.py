@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_own_heads(backends: MutableMapping[str, Create]) -> None:
-    """Let the backends that SGLang's registry makes pad no heads. May be called again."""
+    """Change SGLang's registry so that its backends don't pad heads. May be called again."""
     for name, unpad in _UNPAD.items():
         create = backends.get(name)
         if create is not None and not hasattr(create, "unpads"):

@@ -1,4 +1,4 @@
-"""Keys and values of expanded attention, put together and converted to fp8."""
+"""Keys of expanded attention from their two parts, and values, converted to fp8."""
 
 from __future__ import annotations
 

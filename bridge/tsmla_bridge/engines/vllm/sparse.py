@@ -266,7 +266,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         if len(parts) == 2 and parts[1].shape[-1] == 0:
             parts = parts[:1]
         rows, step = _rows(kv_c_and_k_pe_cache)
-        # Prompts and drafts have several; the kernel is the same for 2 and for more.
+        # A request of a prompt or of drafts has several tokens; the kernel for 2 is also the one for more.
         per_request = min(max(attn_metadata.max_query_len, 1), SEVERAL)
         joins = len(parts) == 2 and not self._reads_pair(len(parts[0]), parts[0].shape[1], per_request)
         selected = self._selected(parts, attn_metadata, step, joins)
