@@ -139,9 +139,9 @@ def attend_in(
             f"model_mode: got {model_mode}, which attention=tsmla doesn't run; decode with attention=dot_product, or in"
             " an engine"
         )
-    for name, value in (("attn_logits_soft_cap", op.attn_logits_soft_cap), ("dropout_rate", op.dropout_rate)):
-        if value:
-            raise ValueError(f"{name}: got {value}; legal with attention=tsmla: None or 0")
+    for name in ("attn_logits_soft_cap", "dropout_rate"):
+        if getattr(op, name):
+            raise ValueError(f"{name}: got {getattr(op, name)}; legal with attention=tsmla: None or 0")
     if asked := [name for name in OTHERS if others.get(name) is not None and others[name] is not False]:
         raise ValueError(f"{', '.join(asked)}: got a value; legal with attention=tsmla: None or False")
     packed = config.packing and config.dataset_type != "synthetic"
