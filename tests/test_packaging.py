@@ -408,7 +408,7 @@ def test_the_readmes_table_is_the_tree() -> None:
         there = set(OPERATIONS[op].table)
         assert set(re.findall("reference|xla", anywhere)) == there - {"cute"}, op
         assert (hopper != "none: xla") == ("cute" in there), op
-    (blackwell,) = re.findall(r"Blackwell: (.*) by the extra", readme)
+    (blackwell,) = re.findall(r"On Blackwell the kernels of (.*) come with the extra", readme, flags=re.DOTALL)
     assert {f"{op}_sm100" for op in re.findall(r"`(\w+)`", blackwell)} == {op for op in KERNELS if "_sm100" in op}
 
 
