@@ -113,7 +113,8 @@ class Case:
         raise NotImplementedError
 
     def floor_us(self, name: str) -> float:
-        """The least microseconds that the point's bytes or products can take; 0 if the record has no such time."""
+        """The microseconds that the point's bytes or operations take at the rates of `floors`, which were measured; 0
+        if the record has no such time."""
         return 0.0
 
     def row(self, name: str, us: float, results: Any) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def test_a_pair_that_is_no_query_is_refused(gpu: Gpu) -> None:
     for pair in ((latent, rope.clone()), (latent.clone(), uneven), (rope, latent), three_heads):
         with pytest.raises(ValueError, match=r"q: got a pair .* torch\.cat\(q, -1\) makes one of them"):
             attend(case, q=pair)
-    with pytest.raises(ValueError, match="q: got 3 tensors; legal: one, or the pair"):
+    with pytest.raises(ValueError, match="q: got a tuple of 3; legal: one tensor, or the pair"):
         attend(case, q=(latent, rope, latent))
 
 

@@ -183,7 +183,7 @@ def test_a_pair_that_is_no_query_is_refused(gpu: Gpu) -> None:
         ((rope, latent), "q: got a pair of 64 and 512 columns; legal: 512 latent ones"),
         ((latent[:, ::2], rope[:, ::2]), r"q: got a pair .* torch\.cat\(q, -1\) makes one of them"),
         ((latent, rope.half()), "q: got a pair of dtypes bfloat16 and float16"),
-        ((latent, rope, rope), "q: got 3 tensors; legal: one, or the pair"),
+        ((latent, rope, rope), "q: got a tuple of 3; legal: one tensor, or the pair"),
         ((latent, rope[:3]), "q: got a pair of shapes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -81,7 +81,7 @@ def test_tuples_that_are_no_pairs_are_refused_after_good_calls(count: int) -> No
     given = case()
     for q in (given.q, (given.q[..., :256].contiguous(), given.q[..., 256:].contiguous())):
         attend(given, q=q, visible_lens=VISIBLE)
-        with pytest.raises(ValueError, match=f"q: got {count} tensors; legal: one, or the pair"):
+        with pytest.raises(ValueError, match=f"q: got a tuple of {count}; legal: one tensor, or the pair"):
             attend(given, q=(given.q,) * count, visible_lens=VISIBLE)
 
 

@@ -267,7 +267,7 @@ class KernelPlan(Plan):
             offsets = tuple(first * steps.get(name, 0) for name in operands)
             parts.append(loaded_kernels.LaunchPart(launcher.bind(tuple(operands.values())), offsets))
         self.launch = loaded_kernels.all_of(parts)
-        # TSMLA_CHECK as it is when the plan is made: to read it in each call would be a tenth of a call's host time.
+        # TSMLA_CHECK as it is when the plan is made: no call spends host time on reading it.
         self.checked = values.enabled()
         memory = decode_layout(config, sms, spec.batch, width, rows)
         self.size = memory.size

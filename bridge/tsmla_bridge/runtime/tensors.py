@@ -164,7 +164,9 @@ def joined(q: tuple[torch.Tensor, ...], latent_dim: int) -> torch.Tensor:
 
 def _two(q: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     if len(q) != 2:
-        raise ValueError(f"q: got {len(q)} tensors; legal: one, or the pair of its latent and its rope columns")
+        raise ValueError(
+            f"q: got a tuple of {len(q)}; legal: one tensor, or the pair of its latent and its rope columns"
+        )
     return q
 
 

@@ -366,5 +366,5 @@ def test_an_indexer_that_is_not_finite(value: float, tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.indexer.weights_proj.weight"
     tensors[name][1, 2] = value
     write_single(tmp_path, tensors, fields)
-    with pytest.raises(CheckpointError, match=f"tensor '{name}' has NaN or infinite values; legal: finite ones"):
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' has NaN or infinite values; legal: finite values"):
         v32.load_hf_attention(tmp_path, 0)

@@ -194,8 +194,8 @@ class Checkpoint:
         """
         if not np.isfinite(value).all():
             raise CheckpointError(
-                f"{self.info(name).file}: tensor {name!r} has NaN or infinite values; legal: finite ones, by which"
-                " experts or keys are chosen"
+                f"{self.info(name).file}: tensor {name!r} has NaN or infinite values; legal: finite values, because"
+                " it decides which experts or keys are chosen"
             )
 
     def refuse_others(self, names: Iterable[str]) -> None:

@@ -212,10 +212,9 @@ def check_aliases(fields: Mapping[str, Any], where: str, names: Mapping[str, str
 
 
 def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], known: Collection[str]) -> None:
-    """ValueError for a field that isn't known, has one of `parts` in its name and none of _OTHER_PARTS, and is not
-    null, false, 0, 1 or empty.
-
-    A factor of 1 is no factor; true is refused.
+    """ValueError for an unknown field whose name has one of `parts`, unless its name also has one of _OTHER_PARTS or
+    its value says nothing: null, false, 0, an empty value, or 1, which as a factor changes nothing. The value true is
+    refused.
     """
     for name, value in fields.items():
         says_nothing = not value or (value == 1 and value is not True)

@@ -181,7 +181,8 @@ class _Kind:
 def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: Any) -> None:
     """Compute one tile of the product.
 
-    others: the scales of x with tile.half, the weight, the weight's scales if it is narrow, and the product.
+    others: the scales of x if tile.half is set, the weight, the weight's scales if the weight is narrow, the product,
+    and the product's scales if tile.half and gated are set.
     """
     tile, block, narrow = kind.tile, kind.block, kind.narrow
     row_scales, others = others[: int(tile.half)], others[int(tile.half) :]
