@@ -122,7 +122,7 @@ def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
     max_segments = static_int("max_segments", max_segments, minimum=1)
     # Ids are compared at full width: cut to 32 bits, two 64-bit ids could become equal, or become padding.
     ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
-    ids = checks.behind(partial(_check_ids, name, max_segments), ids)
+    ids = checks.behind(partial(values.segment_ids, name, max_segments), ids)
     row_len = ids.shape[1]
     changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]
     used = ids != 0
@@ -132,14 +132,6 @@ def segments_of(name: str, ids: jax.Array, max_segments: int) -> Segments:
     runs = jnp.arange(min(row_len, 2 * max_segments + 1), dtype=jnp.int32)[:, None]
     starts = (run <= runs).sum(axis=2, dtype=jnp.int32)
     return Segments(starts, used & ~overflow[:, None], overflow, row_len)
-
-
-def _check_ids(name: str, max_segments: int, ids: np.ndarray) -> None:
-    """The check of the ids' values that TSMLA_CHECK=1 asks for."""
-    try:
-        values.segment_ids(max_segments, ids)
-    except ValueError as error:
-        raise ValueError(f"{name}{str(error).removeprefix('ids')}") from None
 
 
 @overload

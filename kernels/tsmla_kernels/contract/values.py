@@ -294,18 +294,20 @@ def grouped_product(spec: ProductSpec, cu_rows: np.ndarray, rows: np.ndarray | N
         raise ValueError(f"rows: got {rows[place]} at {place}; legal: 0 to {count - 1}, x's rows")
 
 
-def segment_ids(max_segments: int, ids: np.ndarray) -> None:
+def segment_ids(name: str, max_segments: int, ids: np.ndarray) -> None:
     """Check that each row of ids [B, S] has at most `max_segments` runs of an id other than 0, and no id in two
-    runs."""
+    runs. name: the argument that errors name."""
     for row, line in enumerate(ids):
         starts = np.flatnonzero((line != 0) & (np.diff(line, prepend=0) != 0))
         if len(starts) > max_segments:
-            raise ValueError(f"ids: row {row} has {len(starts)} segments; legal: at most max_segments={max_segments}")
+            raise ValueError(
+                f"{name}: row {row} has {len(starts)} segments; legal: at most max_segments={max_segments}"
+            )
         found, counts = np.unique(line[starts], return_counts=True)
         if (counts > 1).any():
             raise ValueError(
-                f"ids: row {row} has the id {found[counts > 1][0]} in more than one run; legal: one run for each id, as"
-                " each run is a segment"
+                f"{name}: row {row} has the id {found[counts > 1][0]} in more than one run; legal: one run for each id,"
+                " as each run is a segment"
             )
 
 
